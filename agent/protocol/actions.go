@@ -70,13 +70,13 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 				// claim keeps it.
 				if c.Status.Reason != ReasonMachineDeleting {
 					d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{
-						Reason: ReasonMachineDeleting, Message: "somebody else is deleting its Machine",
+						Reason: ReasonMachineDeleting, Message: "another actor is deleting its Machine",
 					}})
 				}
 			case ClaimOf(m) == "" && entered && named.UID == m.UID && !Held(m):
 				d.Actions = append(d.Actions, Action{Kind: Label, Claim: c, Machine: m})
 			case ClaimOf(m) == "" && !entered && s.Ledger != nil:
-				d.end(c, ReasonMachineLost, "somebody removed the claim's label from its Machine")
+				d.end(c, ReasonMachineLost, "another actor removed the claim's label from its Machine")
 			case ClaimOf(m) != "" && ClaimOf(m) != id:
 				d.end(c, ReasonMachineLost, "its Machine carries another claim's label")
 			case HasNode(m) && c.Status.Machine.NodeName != m.Status.NodeRef.Name:
@@ -108,7 +108,7 @@ func (s *Snapshot) endWithMachine(d *Decision, c *v1alpha1.MachineClaim) {
 		d.end(c, ReasonNodeGroupGone, "its MachineDeployment is being deleted, and its Machine with it")
 		return
 	}
-	d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
+	d.end(c, ReasonMachineLost, "its Machine was deleted by another actor")
 }
 
 // actOnForeign ends or moves on the claims of a former MachineDeployment of this name that lost
@@ -187,7 +187,7 @@ func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clus
 		if !entered && labelled == nil && c.Status.FailedAt != nil {
 			d.end(c, ReasonFailed, c.Status.Message)
 		} else if !entered && labelled == nil {
-			d.end(c, ReasonCancelled, "released before it had a Machine; the replica goes to the next claim or is given back")
+			d.end(c, ReasonCancelled, "released before it had a Machine; the replica goes to the next claim or is removed")
 		}
 	case m != nil && Alive(m) && entered && named.UID == m.UID && ClaimOf(m) == "" && !Held(m):
 		// The label first: a Machine that is released must be recognizable as this claim's.
@@ -201,7 +201,7 @@ func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clus
 		}
 		switch {
 		case m != nil && Alive(m) && HasNode(m) && m.Annotations[v1alpha1.HandedOverAnnotation] != id:
-			reason, message = ReasonMachineLost, "somebody removed the claim's label from its Machine"
+			reason, message = ReasonMachineLost, "another actor removed the claim's label from its Machine"
 		case m != nil && Alive(m):
 			reason, message = ReasonHandedOver, "its Machine had no Node yet and was kept for the next claim"
 			if c.Status.Reason == ReasonLate {

@@ -93,7 +93,7 @@ func TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger(t *testing.T) {
 			},
 			kind: Restore, check: func(d *Decision) bool { return d.Actions[0].Release.Drained },
 		},
-		"somebody else is deleting its Machine": {
+		"another actor is deleting its Machine": {
 			change: func(s *Snapshot) {
 				s.withMachine("m", "c", func(m *clusterv1.Machine) { m.DeletionTimestamp = new(metav1.NewTime(s.Now)) })
 			},

@@ -233,7 +233,7 @@ var claimCases = []testCase{
 		require.Len(s, s.machinesOnceThereAre(id, limit), limit)
 	}},
 
-	{"claims.machine-lost", fault(), "a machine that somebody else deletes ends its claim", func(s *suite) {
+	{"claims.machine-lost", fault(), "a machine that another actor deletes ends its claim", func(s *suite) {
 		id := s.group(deployment("workers"))
 		lost, kept := s.running("lost", id), s.running("kept", id)
 		s.LoseMachine(s.TB, lost.GetMachine().GetName())

@@ -10,7 +10,7 @@ import (
 )
 
 var releaseCases = []testCase{
-	{"release.before-machine", fault(), "before there is a machine: the claim ends and the replica is given back", func(s *suite) {
+	{"release.before-machine", fault(), "before there is a machine: the claim ends and the replica is removed", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.HoldMachines(s.TB, "workers", true)
 		s.mustCreate("a-claim", id)
@@ -56,7 +56,7 @@ var releaseCases = []testCase{
 		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, s.mustGet("second").GetPhase())
 	}},
 
-	{"release.before-node", claimer(1), "before the machine has a Node, and nobody waits: it goes", func(s *suite) {
+	{"release.before-node", claimer(1), "before the machine has a Node, without a waiting claim: the machine is deleted", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("a-claim", id)
 		machine := s.untilBound("a-claim").GetMachine()

@@ -77,7 +77,7 @@ func callerOf(ctx context.Context) (identity, error) {
 func (a *Agent) admit(ctx context.Context, method string) error {
 	rule, known := a.rules[method]
 	if !known {
-		return agenterrors.PermissionDenied("nobody may call this method")
+		return agenterrors.PermissionDenied("no role may call this method")
 	}
 	if rule.Anyone {
 		return nil

@@ -288,7 +288,7 @@ func (a *Agent) remove(m *machine) {
 		if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING {
 			a.end(c, reasonReleased, "the instance and its Node are gone")
 		} else {
-			a.end(c, reasonMachineLost, fmt.Sprintf("machine %s was deleted by somebody else", m.name))
+			a.end(c, reasonMachineLost, fmt.Sprintf("machine %s was deleted by another actor", m.name))
 		}
 	}
 	a.touchMachine(m)

@@ -238,7 +238,7 @@ func (d *describer) resources() {
 	for name, annotation := range map[corev1.ResourceName]string{corev1.ResourceCPU: CPUAnnotation, corev1.ResourceMemory: MemoryAnnotation} {
 		if quantity := d.Resources[name]; quantity.IsZero() && !d.reported(AnnotationField(annotation)) {
 			d.problem(AnnotationField(annotation), "",
-				"is missing, and the infrastructure template's status.capacity does not say; without it nothing can be scheduled on this node group")
+				"is missing, and the infrastructure template's status.capacity does not have it; without it nothing can be scheduled on this node group")
 		}
 	}
 }

@@ -41,9 +41,9 @@ const (
 
 var (
 	ledgerDescription = prometheus.NewDesc("capi_agent_ledger_machines",
-		"Machines of a node group by who has them, as its ledger says: floor (the user's), spare (nobody's), pending (accounted for, "+
+		"Machines of a node group by owner, according to its ledger: floor (the user's), spare (no claim's), pending (accounted for, "+
 			"their Machine not named yet), named (Machine named, not bound yet), releasing (being removed, replica held), "+
-			"given_back (being removed, replica given back).",
+			"given_back (being removed, replica removed).",
 		[]string{namespaceLabel, deploymentLabel, "part"}, nil)
 	replicasDescription = prometheus.NewDesc("capi_agent_node_group_replicas",
 		"spec.replicas of the MachineDeployment of a node group that has a ledger.", []string{namespaceLabel, deploymentLabel}, nil)

@@ -78,7 +78,7 @@ capi_agent_limit{limit="releases"} 3
 # HELP capi_agent_node_group_recent_creations Claims of a node group that were made within a minute.
 # TYPE capi_agent_node_group_recent_creations gauge
 capi_agent_node_group_recent_creations{machine_deployment="workers",namespace="fleet"} 1
-# HELP capi_agent_ledger_machines Machines of a node group by who has them, as its ledger says: floor (the user's), spare (nobody's), pending (accounted for, their Machine not named yet), named (Machine named, not bound yet), releasing (being removed, replica held), given_back (being removed, replica given back).
+# HELP capi_agent_ledger_machines Machines of a node group by owner, according to its ledger: floor (the user's), spare (no claim's), pending (accounted for, their Machine not named yet), named (Machine named, not bound yet), releasing (being removed, replica held), given_back (being removed, replica removed).
 # TYPE capi_agent_ledger_machines gauge
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="floor"} 2
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="given_back"} 1

@@ -42,7 +42,7 @@ type ForeignSpokeError struct {
 
 func (e *ForeignSpokeError) Error() string {
 	return fmt.Sprintf("spoke_id: the live set was read in the cluster whose namespace kube-system has the UID %s, and holds none of the claims, "+
-		"which were made from the one with the UID %s; nothing is collected. Check the kubeconfig and the Cluster's name of whoever sends "+
+		"which were made from the one with the UID %s; nothing is collected. Check the kubeconfig and the Cluster's name of the shim that sends "+
 		"the set. If the cluster was built anew, release the old claims, or set spec.spoke of the MachineClaims to the new UID",
 		e.Spoke, e.Recorded)
 }

@@ -179,138 +179,144 @@ func New() *Options {
 // AddFlags adds a flag for each setting; the current values are the defaults.
 func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.ListenAddress, "listen-address", o.ListenAddress,
-		"The `host:port` to serve gRPC on, with mutual TLS. Empty serves none, only the unix socket.")
+		"`host:port` on which gRPC is served with mutual TLS. If empty, gRPC is served on --listen-unix-socket only.")
 	flags.StringVar(&o.ListenUnixSocket, "listen-unix-socket", o.ListenUnixSocket,
-		"The `path` of a unix socket to serve gRPC on as well, without TLS, for this user and its group. Empty means none.")
+		"`path` of a unix socket on which gRPC is also served, without TLS, for the agent's user and group. If empty, there is no socket.")
 	flags.StringVar(&o.UnixSocketRole, "unix-socket-role", o.UnixSocketRole,
-		"The `role` of every process that can open the unix socket: cluster, reader, autoscaler or admin. A shim needs cluster.")
+		"`role` of every process that can open the unix socket: cluster, reader, autoscaler or admin. A shim needs cluster.")
 	flags.StringSliceVar(&o.UnixSocketClusters, "unix-socket-clusters", o.UnixSocketClusters,
-		"The Clusters that --unix-socket-role is for, as `namespace/name`; * stands for any characters. Empty means all, for the role admin alone. "+
-			"The role cluster is for one.")
+		"Clusters to which --unix-socket-role applies, as `namespace/name`; * matches any characters. If empty, it applies to all, which only the "+
+			"role admin may. The role cluster needs exactly one.")
 	flags.StringVar(&o.TLSCertFile, "tls-cert-file", o.TLSCertFile,
-		"The PEM `file` with the server's certificate chain. Read again when it changes.")
+		"PEM `file` with the server's certificate chain. Reloaded when it changes.")
 	flags.StringVar(&o.TLSKeyFile, "tls-key-file", o.TLSKeyFile,
-		"The PEM `file` with the server's private key. Read again when it changes.")
+		"PEM `file` with the server's private key. Reloaded when it changes.")
 	flags.StringVar(&o.ClientCAFile, "client-ca-file", o.ClientCAFile,
-		"The PEM `file` with the certificate authorities of the callers. Read again when it changes.")
+		"PEM `file` with the certificate authorities that sign client certificates. Reloaded when it changes.")
 	flags.StringVar(&o.IssuerCertFile, "issuer-cert-file", o.IssuerCertFile,
-		"The PEM `file` with the certificate of the authority that signs the certificates of onboarded Clusters. It has to be among those of "+
-			"--client-ca-file. Read again when it changes. Empty means that the agent issues no certificates.")
+		"PEM `file` with the certificate of the authority with which the agent signs the certificates of onboarded Clusters. --client-ca-file must "+
+			"contain it. Reloaded when it changes. If empty, the agent issues no certificates.")
 	flags.StringVar(&o.IssuerKeyFile, "issuer-key-file", o.IssuerKeyFile,
-		"The PEM `file` with that authority's private key. Read again when it changes.")
+		"PEM `file` with the private key of --issuer-cert-file. Reloaded when it changes.")
 	flags.StringVar(&o.ServerCAFile, "server-ca-file", o.ServerCAFile,
-		"The PEM `file` with the authorities of the agent's own certificate, which onboarded shims are told to trust. Empty means --client-ca-file.")
+		"PEM `file` with the authorities that onboarded shims trust to sign the agent's own certificate. Defaults to --client-ca-file.")
 	flags.DurationVar(&o.CertificateLifetime, "certificate-lifetime", o.CertificateLifetime,
-		"How long the certificates that the agent issues are valid. Shims renew them at half of it.")
+		"Validity period of the certificates that the agent issues. Shims renew them after half of it.")
 	flags.StringVar(&o.TrustDomain, "trust-domain", o.TrustDomain,
-		"The SPIFFE trust domain of the callers; spiffe://<trust domain>/cluster/<namespace>/<name> may act for that Cluster.")
+		"SPIFFE trust domain of client certificates. spiffe://<trust domain>/cluster/<namespace>/<name> may act for that Cluster.")
 	flags.BoolVar(&o.PlaintextLoopback, "plaintext-loopback", o.PlaintextLoopback,
-		"Serve --listen-address without TLS. It must be a loopback address; every process that can connect is an administrator.")
+		"Serve --listen-address without TLS. It must be a loopback address, and every process that can connect to it has the role admin.")
 	flags.StringVar(&o.Policy, "policy", o.Policy,
-		"The ConfigMap with the policy, as `namespace/name`, under the key policy.yaml. The policy grants roles (reader, autoscaler, admin) to "+
-			"further identities, and denies certificates. It is watched: a change is in force within seconds. Nothing is served before there is a valid one.")
+		"ConfigMap with the policy under the key policy.yaml, as `namespace/name`. The policy grants roles (reader, autoscaler, admin) to further "+
+			"identities, and denies certificates. It is watched, and changes take effect within seconds. Nothing is served until it is valid.")
 	flags.StringVar(&o.PolicyFile, "policy-file", o.PolicyFile,
-		"The YAML `file` with the policy, instead of --policy. Read again every five seconds; a mounted ConfigMap may lag by more than a minute.")
+		"YAML `file` with the policy, instead of --policy. Reloaded every five seconds. The kubelet may update a mounted ConfigMap more than a "+
+			"minute late.")
 	o.AddScopeFlags(flags)
 	flags.StringSliceVar(&o.AdditionalSyncMachineLabels, "additional-sync-machine-labels", o.AdditionalSyncMachineLabels,
-		"Regular expressions of further labels that reach Nodes. Set it to what Cluster API's manager has under the same flag.")
-	flags.Float32Var(&o.KubeAPIQPS, "kube-api-qps", o.KubeAPIQPS, "Requests to the hub's API server each second for each kind of object, on average.")
-	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst, "Requests to the hub's API server at once for each kind of object.")
+		"Regular expressions of additional labels that Cluster API copies from Machines to Nodes. Set it to the value of the same flag of "+
+			"Cluster API's manager.")
+	flags.Float32Var(&o.KubeAPIQPS, "kube-api-qps", o.KubeAPIQPS,
+		"Average number of requests per second to the hub's API server, for each kind of object.")
+	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst,
+		"Number of requests to the hub's API server that may exceed --kube-api-qps at once, for each kind of object.")
 	flags.StringVar(&o.MetricsBindAddress, "metrics-bind-address", o.MetricsBindAddress,
-		"The `host:port` to serve Prometheus metrics on, under /metrics. 0 serves none.")
+		"`host:port` on which Prometheus metrics are served under /metrics. 0 disables them.")
 	flags.BoolVar(&o.MetricsSecure, "metrics-secure", o.MetricsSecure,
-		"Serve metrics over HTTPS, only to callers that the hub's RBAC allows to get the path /metrics. If false, serve them over HTTP to everybody.")
+		"Serve metrics over HTTPS, to callers whom the hub's RBAC allows to get the path /metrics. If false, metrics are served over HTTP "+
+			"without authentication.")
 	flags.StringVar(&o.MetricsTLSCertFile, "metrics-tls-cert-file", o.MetricsTLSCertFile,
-		"The PEM `file` with the certificate chain of the metrics endpoint. Read again when it changes. Empty means --tls-cert-file; without "+
-			"that the agent makes a self-signed certificate.")
+		"PEM `file` with the certificate chain of the metrics endpoint. Reloaded when it changes. Defaults to --tls-cert-file; if that is empty "+
+			"too, the agent generates a self-signed certificate.")
 	flags.StringVar(&o.MetricsTLSKeyFile, "metrics-tls-key-file", o.MetricsTLSKeyFile,
-		"The PEM `file` with the private key of the metrics endpoint. Read again when it changes.")
+		"PEM `file` with the private key of --metrics-tls-cert-file. Reloaded when it changes.")
 	flags.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", o.HealthProbeBindAddress,
-		"The `host:port` to serve /healthz and /readyz on. 0 serves none.")
-	flags.StringVar(&o.LogLevel, "log-level", o.LogLevel, "What is logged: error, info, debug or trace.")
-	flags.StringVar(&o.LogFormat, "log-format", o.LogFormat, "How it is logged: json or console.")
+		"`host:port` on which /healthz and /readyz are served. 0 disables them.")
+	flags.StringVar(&o.LogLevel, "log-level", o.LogLevel, "Log level: error, info, debug or trace.")
+	flags.StringVar(&o.LogFormat, "log-format", o.LogFormat, "Log format: json or console.")
 	flags.DurationVar(&o.SpareGracePeriod, "spare-grace-period", o.SpareGracePeriod,
-		"How long a Machine that nobody claims is kept for the next claim before it is released.")
+		"How long a spare Machine is kept for the next claim before it is deleted.")
 	flags.DurationVar(&o.TombstoneRetention, "tombstone-retention", o.TombstoneRetention,
-		"How long an ended claim is remembered. It must be longer than any caller retries.")
+		"How long an ended claim is kept as a tombstone. It must exceed the time for which any caller retries.")
 	flags.IntVar(&o.MaxClaimsPerCluster, "max-claims-per-cluster", o.MaxClaimsPerCluster,
-		"Maximum number of claims of one Cluster that have not ended. Further ones are refused. 0 disables the limit.")
+		"Maximum number of claims of one Cluster that have not ended. Further claims are refused. 0 disables the limit.")
 	flags.IntVar(&o.MaxEndedClaimsPerCluster, "max-ended-claims-per-cluster", o.MaxEndedClaimsPerCluster,
-		"Maximum number of ended claims of one Cluster that are remembered. Near it, those that ended more than an hour ago are "+
-			"forgotten early; at it, further claims and releases of unknown claims are refused. 0 disables the limit.")
+		"Maximum number of tombstones of one Cluster. Close to it, tombstones older than an hour are deleted early; at it, further claims and "+
+			"releases of unknown claims are refused. 0 disables the limit.")
 	flags.IntVar(&o.MaxCreationsPerMinute, "max-creations-per-minute", o.MaxCreationsPerMinute,
-		"Maximum number of claims that may be made in one node group within a minute. Further ones are refused until that minute "+
-			"has passed. 0 disables the limit.")
+		"Maximum number of claims that may be created in one node group within a minute. Further claims are refused until the minute has "+
+			"passed. 0 disables the limit.")
 	flags.IntVar(&o.MaxReleasesPerWindow, "max-releases-per-window", o.MaxReleasesPerWindow,
 		"Maximum number of claims with a Machine that may be released in one Cluster within --release-window. It limits how many Machines a mistake "+
 			"can remove. Further releases are refused until the window has room again. 0 disables the limit.")
 	flags.DurationVar(&o.ReleaseWindow, "release-window", o.ReleaseWindow,
-		"The time that --max-releases-per-window counts in.")
+		"Length of the window of --max-releases-per-window.")
 	flags.DurationVar(&o.CollectGracePeriod, "collect-grace-period", o.CollectGracePeriod,
 		"Minimum age a claim must have, relative to the holder's listing, before SyncClaims may collect it.")
 	flags.DurationVar(&o.SyncTokenLifetime, "sync-token-lifetime", o.SyncTokenLifetime,
-		"How long after a holder listed its claims its live set may arrive.")
+		"Maximum time between a holder's listing of its claims and the SyncClaims call with its live set.")
 	flags.BoolVar(&o.KnownFailures, "known-failures", o.KnownFailures,
-		"Give a Machine up when its infrastructure reports what is known to be final of its provider: no capacity, a used-up quota, a wrong "+
-			"configuration. Without it --failure-reasons alone do.")
+		"Fail a claim when the infrastructure of its Machine reports a failure that its provider is known not to recover from: no capacity, an "+
+			"exhausted quota, an invalid configuration. If false, only --failure-reasons do.")
 	flags.StringSliceVar(&o.FailureReasons, "failure-reasons", o.FailureReasons,
-		"Further reasons of a Machine's InfrastructureReady condition that mean it will not come, as the infrastructure provider writes them. "+
-			"AWSMachine/InstanceProvisionFailed holds for Machines of that kind of infrastructure only. Any other reason gives nothing up.")
+		"Additional reasons of a Machine's InfrastructureReady condition that fail its claim, as the infrastructure provider writes them. "+
+			"AWSMachine/InstanceProvisionFailed applies to Machines with that kind of infrastructure only.")
 	flags.StringVar(&o.InstanceName, "instance-name", o.InstanceName,
-		"What tells this agent from the others of the hub, and stays the same when it is started again: it then goes on at once with what it "+
-			"left undone. Empty means the host's name, which in a pod is the pod's.")
+		"Name that distinguishes this agent from others in the hub. An agent that restarts under the same name resumes its unfinished work at "+
+			"once. Defaults to the host name, which in a pod is the pod's name.")
 	flags.DurationVar(&o.MachineObjectDeadline, "machine-object-deadline", o.MachineObjectDeadline,
-		"How long a claim waits for its Machine object before it fails. 0 waits for ever.")
+		"How long a claim waits for its Machine object before it fails. 0 disables the deadline.")
 	flags.DurationVar(&o.MachineProviderIDDeadline, "machine-provider-id-deadline", o.MachineProviderIDDeadline,
-		"How long a claim waits for its Machine's provider ID before it is released as late; the next claim gets the Machine then. A "+
-			"Machine that takes three times as long fails. 0 waits for ever.")
+		"How long a claim waits for its Machine's provider ID before it is released as late, and its Machine handed over to the next claim. After "+
+			"three times as long, the Machine fails. 0 disables the deadline.")
 	flags.DurationVar(&o.MachineNodeDeadline, "machine-node-deadline", o.MachineNodeDeadline,
-		"How long a claim waits for its Machine's Node before it is released as late; the next claim gets the Machine then. A Machine "+
-			"that takes three times as long fails. 0 waits for ever.")
+		"How long a claim waits for its Machine's Node before it is released as late, and its Machine handed over to the next claim. After three "+
+			"times as long, the Machine fails. 0 disables the deadline.")
 	flags.DurationVar(&o.FailureCoolDown, "failure-cool-down", o.FailureCoolDown,
-		"How long a node group refuses claims after a failure. 0 disables the cool-down. At most --tombstone-retention.")
+		"How long a node group refuses claims after a failure, at most --tombstone-retention. 0 disables the cool-down.")
 	flags.StringVar(&o.PriceList, "price-list", o.PriceList,
-		"The ConfigMap with the price list, as `namespace/name`, under the key prices.yaml. Read again when it changes. Empty means none.")
+		"ConfigMap with the price list under the key prices.yaml, as `namespace/name`. Reloaded when it changes. If empty, there is no price list.")
 	flags.StringVar(&o.PriceCurrency, "price-currency", o.PriceCurrency,
-		"The ISO 4217 code of prices in annotations, and of a price list that names no currency. Empty names none.")
-	flags.Float64Var(&o.PricePerCPU, "price-per-cpu", o.PricePerCPU, "What a CPU core costs each hour in an estimated price.")
-	flags.Float64Var(&o.PricePerGiB, "price-per-gib", o.PricePerGiB, "What a GiB of memory costs each hour in an estimated price.")
+		"ISO 4217 code of the currency of prices in annotations, and in a price list without a currency. If empty, prices have no currency.")
+	flags.Float64Var(&o.PricePerCPU, "price-per-cpu", o.PricePerCPU, "Price of a CPU core per hour, for price estimates.")
+	flags.Float64Var(&o.PricePerGiB, "price-per-gib", o.PricePerGiB, "Price of a GiB of memory per hour, for price estimates.")
 	flags.Float64Var(&o.PricePerGPU, "price-per-gpu", o.PricePerGPU,
-		"What one of any extended resource, or one device, costs each hour in an estimated price.")
+		"Price per hour of one unit of an extended resource or of one device, for price estimates.")
 	flags.Float64Var(&o.PriceSpotShare, "price-spot-share", o.PriceSpotShare,
-		"What a spot machine costs of the same machine on demand in an estimated price: above 0, at most 1.")
+		"Ratio of a spot machine's price to that of the same machine on demand, for price estimates: above 0, at most 1.")
 	flags.DurationVar(&o.HeartbeatInterval, "heartbeat-interval", o.HeartbeatInterval,
-		"How long a watch stream may be quiet before a heartbeat is sent. Clients expect 10s.")
+		"How long a watch stream may be idle before a heartbeat is sent. Clients expect 10s.")
 	flags.IntVar(&o.WatchBuffer, "watch-buffer", o.WatchBuffer,
-		"How many changed objects are kept for a watcher that does not read, before it gets a new snapshot.")
+		"Number of changed objects that are buffered for a watcher that reads slowly. Beyond it, the watcher gets a new snapshot.")
 	flags.DurationVar(&o.ShutdownGracePeriod, "shutdown-grace-period", o.ShutdownGracePeriod,
-		"How long calls in flight may take to end at shutdown.")
+		"How long calls in flight may take to finish at shutdown.")
 	o.addLimitFlags(flags)
 }
 
 func (o *Options) addLimitFlags(flags *pflag.FlagSet) {
 	flags.Float64Var(&o.Limits.CallsPerSecond, "limit-calls-per-second", o.Limits.CallsPerSecond,
-		"Calls that one identity may begin each second, on average. A request counts once more for each 16 KiB.")
-	flags.IntVar(&o.Limits.CallBurst, "limit-call-burst", o.Limits.CallBurst, "Calls that one identity may begin at once.")
-	flags.IntVar(&o.Limits.CallsAtOnce, "limit-calls-at-once", o.Limits.CallsAtOnce, "Calls that one identity may have open.")
-	flags.IntVar(&o.Limits.WatchesAtOnce, "limit-watches-at-once", o.Limits.WatchesAtOnce, "Streams that one identity may have open.")
+		"Average number of calls per second of one identity. Each 16 KiB of a request count as one more call.")
+	flags.IntVar(&o.Limits.CallBurst, "limit-call-burst", o.Limits.CallBurst,
+		"Number of calls of one identity that may exceed --limit-calls-per-second at once.")
+	flags.IntVar(&o.Limits.CallsAtOnce, "limit-calls-at-once", o.Limits.CallsAtOnce, "Maximum number of open calls of one identity.")
+	flags.IntVar(&o.Limits.WatchesAtOnce, "limit-watches-at-once", o.Limits.WatchesAtOnce, "Maximum number of open watch streams of one identity.")
 	flags.IntVar(&o.Limits.HubCallsAtOnce, "limit-hub-calls-at-once", o.Limits.HubCallsAtOnce,
-		"Calls of one identity that may ask the hub's API server at once. Others of it wait.")
-	flags.DurationVar(&o.Limits.RequestTimeout, "limit-request-timeout", o.Limits.RequestTimeout, "How long a request may take to arrive.")
-	flags.DurationVar(&o.Limits.CallTimeout, "limit-call-timeout", o.Limits.CallTimeout, "The deadline of calls that have none. Streams need none.")
-	flags.DurationVar(&o.Limits.MaxCallTimeout, "limit-max-call-timeout", o.Limits.MaxCallTimeout, "The longest deadline that a call may have.")
+		"Maximum number of calls of one identity that send requests to the hub's API server at the same time. Its other calls wait.")
+	flags.DurationVar(&o.Limits.RequestTimeout, "limit-request-timeout", o.Limits.RequestTimeout, "Time within which a request must arrive.")
+	flags.DurationVar(&o.Limits.CallTimeout, "limit-call-timeout", o.Limits.CallTimeout, "Deadline of calls that have none, except for watches.")
+	flags.DurationVar(&o.Limits.MaxCallTimeout, "limit-max-call-timeout", o.Limits.MaxCallTimeout, "Maximum deadline of a call.")
 	flags.DurationVar(&o.Limits.SendTimeout, "limit-send-timeout", o.Limits.SendTimeout,
-		"How long a caller may leave an answer, or an event of a stream, unread before its connection is closed.")
+		"How long a caller may leave a response or an event unread before its connection is closed.")
 }
 
 // AddScopeFlags adds the flags that select the hub and the part of it to serve.
 func (o *Options) AddScopeFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.Kubeconfig, "kubeconfig", o.Kubeconfig,
-		"The kubeconfig `file` of the hub. Empty means the KUBECONFIG variable, else the pod's own account.")
+		"Kubeconfig `file` of the hub. Defaults to the KUBECONFIG variable, else the pod's service account.")
 	flags.StringSliceVar(&o.Namespaces, "namespaces", o.Namespaces,
-		"The hub namespaces whose Clusters are served. Empty, with no --clusters, means all.")
+		"Namespaces of the hub whose Clusters are served. If this and --clusters are empty, all are.")
 	flags.StringSliceVar(&o.Clusters, "clusters", o.Clusters,
-		"The Clusters that are served, as `namespace/name`, beside those of --namespaces.")
+		"Clusters that are served in addition to those in --namespaces, as `namespace/name`.")
 }
 
 // EnvironmentVariable returns the name of the environment variable for a flag.

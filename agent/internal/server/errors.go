@@ -92,11 +92,11 @@ func answerOther(ctx context.Context, err error) error {
 	case unreachable(err):
 		// The cause contains the hub's address, which callers must not see.
 		log.FromContext(ctx).Info("a call failed: the hub's API server did not answer", "cause", err.Error())
-		return agenterrors.HubUnreachable("the hub's API server did not answer; the agent's log says more under this request id")
+		return agenterrors.HubUnreachable("the hub's API server did not answer; the agent's log has details under this request id")
 	}
 	// The cause is for the agent's operator: it may name objects that the caller must not see.
 	log.FromContext(ctx).Error(err, "a call failed")
-	return grpcstatus.Error(codes.Internal, "internal error; the agent's log says more under this request id")
+	return grpcstatus.Error(codes.Internal, "internal error; the agent's log has details under this request id")
 }
 
 // unreachable reports whether an error means that the API server could not be reached or could not

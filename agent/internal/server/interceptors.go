@@ -173,7 +173,7 @@ func (s *Server) identifyStream(service any, stream grpc.ServerStream, info *grp
 func (s *Server) admit(ctx context.Context, method string) error {
 	rule, known := authz.Methods[method]
 	if !known {
-		return agenterrors.PermissionDenied("nobody may call this method")
+		return agenterrors.PermissionDenied("no role may call this method")
 	}
 	if rule.Anyone {
 		return nil

@@ -14,7 +14,7 @@ import (
 
 func TestMistakesNameTheirFlag(t *testing.T) {
 	for want, arguments := range map[string][]string{
-		"--address: say where":                          {"--cluster=a/b"},
+		"--address: write the":                          {"--cluster=a/b"},
 		`--cluster: "a" is not namespace/name`:          {"--address=x", "--cluster=a"},
 		`--profiles: "writer" is none of`:               {"--address=x", "--cluster=a/b", "--profiles=writer"},
 		"--only: error parsing regexp":                  {"--address=x", "--cluster=a/b", "--only=("},

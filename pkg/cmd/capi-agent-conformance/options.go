@@ -81,7 +81,7 @@ func (o *options) validate() error {
 	var errs []error
 	wrong := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
 	if o.address == "" {
-		wrong("--address: say where the agent is")
+		wrong("--address: write the agent's address")
 	}
 	for _, name := range o.profiles {
 		if !slices.Contains(conformance.Profiles(), conformance.Profile(name)) {

@@ -159,7 +159,7 @@ type SelectedNodeGroup struct {
 const (
 	// ReasonNoRoom means that the agent refused a claim a moment ago.
 	ReasonNoRoom = "NoRoom"
-	// ReasonPriceUnknown means that spec.price does not let the node group be used, or that the agent says no price at all.
+	// ReasonPriceUnknown means that spec.price does not let the node group be used, or that the agent reports no price at all.
 	ReasonPriceUnknown = "PriceUnknown"
 	// ReasonNoCapacity means that pods could have no CPU or no memory of its machines.
 	ReasonNoCapacity = "NoCapacity"

@@ -294,7 +294,7 @@ func clientCertificate(
 		expiring.Remedy = fmt.Sprintf("Replace %s and %s.", opts.AgentTLSCertFile, opts.AgentTLSKeyFile)
 		return expiring, []manager.Runnable{expiring}
 	}
-	expiring.Remedy = fmt.Sprintf("The leader's log says why. If the agent refuses it, run `capi-agent onboard` for the Cluster %s/%s again.",
+	expiring.Remedy = fmt.Sprintf("The leader's log has the reason. If the agent refuses it, run `capi-agent onboard` for the Cluster %s/%s again.",
 		cluster.GetNamespace(), cluster.GetName())
 	keeper := newKeeper(ctx, opts, op.GetAPIReader(), op.GetClient(), agent, held, cluster, announce)
 	return expiring, []manager.Runnable{keeper.Follow(), keeper, expiring}

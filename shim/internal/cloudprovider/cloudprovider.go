@@ -239,7 +239,7 @@ func (c *CloudProvider) tellStuck(nodeClaim *karpv1.NodeClaim) {
 		Type:           corev1.EventTypeWarning,
 		Reason:         "MachineDeletionStuck",
 		Message: lo.Substring(fmt.Sprintf("Machine %s of the management cluster has been on its way out since %s: %s", machine.GetName(),
-			since.AsTime().UTC().Format(time.RFC3339), lo.CoalesceOrEmpty(why, "Cluster API does not say what it waits for")), 0, 1024),
+			since.AsTime().UTC().Format(time.RFC3339), lo.CoalesceOrEmpty(why, "Cluster API does not report what it waits for")), 0, 1024),
 		DedupeValues:  []string{string(nodeClaim.UID), machine.GetDeletingReason()},
 		DedupeTimeout: 10 * time.Minute,
 	})

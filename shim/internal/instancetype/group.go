@@ -295,11 +295,11 @@ func (g *Group) full() bool {
 // groups would be ordered by who made the estimate.
 func priceOf(source *agentv1alpha1.NodeGroup) (float64, error) {
 	if source.GetPrice() == nil {
-		return 0, errors.New("the agent says no price")
+		return 0, errors.New("the agent reports no price")
 	}
 	price := source.GetPrice().GetPerHour()
 	if math.IsNaN(price) || math.IsInf(price, 0) || price < 0 {
-		return 0, fmt.Errorf("the agent says %v, which is no price", price)
+		return 0, fmt.Errorf("the agent reports %v, which is not a price", price)
 	}
 	return price, nil
 }
@@ -363,7 +363,7 @@ func (g *Group) requireCapacity() {
 			g.NoCapacity = fmt.Sprintf("all of the %s of %s is kept back, see overhead: correct spec.kubelet, or what the MachineDeployment says of %s",
 				has.String(), name, name)
 		} else {
-			g.NoCapacity = fmt.Sprintf("nobody says how much %s there is: write the annotation capacity.cluster-autoscaler.kubernetes.io/%s "+
+			g.NoCapacity = fmt.Sprintf("the amount of %s is unknown: write the annotation capacity.cluster-autoscaler.kubernetes.io/%s "+
 				"on the MachineDeployment", name, name)
 		}
 		return

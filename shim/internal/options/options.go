@@ -123,11 +123,11 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	fs.StringVar(&o.AgentAddress, "agent-address", "",
 		"Address of the agent in the management cluster: host:port, or unix:///path. Required.")
 	fs.StringVar(&o.AgentTLSCertFile, "agent-tls-cert-file", "",
-		"Client certificate (PEM) that identifies this cluster to the agent. Re-read when it changes. Required, except "+
+		"PEM file with the client certificate that identifies this cluster to the agent. Reloaded when it changes. Required, except "+
 			"with --agent-identity-secret, over a unix socket or with --agent-plaintext-loopback.")
-	fs.StringVar(&o.AgentTLSKeyFile, "agent-tls-key-file", "", "Key (PEM) of --agent-tls-cert-file.")
+	fs.StringVar(&o.AgentTLSKeyFile, "agent-tls-key-file", "", "PEM file with the private key of --agent-tls-cert-file.")
 	fs.StringVar(&o.AgentCAFile, "agent-ca-file", "",
-		"Certificate authorities (PEM) of the agent's certificate. Re-read when it changes.")
+		"PEM file with the certificate authorities of the agent's certificate. Reloaded when it changes.")
 	fs.StringVar(&o.agentIdentitySecret, "agent-identity-secret", "",
 		"namespace/name of the secret, in the workload cluster, in which the shim keeps its own key and the client certificate that the agent issues "+
 			"for it. Replaces --agent-tls-cert-file, --agent-tls-key-file and --agent-ca-file.")
@@ -137,15 +137,15 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	fs.StringVar(&o.AgentServerName, "agent-server-name", "",
 		"Name expected in the agent's certificate. Defaults to the host of --agent-address.")
 	fs.BoolVar(&o.AgentPlaintextLoopback, "agent-plaintext-loopback", false,
-		"Talk to the agent without TLS. Only to a loopback address.")
+		"Connect to the agent without TLS. Only allowed with a loopback address.")
 	fs.DurationVar(&o.AgentTimeout, "agent-timeout", 10*time.Second,
-		"How long one call to the agent may take; one that adopts a machine, six times as long.")
+		"Deadline of a call to the agent. A call that adopts a machine has six times as long.")
 	fs.StringVar(&o.ClusterNamespace, "cluster-namespace", "",
 		"Namespace, in the management cluster, of the Cluster object of this workload cluster. Required.")
 	fs.StringVar(&o.ClusterName, "cluster-name", "",
 		"Name, in the management cluster, of the Cluster object of this workload cluster. Required.")
 	fs.DurationVar(&o.LaunchTimeout, "launch-timeout", 5*time.Minute,
-		"How long a NodeClaim may stay without a claim in the management cluster before it is given up.")
+		"How long a NodeClaim may exist without a claim in the management cluster before it is deleted.")
 	fs.DurationVar(&o.ClaimSyncInterval, "claim-sync-interval", time.Minute,
 		"How often the shim sends its complete set of NodeClaims to the agent. The agent releases claims that have no NodeClaim, "+
 			"unless their Node was registered.")
@@ -155,27 +155,28 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 		"Deprecated: has no effect. How long a NodeClaim waits for its machine is spec.maxNodeProvisionTime of its ClusterAPINodeClass, "+
 			"else the agent's --machine-provider-id-deadline and --machine-node-deadline.")
 	fs.StringVar(&o.machineFailureReasons, "machine-failure-reasons", "",
-		"Deprecated: has no effect. The agent alone judges whether a machine failed: see its --failure-reasons.")
+		"Deprecated: has no effect. The agent alone decides whether a machine failed: see its --failure-reasons.")
 	fs.DurationVar(&o.NodeRepairAfter, "node-repair-after", 30*time.Minute,
-		"How long a Node may be unhealthy before Karpenter replaces it, with the feature gate NodeRepair. The default is longer than the "+
-			"time-outs that people give MachineHealthChecks, so that a Cluster that has one heals first.")
+		"How long a Node may be unhealthy before Karpenter replaces it, with the feature gate NodeRepair. The default exceeds the usual "+
+			"timeouts of MachineHealthChecks, so that a Cluster with one is repaired by that.")
 	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second,
-		"How long node groups are left alone after the agent had no room in them and named no time, and how long a NodePool does "+
-			"without offerings after no node group served its NodeClaim.")
+		"How long the offerings of a node group are unavailable after the agent refused a claim there without naming a retry time, and those of a "+
+			"NodePool after every node group refused its NodeClaim.")
 	fs.StringVar(&o.MetricsBindAddress, "metrics-bind-address", "",
 		"host:port of the metrics endpoint, or 0 for none. Defaults to --metrics-port on all addresses.")
 	fs.BoolVar(&o.MetricsSecure, "metrics-secure", true,
-		"Serve metrics, and profiles, over HTTPS, only to callers that the spoke's RBAC allows to get their paths. If false, serve them over HTTP to "+
-			"everybody.")
+		"Serve metrics and profiles over HTTPS, to callers whom the spoke's RBAC allows to get their paths. If false, they are served over HTTP "+
+			"without authentication.")
 	fs.StringVar(&o.MetricsTLSCertFile, "metrics-tls-cert-file", "",
-		"PEM file with the certificate chain of the metrics endpoint. Re-read when it changes. Without it the shim makes a self-signed certificate.")
+		"PEM file with the certificate chain of the metrics endpoint. Reloaded when it changes. If empty, the shim "+
+			"generates a self-signed certificate.")
 	fs.StringVar(&o.MetricsTLSKeyFile, "metrics-tls-key-file", "",
-		"PEM file with the private key of the metrics endpoint. Re-read when it changes.")
+		"PEM file with the private key of --metrics-tls-cert-file. Reloaded when it changes.")
 	fs.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", "",
 		"host:port of the health endpoint, or 0 for none. Defaults to --health-probe-port on all addresses.")
 	fs.StringVar(&o.nodeLabelKeys, "node-label-keys", "",
-		"Comma-separated keys of node labels that differ between node groups and that pods may select on without the "+
-			"NodePool naming them.")
+		"Comma-separated keys of node labels that distinguish node groups and that pods may select on, although the "+
+			"NodePool does not name them.")
 	o.names = nil
 	fs.VisitAll(func(f *flag.Flag) {
 		if !others[f.Name] {

@@ -177,7 +177,7 @@ func (c *Controller) sync(ctx context.Context) error {
 		log.FromContext(ctx).Info("claims that no NodeClaim owns and that the agent keeps, as their Nodes were registered or another cluster "+
 			"may have made them; release those that are not needed", "claims", kept)
 		c.announce(ctx, "ClaimsKept", fmt.Sprintf("%d claims in the management cluster have no NodeClaim and are kept, as their Nodes were "+
-			"registered or another cluster may have made them: %s. Each MachineClaim says why; release those that are not needed.",
+			"registered or another cluster may have made them: %s. Each MachineClaim has the reason; release those that are not needed.",
 			len(kept), abridged(kept)))
 	}
 	if unknown := response.GetUnknownClaimIds(); len(unknown) > 0 {

@@ -144,7 +144,7 @@ func released(claim *agentv1alpha1.Claim) bool {
 // verdict returns why a released claim is of no use to its NodeClaim: the reason for the event, and
 // a sentence.
 func verdict(claim *agentv1alpha1.Claim) (reason, message string) {
-	why := lo.CoalesceOrEmpty(claim.GetMessage(), claim.GetReason(), "it says nothing more")
+	why := lo.CoalesceOrEmpty(claim.GetMessage(), claim.GetReason(), "it reports nothing else")
 	switch {
 	case claim.GetFailedAt() != nil:
 		message = fmt.Sprintf("The management cluster gave up a machine of node group %s: %s.", claim.GetNodeGroupId(), why)

@@ -84,7 +84,7 @@ func (c *Controller) Reconcile(ctx context.Context, node *corev1.Node) (reconcil
 	}
 	machines, err := c.machines.Machines(ctx)
 	if err != nil {
-		log.FromContext(ctx).V(1).Info("a Node keeps its taint, as the agent did not say whose its machine is", "reason", err.Error())
+		log.FromContext(ctx).V(1).Info("a Node keeps its taint, because the agent did not report the owner of its machine", "reason", err.Error())
 		return again, nil
 	}
 	candidates := lo.Filter(machines, func(m *agentv1alpha1.Machine, _ int) bool { return m.GetProviderId() == node.Spec.ProviderID })
