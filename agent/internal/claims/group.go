@@ -480,12 +480,9 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		raced = true
 		ctx = g.traceStep(ctx) //nolint:fatcontext // a run has one span at most
 		asked := g.waiting()
-		s, err := e.read(ctx, live, g.key)
-		if err != nil {
-			return 0, err
-		}
-		if s == nil {
-			return g.settleGone(ctx, asked)
+		s, again, err := g.readOrSettle(ctx, asked)
+		if s == nil || err != nil {
+			return again, err
 		}
 		s.SpareSince = g.spareSince
 		d := e.decide(s)
@@ -778,18 +775,39 @@ func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 	}
 }
 
+// readOrSettle reads the group. If the group is gone, it settles it, and returns nil and when to
+// look again. The calls in asked waited before that.
+func (g *group) readOrSettle(ctx context.Context, asked map[string][]chan outcome) (*protocol.Snapshot, time.Duration, error) {
+	for range maxConflicts {
+		s, err := g.engine.read(ctx, live, g.key)
+		if s != nil || err != nil {
+			return s, 0, err
+		}
+		again, gone, err := g.settleGone(ctx, asked)
+		if gone || err != nil {
+			return nil, again, err
+		}
+	}
+	return nil, 0, ErrConflict // it is deleted and created again and again
+}
+
 // settleGone ends the claims of a MachineDeployment that no longer exists, and returns when to look
-// again. Cluster API removes its Machines. The calls in asked waited before it was read.
-func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome) (time.Duration, error) {
+// again. Cluster API removes its Machines. The calls in asked waited before it was read. If it was
+// created meanwhile, settleGone does nothing and reports that it is not gone.
+func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome) (again time.Duration, gone bool, err error) {
 	e := g.engine
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
 	s := &protocol.Snapshot{Deployment: md, Now: e.Clock.Now()}
 	if err := e.readParts(ctx, live, g.key, s); err != nil {
-		return 0, err
+		return 0, false, err
 	}
 	held, err := g.holdMoved(ctx, s)
 	if err != nil {
-		return 0, err
+		return 0, false, err
+	}
+	// Rule R2: the claims may be those of one that was created after it was looked for.
+	if gone, err := e.sameLedger(ctx, md); !gone || err != nil {
+		return 0, false, err
 	}
 	d := protocol.DecideGone(s)
 	g.refuse(asked, d.Refused)
@@ -798,7 +816,7 @@ func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome)
 		d.Wake(protocol.SuspendedLook)
 	}
 	_, err = e.perform(ctx, s, d.Actions)
-	return d.Again, err
+	return d.Again, true, err
 }
 
 // holdMoved removes from the snapshot the claims whose Cluster is paused or does not exist, and

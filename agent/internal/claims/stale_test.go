@@ -158,3 +158,24 @@ func TestARefusalAnswersTheCallsThatWaitedForIt(t *testing.T) {
 	require.NoError(t, second.err)
 	require.Nil(t, second.refusal)
 }
+
+// A MachineDeployment that was deleted may be created again, and another agent may enter a claim
+// for it, after this agent has found it missing.
+func TestAMachineDeploymentThatIsCreatedMeanwhileIsNotGone(t *testing.T) {
+	e := engineWith(t)
+	c := claimIn("uid", "a", v1alpha1.PhasePending, "")
+	beforeClaims(e, func() {
+		ledger := &protocol.Ledger{
+			Version: 1, Of: namespace + "/small", UID: "uid", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Named{"a": {}},
+		}
+		require.NoError(t, e.Client.Create(t.Context(), groupWith("uid", 1, ledger)))
+		status := c.Status
+		require.NoError(t, e.Client.Create(t.Context(), c))
+		c.Status = status
+		require.NoError(t, e.Client.Status().Update(t.Context(), c))
+	})
+	_, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(c), c))
+	assert.Equal(t, v1alpha1.PhasePending, c.Status.Phase, "%s", c.Status.Message)
+}
