@@ -125,7 +125,7 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 		return o.refusal, o.err
 	case <-ctx.Done():
 		err := fmt.Errorf("waiting for the claim to be entered: %w", ctx.Err())
-		g.giveUp(claimID, []chan outcome{done}, outcome{err: err})
+		g.answerThese(claimID, []chan outcome{done}, outcome{err: err})
 		return nil, err
 	}
 }
@@ -369,19 +369,19 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 	defer cancel()
 	g.mu.Lock()
 	g.kicked = false
-	waiting := maps.Clone(g.waiters)
 	g.mu.Unlock()
+	asked := g.waiting()
 
 	again, err := g.guardedSteps(ctx)
 	unanswered := err
 	if unanswered == nil {
 		unanswered = ErrConflict // the claim moved elsewhere during the run
 	}
-	for id, waiters := range waiting {
+	for id, waiters := range asked {
 		if err == nil && g.queued[id] {
 			continue // the run that finds room for it answers
 		}
-		g.giveUp(id, waiters, outcome{err: unanswered})
+		g.answerThese(id, waiters, outcome{err: unanswered})
 	}
 	return again, err
 }
@@ -435,8 +435,8 @@ func (g *group) acquire(ctx context.Context) error {
 	}
 }
 
-// giveUp answers those of the waiters that have had no answer yet.
-func (g *group) giveUp(claimID string, waiters []chan outcome, o outcome) {
+// answerThese answers those of the waiters that have had no answer yet.
+func (g *group) answerThese(claimID string, waiters []chan outcome, o outcome) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	left := slices.DeleteFunc(slices.Clone(g.waiters[claimID]), func(w chan outcome) bool {
@@ -479,12 +479,10 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		}
 		raced = true
 		ctx = g.traceStep(ctx) //nolint:fatcontext // a run has one span at most
-		s, err := e.read(ctx, live, g.key)
-		if err != nil {
-			return 0, err
-		}
-		if s == nil {
-			return g.settleGone(ctx)
+		asked := g.waiting()
+		s, again, err := g.readOrSettle(ctx, asked)
+		if s == nil || err != nil {
+			return again, err
 		}
 		s.SpareSince = g.spareSince
 		d := e.decide(s)
@@ -499,6 +497,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			switch {
 			case err == nil:
 				conflicts, raced = 0, false
+				g.refuse(asked, d.Refused)
 				if err := g.markNewlyEntered(ctx, s, d); err != nil {
 					return g.retry(d, 0), err
 				}
@@ -514,7 +513,9 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 				return 0, err
 			}
 		}
+		g.refuse(asked, d.Refused)
 		g.answerFrom(s, d, s.Ledger)
+		g.leaveToCalls(asked, d)
 		if len(d.Actions) == 0 {
 			return g.rests(d, wait, refused)
 		}
@@ -604,6 +605,13 @@ func (g *group) retry(d *protocol.Decision, wait time.Duration) time.Duration {
 	return d.Again
 }
 
+// waiting returns the calls that wait now, by claim id.
+func (g *group) waiting() map[string][]chan outcome {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return maps.Clone(g.waiters)
+}
+
 // awaited reports whether calls wait for a result.
 func (g *group) awaited() bool {
 	g.mu.Lock()
@@ -677,16 +685,37 @@ func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *p
 	return err
 }
 
-// answerFrom answers the waiting calls whose claims were refused, are in the given ledger, or have
-// a Machine.
+// refuse answers the calls in asked whose claims were refused. These are the calls that waited
+// before anything was read that the refusals follow from. A later call may have been made by a
+// caller who already saw a change of the MachineDeployment that the step did not read. The run that
+// the call has asked for answers it.
+func (g *group) refuse(asked map[string][]chan outcome, refused map[string]eligibility.Refusal) {
+	for id, refusal := range refused {
+		g.answerThese(id, asked[id], outcome{refusal: &refusal})
+	}
+}
+
+// leaveToCalls drops the actions that move claims on whose calls wait, or waited before the step
+// began to read. A call does that itself, if it is refused by what was read after it began.
+func (g *group) leaveToCalls(asked map[string][]chan outcome, d *protocol.Decision) {
+	waiting := g.waiting()
+	d.Actions = slices.DeleteFunc(d.Actions, func(a protocol.Action) bool {
+		if a.Kind != protocol.MoveOn || len(asked[a.Claim.Spec.ClaimID])+len(waiting[a.Claim.Spec.ClaimID]) == 0 {
+			return false
+		}
+		d.Wake(protocol.AbandonedAfter) // the call may be gone then
+		return true
+	})
+}
+
+// answerFrom answers the waiting calls whose claims are in the given ledger or have a Machine.
 func (g *group) answerFrom(s *protocol.Snapshot, d *protocol.Decision, in *protocol.Ledger) {
+	if in == nil {
+		return
+	}
 	for _, c := range s.Claims {
 		id := c.Spec.ClaimID
-		if refusal, refused := d.Refused[id]; refused {
-			g.answer(id, outcome{refusal: &refusal})
-			continue
-		}
-		if in == nil {
+		if _, refused := d.Refused[id]; refused {
 			continue
 		}
 		if _, entered := in.Pending[id]; entered || c.Status.Machine != nil {
@@ -746,28 +775,48 @@ func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 	}
 }
 
+// readOrSettle reads the group. If the group is gone, it settles it, and returns nil and when to
+// look again. The calls in asked waited before that.
+func (g *group) readOrSettle(ctx context.Context, asked map[string][]chan outcome) (*protocol.Snapshot, time.Duration, error) {
+	for range maxConflicts {
+		s, err := g.engine.read(ctx, live, g.key)
+		if s != nil || err != nil {
+			return s, 0, err
+		}
+		again, gone, err := g.settleGone(ctx, asked)
+		if gone || err != nil {
+			return nil, again, err
+		}
+	}
+	return nil, 0, ErrConflict // it is deleted and created again and again
+}
+
 // settleGone ends the claims of a MachineDeployment that no longer exists, and returns when to look
-// again. Cluster API removes its Machines.
-func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
+// again. Cluster API removes its Machines. The calls in asked waited before it was read. If it was
+// created meanwhile, settleGone does nothing and reports that it is not gone.
+func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome) (again time.Duration, gone bool, err error) {
 	e := g.engine
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
 	s := &protocol.Snapshot{Deployment: md, Now: e.Clock.Now()}
 	if err := e.readParts(ctx, live, g.key, s); err != nil {
-		return 0, err
+		return 0, false, err
 	}
 	held, err := g.holdMoved(ctx, s)
 	if err != nil {
-		return 0, err
+		return 0, false, err
+	}
+	// Rule R2: the claims may be those of one that was created after it was looked for.
+	if gone, err := e.sameLedger(ctx, md); !gone || err != nil {
+		return 0, false, err
 	}
 	d := protocol.DecideGone(s)
-	for id, refusal := range d.Refused {
-		g.answer(id, outcome{refusal: &refusal})
-	}
+	g.refuse(asked, d.Refused)
+	g.leaveToCalls(asked, d)
 	if held {
 		d.Wake(protocol.SuspendedLook)
 	}
 	_, err = e.perform(ctx, s, d.Actions)
-	return d.Again, err
+	return d.Again, true, err
 }
 
 // holdMoved removes from the snapshot the claims whose Cluster is paused or does not exist, and

@@ -77,6 +77,16 @@ var mutants = []mutant{
 	{name: "a claim that waits for room is answered by the agent alone that enters it", test: "TestACallIsAnsweredWhenAnotherAgentEntersItsClaim", edits: []edit{
 		{"	g.answerEntered(s) // whichever agent entered them\n", ""},
 	}},
+	{name: "a call is refused by what was read before it began", test: "TestARefusalIsNotOlderThanTheCall", edits: []edit{
+		{"		g.answerThese(id, asked[id], outcome{refusal: &refusal})\n", "		g.answer(id, outcome{refusal: &refusal})\n"},
+	}},
+	{name: "a claim is moved on by what was read before its call began", test: "TestARefusalAnswersTheCallsThatWaitedForIt", edits: []edit{
+		{"		if a.Kind != protocol.MoveOn || len(asked", "		if true || len(asked"},
+	}},
+	{
+		name: "claims of a MachineDeployment that is created after it was missed are ended", test: "TestAMachineDeploymentThatIsCreatedMeanwhileIsNotGone",
+		edits: []edit{{"	if gone, err := e.sameLedger(ctx, md); !gone || err != nil {\n", "	if _, err := e.sameLedger(ctx, md); err != nil {\n"}},
+	},
 	{name: "a refused claim moves on though another agent has entered it", test: "TestAClaimThatAnotherAgentEnteredMeanwhileStays", edits: []edit{
 		{"		if entered, err := e.entered(ctx, c); entered || err != nil {\n", "		if entered, err := e.entered(ctx, c); entered && false || err != nil {\n"},
 	}},
