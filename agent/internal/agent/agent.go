@@ -54,7 +54,8 @@ type Config struct {
 	Registerer prometheus.Registerer
 	// TracerProvider records calls and their requests to the hub. Nil records nothing.
 	TracerProvider trace.TracerProvider
-	// Clock provides the time for the claim engine. Nil means the system clock.
+	// Clock provides the time for the claim engine. Nil means the system clock, corrected by the API
+	// server's.
 	Clock clock.Clock
 }
 
@@ -76,8 +77,13 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	o := c.Options
 	a := &Agent{log: c.Log}
 	scope := hub.NewScope(o.Namespaces, o.ClusterNames())
+	var corrected *hub.Clock
+	if c.Clock == nil {
+		corrected = hub.NewClock(clock.RealClock{}, c.Log.WithName("clock"))
+		c.Clock = corrected
+	}
 	var err error
-	if a.manager, err = newManager(c, scope); err != nil {
+	if a.manager, err = newManager(c, scope, corrected); err != nil {
 		return nil, err
 	}
 	if err := hub.Index(ctx, a.manager.GetFieldIndexer()); err != nil {
@@ -106,6 +112,11 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if c.Registerer != nil {
 		if err := c.Registerer.Register(engine.Collector()); err != nil {
 			return nil, fmt.Errorf("registering the claims' metrics: %w", err)
+		}
+		if corrected != nil {
+			if err := c.Registerer.Register(corrected.Collector()); err != nil {
+				return nil, fmt.Errorf("registering the clock's metric: %w", err)
+			}
 		}
 	}
 	nodes, err := observed.New(observed.Config{Client: a.manager.GetClient(), Registerer: c.Registerer})
@@ -238,7 +249,8 @@ func (a *Agent) followPrices(c Config) (*pricelist.Follower, error) {
 	})
 }
 
-func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
+// newManager connects to the hub. The clock is corrected by its responses, unless it is nil.
+func newManager(c Config, scope hub.Scope, corrected *hub.Clock) (manager.Manager, error) {
 	scheme, err := hub.Scheme()
 	if err != nil {
 		return nil, err
@@ -249,6 +261,9 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	}
 	rest := rest.CopyConfig(c.Hub)
 	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
+	if corrected != nil {
+		rest.Wrap(corrected.Transport) // first, because a request that waits here says less of the time
+	}
 	if c.TracerProvider != nil {
 		// Traced comes first, so that its spans do not include the time that requests wait here.
 		rest.Wrap(hub.Traced)

@@ -1,0 +1,67 @@
+package hub_test
+
+import (
+	"net/http"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	. "github.com/onsi/gomega"
+	testingclock "k8s.io/utils/clock/testing"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+)
+
+func TestTheClockFollowsTheAPIServer(t *testing.T) {
+	now := time.Date(2026, 3, 1, 12, 0, 0, 400e6, time.UTC)
+	for name, answer := range map[string]struct {
+		behind, takes time.Duration // of the system's clock, and of the response
+		offset        time.Duration
+	}{
+		"clocks agree":                    {0, 0, 0},
+		"less than is certain":            {300 * time.Millisecond, 0, 0},
+		"half a minute behind":            {30 * time.Second, 0, 30*time.Second - 400*time.Millisecond},
+		"half an hour ahead":              {-30 * time.Minute, 0, -30*time.Minute + 600*time.Millisecond},
+		"a slow response, clocks agree":   {0, 20 * time.Second, 0},
+		"a slow response, a minute ahead": {-time.Minute, 20 * time.Second, -time.Minute + 600*time.Millisecond},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			system := testingclock.NewFakeClock(now)
+			c := hub.NewClock(system, logr.Discard())
+			ask := c.Transport(transport(func(*http.Request) (*http.Response, error) {
+				response := &http.Response{StatusCode: http.StatusOK, Header: http.Header{}, Body: http.NoBody}
+				response.Header.Set("Date", system.Now().Add(answer.behind).Format(http.TimeFormat))
+				system.Step(answer.takes)
+				return response, nil
+			}))
+			request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://hub/version", http.NoBody)
+			g.Expect(err).NotTo(HaveOccurred())
+			_, err = ask.RoundTrip(request)
+			g.Expect(err).NotTo(HaveOccurred())
+
+			g.Expect(c.Offset()).To(Equal(answer.offset))
+			g.Expect(c.Now()).To(Equal(system.Now().Add(answer.offset)))
+			earlier := c.Now()
+			system.Step(time.Minute)
+			g.Expect(c.Since(earlier)).To(Equal(time.Minute))
+		})
+	}
+}
+
+// A proxy, or a server that does not know the time, leaves the header out.
+func TestAResponseWithoutADateChangesNothing(t *testing.T) {
+	g := NewWithT(t)
+	system := testingclock.NewFakeClock(time.Now())
+	c := hub.NewClock(system, logr.Discard())
+	date := system.Now().Add(time.Hour).UTC().Format(http.TimeFormat)
+	for _, value := range []string{date, "", "yesterday"} {
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://hub/version", http.NoBody)
+		g.Expect(err).NotTo(HaveOccurred())
+		_, err = c.Transport(transport(func(*http.Request) (*http.Response, error) {
+			return &http.Response{StatusCode: http.StatusOK, Header: http.Header{"Date": []string{value}}, Body: http.NoBody}, nil
+		})).RoundTrip(request)
+		g.Expect(err).NotTo(HaveOccurred())
+		g.Expect(c.Offset()).To(BeNumerically("~", time.Hour, time.Second))
+	}
+}
