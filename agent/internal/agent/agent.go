@@ -261,6 +261,9 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock) (manager.Manage
 	}
 	rest := rest.CopyConfig(c.Hub)
 	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
+	// The agent runs in the hub, where processor time is scarcer than bandwidth. The API server
+	// compresses each list of a node group's Machines otherwise.
+	rest.DisableCompression = true
 	if corrected != nil {
 		rest.Wrap(corrected.Transport) // first, because a request that waits here says less of the time
 	}
