@@ -76,11 +76,11 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 			return lo.Ternary(now(group).Reached(journey.Gone), "", "NodeClaim "+ends[group].NodeClaim+" of "+group+" to go")
 		})
 	}
-	claim := func(group string) agentv1.MachineClaim {
+	claim := func(group string) *agentv1.MachineClaim {
 		t.Helper()
-		var c agentv1.MachineClaim
+		c := &agentv1.MachineClaim{}
 		key := client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: agentv1.ObjectName(sandbox.ClusterName, string(ends[group].UID))}
-		g.Expect(w.Hub.Get(within(t, soon), key, &c)).To(Succeed())
+		g.Expect(w.Hub.Get(within(t, soon), key, c)).To(Succeed())
 		return c
 	}
 	runs := func(group string) {
