@@ -27,11 +27,7 @@ func TestTwoSpokesHaveOneHub(t *testing.T) {
 
 	began := time.Now()
 	first.run(t, first.source, 2, 2)
-	renamed, err := manifests.LoadAs(manifests.MoveHub, sandbox.ClusterName, second.source.Checker.Cluster.Name,
-		sandbox.BootstrapSecret, second.source.Checker.Cluster.Name+"-bootstrap", "east", "north", "west", "south")
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(manifests.ApplyObjects(within(t, soon), second.source.Hub, renamed...)).To(Succeed())
-	second.occupy(t, second.source, 2, 1)
+	second.runSecond(t, 2, 1)
 	figure("7 pods on Nodes of their own after %.0f s", time.Since(began).Seconds())
 	ofFirst, ofSecond := first.holdings(t, first.source), second.holdings(t, second.source)
 	g.Expect(ofFirst.replicas).To(Equal(map[string]int32{"east": own + 2, "west": 2}))
@@ -67,6 +63,18 @@ func TestTwoSpokesHaveOneHub(t *testing.T) {
 	g.Expect(second.holdings(t, second.source).replicas).To(Equal(map[string]int32{"north": own, "south": 0}))
 	g.Expect(first.holdings(t, first.source).replicas).To(Equal(map[string]int32{"east": own, "west": 0}))
 	g.Expect(faultsInLogs(second.source, sandbox.Shim)).To(BeEmpty())
+}
+
+// runSecond is run for a spoke of [joinHub], whose node groups have names of their own in the hub.
+func (h hubs) runSecond(t *testing.T, north, south int) {
+	t.Helper()
+	g := NewWithT(t)
+	cluster := h.source.Checker.Cluster.Name
+	renamed, err := manifests.LoadAs(manifests.MoveHub, sandbox.ClusterName, cluster,
+		sandbox.BootstrapSecret, cluster+"-bootstrap", "east", "north", "west", "south")
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(manifests.ApplyObjects(within(t, soon), h.source.Hub, renamed...)).To(Succeed())
+	h.occupy(t, h.source, north, south)
 }
 
 // joinHub starts a spoke whose hub is that of the sandbox named hub.

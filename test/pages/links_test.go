@@ -2,6 +2,7 @@ package pages_test
 
 import (
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -62,6 +63,37 @@ func TestTheReadmeLinksToEveryPage(t *testing.T) {
 			g.Expect(linked[from]).To(ContainElement(page.Path), from)
 		}
 	}
+}
+
+// A page that says what a test shows must name one that there is.
+func TestEveryTestOfAPageExists(t *testing.T) {
+	g := NewWithT(t)
+	there := map[string]bool{}
+	function := regexp.MustCompile(`(?m)^func (Test\w+)\(`)
+	for _, module := range []string{"agent", "shim", "pkg", "test", "deploy"} {
+		err := filepath.WalkDir(filepath.Join(root(t), module), func(path string, entry fs.DirEntry, err error) error {
+			if err != nil || entry.IsDir() || !strings.HasSuffix(path, "_test.go") {
+				return err
+			}
+			text, err := os.ReadFile(path)
+			for _, found := range function.FindAllStringSubmatch(string(text), -1) {
+				there[found[1]] = true
+			}
+			return err
+		})
+		g.Expect(err).NotTo(HaveOccurred())
+	}
+	all, err := pages.All(root(t))
+	g.Expect(err).NotTo(HaveOccurred())
+	named := regexp.MustCompile("`(Test[A-Z]\\w+)`")
+	count := 0
+	for _, page := range all {
+		for _, name := range named.FindAllStringSubmatch(page.Text, -1) {
+			count++
+			g.Expect(there).To(HaveKey(name[1]), "%s names it", page.Path)
+		}
+	}
+	g.Expect(count).To(BeNumerically(">", 50), "tests were found")
 }
 
 // Every make target on a page must exist.

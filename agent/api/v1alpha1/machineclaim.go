@@ -20,12 +20,13 @@ import (
 // +kubebuilder:printcolumn:name="Claimed By",type=string,JSONPath=`.spec.displayName`
 // +kubebuilder:printcolumn:name="Group",type=string,JSONPath=`.spec.nodeGroup`
 // +kubebuilder:printcolumn:name="Phase",type=string,JSONPath=`.status.phase`
+// +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
 // +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.reason`
 // +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.status.machine.name`
-// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`,priority=1
 // +kubebuilder:printcolumn:name="Provider ID",type=string,JSONPath=`.status.machine.providerID`,priority=1
 // +kubebuilder:printcolumn:name="Holder",type=string,JSONPath=`.spec.holder`,priority=1
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`
 type MachineClaim struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
@@ -118,6 +119,18 @@ const (
 	PhaseEnded Phase = "Ended"
 )
 
+const (
+	// ConditionAssigned is True while the claim has a Machine.
+	ConditionAssigned = "Assigned"
+	// ConditionReady is True while the claim has a Machine whose Node has joined, and is neither being released nor returned.
+	ConditionReady = "Ready"
+	// ConditionEnded is True once the claim has ended. While it is False, its reason says whether the claim is being released.
+	ConditionEnded = "Ended"
+	// ConditionStalled is True on a claim whose Machine the agent has given up, and absent from others. Tools that wait for objects, such as
+	// kstatus, regard such an object as failed.
+	ConditionStalled = "Stalled"
+)
+
 // MachineClaimStatus is how far a claim is. The phase changes only by compare-and-swap on the whole object.
 type MachineClaimStatus struct {
 	// phase is Pending, Bound, Releasing or Ended; empty means Pending.
@@ -131,6 +144,13 @@ type MachineClaimStatus struct {
 	// +optional
 	// +kubebuilder:validation:MaxLength=1024
 	Message string `json:"message,omitempty"`
+	// conditions are Assigned, Ready, Ended and, on a claim whose Machine was given up, Stalled. They follow from the other fields, and are
+	// written together with them. Absent until an agent that knows them writes the status.
+	// +optional
+	// +listType=map
+	// +listMapKey=type
+	// +kubebuilder:validation:MaxItems=8
+	Conditions []metav1.Condition `json:"conditions,omitempty"`
 	// machine is the Machine that the claim is bound to. Set once; stays, as last seen, after the end.
 	// +optional
 	Machine *MachineReference `json:"machine,omitempty"`

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -299,6 +300,11 @@ type statusWriter struct {
 }
 
 func (s statusWriter) Update(_ context.Context, o client.Object, _ ...client.SubResourceUpdateOption) error {
+	// Checks that every write of a status derives the conditions.
+	c, is := o.(*v1alpha1.MachineClaim)
+	if is && !equality.Semantic.DeepEqual(c.Status.Conditions, conditionsOf(c, metav1.NewTime(s.agent.p.engine.Clock.Now()))) {
+		panic(fmt.Sprintf("the conditions of claim %s are not those of its status: %+v", c.Spec.ClaimID, c.Status))
+	}
 	return s.agent.write(func() error { return s.agent.w.hub.update(o, true) })
 }
 

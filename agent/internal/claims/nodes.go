@@ -182,7 +182,7 @@ func (e *Engine) noteOnClaim(c *v1alpha1.MachineClaim, change func(*v1alpha1.Mac
 	return note{of: c, write: func(ctx context.Context) error {
 		after := c.DeepCopy()
 		change(&after.Status)
-		if err := e.Client.Status().Update(ctx, after); err != nil {
+		if err := e.updateStatus(ctx, after); err != nil {
 			return err
 		}
 		*c = *after

@@ -237,7 +237,7 @@ func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 				reason = protocol.ReasonBound
 			}
 			e.note(after, v1alpha1.Event{Reason: reason, Message: "its owner is in the live set again"})
-			return e.Client.Status().Update(ctx, after)
+			return e.updateStatus(ctx, after)
 		}})
 	}
 	return notes
@@ -275,7 +275,7 @@ func (e *Engine) noteKept(c *v1alpha1.MachineClaim, why string) []note {
 	return []note{{of: c, write: func(ctx context.Context) error {
 		after := c.DeepCopy()
 		e.note(after, v1alpha1.Event{Reason: protocol.ReasonOwnerMissing, Message: why})
-		if err := e.Client.Status().Update(ctx, after); err != nil {
+		if err := e.updateStatus(ctx, after); err != nil {
 			return err
 		}
 		log.FromContext(ctx).Info("kept a claim whose owner is missing", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "why", why)

@@ -65,7 +65,7 @@ func (e *Engine) engrave(ctx context.Context, c *v1alpha1.MachineClaim, why stri
 	c.Status.Phase = v1alpha1.PhaseEnded
 	c.Status.ReleasedAt, c.Status.EndedAt = &now, &now
 	e.note(c, v1alpha1.Event{Reason: protocol.ReasonNeverMade, Message: why})
-	if err := e.Client.Status().Update(ctx, c); err != nil && !apierrors.IsConflict(err) {
+	if err := e.updateStatus(ctx, c); err != nil && !apierrors.IsConflict(err) {
 		return nil, fmt.Errorf("writing a tombstone's status: %w", err)
 	}
 	return c, nil

@@ -262,7 +262,7 @@ func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a prot
 	}
 	c := claim.DeepCopy()
 	e.note(c, v1alpha1.Event{Reason: protocol.ReasonWriteRefused, Message: message})
-	if err := e.Client.Status().Update(ctx, c); err != nil {
+	if err := e.updateStatus(ctx, c); err != nil {
 		log.FromContext(ctx).V(1).Info("could not note on the claim that a write is refused", "claim", c.Spec.ClaimID, "cause", err.Error())
 	}
 }
@@ -270,7 +270,7 @@ func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a prot
 // writeStatus writes a claim's status if the claim is still as it was read. The written claim
 // replaces the caches' version until they show it.
 func (e *Engine) writeStatus(ctx context.Context, c *v1alpha1.MachineClaim) error {
-	if err := e.Client.Status().Update(ctx, c); err != nil {
+	if err := e.updateStatus(ctx, c); err != nil {
 		return err
 	}
 	e.written.note(c.DeepCopy())

@@ -79,12 +79,12 @@ func slimMachine(m *clusterv1.Machine) {
 	}
 }
 
-// slimClaim removes the candidates, which are only needed while a claim has no node group, and the
-// history of an ended claim.
+// slimClaim removes the candidates, which are only needed while a claim has no node group, the
+// conditions, which are derived anew for each write, and the history of an ended claim.
 func slimClaim(c *v1alpha1.MachineClaim) {
 	shareMeta(&c.ObjectMeta)
 	spec, status := &c.Spec, &c.Status
-	spec.Candidates = nil
+	spec.Candidates, status.Conditions = nil, nil
 	spec.ClusterName, spec.NodeGroup = shared(spec.ClusterName), shared(spec.NodeGroup)
 	spec.ClusterUID, spec.Holder, spec.Spoke = shared(spec.ClusterUID), shared(spec.Holder), shared(spec.Spoke)
 	status.Phase, status.Reason, status.NodeGroupUID = shared(status.Phase), shared(status.Reason), shared(status.NodeGroupUID)

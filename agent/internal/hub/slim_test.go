@@ -50,6 +50,8 @@ func TestSlimClaimsKeepTheirStatus(t *testing.T) {
 			g.Expect(slim.Status.History).To(BeEmpty(), "nothing is written to it any more")
 			whole.Status.History = nil
 		}
+		g.Expect(slim.Status.Conditions).To(BeEmpty(), "each write derives them from the rest")
+		whole.Status.Conditions = nil
 		g.Expect(slim.Status).To(Equal(whole.Status), "it is written as a whole")
 		g.Expect(slim.Spec.Candidates).To(BeEmpty())
 		whole.Spec.Candidates = nil
@@ -155,6 +157,8 @@ func drawClaim(t *rapid.T) *v1alpha1.MachineClaim {
 			}).Draw(t, "phase"),
 			Reason: text.Draw(t, "reason"), Message: text.Draw(t, "message"),
 			Machine: rapid.SampledFrom([]*v1alpha1.MachineReference{nil, {Name: "m", UID: "u"}}).Draw(t, "machine"),
+
+			Conditions: []metav1.Condition{{Type: v1alpha1.ConditionReady, Status: metav1.ConditionFalse, Reason: "Bound"}},
 		},
 	}
 	if rapid.Bool().Draw(t, "end is noted") {

@@ -176,7 +176,7 @@ func run(ctx context.Context) error {
 	}
 	clusterState := state.NewCluster(op.Clock, op.GetClient(), decorated, state.WithRepairPolicyMatcher(repairPolicies))
 	op.WithControllers(ctx, controllers.NewControllers(
-		ctx, op.Manager, op.Clock, static.Client(op.GetClient()), op.EventRecorder, decorated, undecorated, clusterState,
+		ctx, op.Manager, op.Clock, registration.PlanningClient(static.Client(op.GetClient())), op.EventRecorder, decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
 	)...)
 	claimSync := claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),

@@ -265,8 +265,10 @@ func releaseReason(nodeClaim *karpv1.NodeClaim) string {
 	return reason
 }
 
-// Get returns the machine with the provider ID, which may be a claim's placeholder. It calls the
-// agent every time, because core drops the Node without draining it on a NodeClaimNotFoundError.
+// Get returns the machine with the provider ID, which may be a claim's placeholder. While the mirror
+// of claims is connected and shows a live claim with that ID, Get does not call the agent: core asks
+// about each draining Node that is not Ready once a second. A NodeClaimNotFoundError, upon which
+// core drops the Node without draining it, is always based on an answer of the agent.
 func (c *CloudProvider) Get(ctx context.Context, providerID string) (*karpv1.NodeClaim, error) {
 	if providerID == "" {
 		return nil, errors.New("a Node without a provider ID cannot be looked up")
@@ -293,14 +295,20 @@ func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1al
 		if !ok || namespace != c.Cluster.GetNamespace() || name != c.Cluster.GetName() {
 			return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("%s is a claim of another cluster", providerID))
 		}
+		if claim, _ := c.Claims.Get(claimID); c.certain(claim) {
+			return claim, nil
+		}
 		claim, err := c.ask(ctx, claimID)
 		if isClaimNotFound(err) {
 			return nil, cloudprovider.NewNodeClaimNotFoundError(err)
 		}
 		return claim, err
 	}
-	if claimID, ok := c.liveClaimOf(providerID); ok {
-		claim, err := c.ask(ctx, claimID)
+	if claim, ok := liveClaimWith(c.Claims.WithProviderID(providerID), providerID); ok {
+		if c.certain(claim) {
+			return claim, nil
+		}
+		claim, err := c.ask(ctx, claim.GetClaimId())
 		switch {
 		case err != nil && !isClaimNotFound(err):
 			return nil, err
@@ -369,11 +377,16 @@ func (c *CloudProvider) ask(ctx context.Context, claimID string) (*agentv1alpha1
 	return response.GetClaim(), nil
 }
 
-// liveClaimOf returns the live claim that has the machine with the provider ID, according to the
-// mirror.
-func (c *CloudProvider) liveClaimOf(providerID string) (claimID string, ok bool) {
-	claim, ok := liveClaimWith(c.Claims.WithProviderID(providerID), providerID)
-	return claim.GetClaimId(), ok
+// certain reports whether the mirrored claim, nil if there is none, shows without a call that the
+// claim is live. The mirror may lag by moments, in which a claim that has ended is still drained.
+func (c *CloudProvider) certain(claim *agentv1alpha1.Claim) bool {
+	switch claim.GetPhase() {
+	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND,
+		agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING:
+		return c.Claims.State().Connected
+	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_UNSPECIFIED, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+	}
+	return false
 }
 
 func liveClaimWith(claims []*agentv1alpha1.Claim, providerID string) (*agentv1alpha1.Claim, bool) {

@@ -18,6 +18,7 @@ import (
 	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -223,6 +224,10 @@ func TestGetOfAnEndedClaimIsNotFound(t *testing.T) {
 	machine := w.Provision(nodeClaim, "sim:///1")
 	w.Agent.Join(w.Cluster, machine.GetName(), "")
 	_ = w.CloudProvider.Delete(w.Context(), nodeClaim)
+	w.Eventually(func() bool {
+		claim, _ := w.Claims.Get(string(nodeClaim.UID))
+		return claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
+	}, "the mirror shows it")
 	for _, id := range []string{w.Placeholder(nodeClaim.UID), "sim:///1"} {
 		_, err := w.CloudProvider.Get(w.Context(), id)
 		notFound(t, err)
@@ -241,7 +246,7 @@ func TestGetFindsTheLiveClaimOnAProviderIDThatWasGivenOutAgain(t *testing.T) {
 			notFound(t, w.CloudProvider.Delete(w.Context(), before))
 			after := w.Launched("after")
 			w.Provision(after, "sim:///1")
-			w.CloudProvider.Claims = behind{w.Claims, &agentv1alpha1.Claim{
+			w.CloudProvider.Claims = behind{disconnected{w.Claims}, &agentv1alpha1.Claim{
 				ClaimId: string(before.UID), Phase: mirrored, Machine: &agentv1alpha1.Machine{ProviderId: "sim:///1"},
 			}}
 
@@ -294,10 +299,83 @@ type behind struct {
 
 func (b behind) WithProviderID(string) []*agentv1alpha1.Claim { return []*agentv1alpha1.Claim{b.claim} }
 
+func (b behind) Get(string) (*agentv1alpha1.Claim, bool) { return b.claim, b.claim != nil }
+
+// disconnected is a mirror whose stream has ended.
+type disconnected struct{ cloudprovider.Claims }
+
+func (disconnected) State() agentclient.State { return agentclient.State{Synced: true} }
+
+// Core asks about each draining Node that is not Ready once a second, and drops the Node at once
+// when its machine is not found.
+func TestGetAsksTheAgentUnlessTheMirrorIsCertain(t *testing.T) {
+	const live = true
+	type phase = agentv1alpha1.ClaimPhase
+	for name, c := range map[string]struct {
+		// mirrored is the phase that the mirror shows. Unspecified stands for no claim.
+		mirrored phase
+		// released has the agent end the claim first.
+		released, disconnected bool
+		want, asks             bool
+	}{
+		"pending":                          {mirrored: agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, want: live},
+		"bound":                            {mirrored: agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, want: live},
+		"releasing":                        {mirrored: agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, want: live},
+		"ended, and it has":                {mirrored: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, released: true, asks: true},
+		"ended, which is not so":           {mirrored: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, want: live, asks: true},
+		"not known, but the agent has it":  {want: live, asks: true},
+		"not known, and it has ended":      {released: true, asks: true},
+		"bound, but nothing is heard":      {mirrored: agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, disconnected: true, want: live, asks: true},
+		"bound until nothing was heard":    {mirrored: agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, disconnected: true, released: true, asks: true},
+		"releasing, but nothing is heard":  {mirrored: agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, disconnected: true, want: live, asks: true},
+		"releasing until nothing is heard": {mirrored: agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, disconnected: true, released: true, asks: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := shimtest.New(t, oneGroup())
+			nodeClaim := w.Launched("claim")
+			w.Provision(nodeClaim, "sim:///1")
+			if c.released {
+				notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+			}
+			mirror := behind{Claims: w.Claims}
+			if c.disconnected {
+				mirror.Claims = disconnected{w.Claims}
+			}
+			if c.mirrored != agentv1alpha1.ClaimPhase_CLAIM_PHASE_UNSPECIFIED {
+				mirror.claim = &agentv1alpha1.Claim{
+					ClaimId: string(nodeClaim.UID), DisplayName: nodeClaim.Name, Phase: c.mirrored, Machine: &agentv1alpha1.Machine{ProviderId: "sim:///1"},
+				}
+			}
+			w.CloudProvider.Claims = mirror
+			calls := func() int { return w.Agent.Calls("GetClaim") + w.Agent.Calls("ListClaims") }
+			for _, id := range []string{w.Placeholder(nodeClaim.UID), "sim:///1"} {
+				before := calls()
+				const times = 10
+				for range times {
+					got, err := w.CloudProvider.Get(w.Context(), id)
+					if !c.want {
+						notFound(t, err)
+						continue
+					}
+					require.NoError(t, err)
+					assert.Equal(t, nodeClaim.UID, got.UID)
+					assert.Equal(t, id, got.Status.ProviderID)
+				}
+				if c.asks {
+					assert.GreaterOrEqual(t, calls()-before, times, "%s is concluded from the mirror", id)
+				} else {
+					assert.Equal(t, before, calls(), "%s is asked for in vain", id)
+				}
+			}
+		})
+	}
+}
+
 func TestNothingIsConcludedFromAMissingCluster(t *testing.T) {
 	w := shimtest.New(t, oneGroup())
 	nodeClaim := w.Launched("claim")
 	w.Provision(nodeClaim, "sim:///1")
+	w.CloudProvider.Claims = disconnected{w.Claims} // else it does not ask
 	for _, id := range []string{w.Placeholder(nodeClaim.UID), "sim:///1"} {
 		w.Agent.Fail("GetClaim", 1, agenterrors.ClusterNotFound(w.Cluster))
 		_, err := w.CloudProvider.Get(w.Context(), id)

@@ -1,6 +1,7 @@
 package cloudprovider_test
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
@@ -9,6 +10,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/disruption"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -62,17 +64,65 @@ func TestOnlyTheDriftPolicyDecidesWhetherANodeIsReplacedForItsNodeGroup(t *testi
 				refreshed(w)
 				clk.Step(2 * time.Hour)
 				core := disruption.NewController(clk, w.Kube, w.CloudProvider)
-				w.Get(nodeClaim)
-				_, err := core.Reconcile(w.Context(), nodeClaim)
-				require.NoError(t, err)
-				w.Get(nodeClaim)
-				drifted := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeDrifted)
-				if want == "" {
-					assert.Nil(t, drifted)
-					return
+				// The catalogue may not have heard of the NodeClaim yet, by which it remembers what the Node is.
+				w.Eventually(func() bool {
+					w.Get(nodeClaim)
+					_, err := core.Reconcile(w.Context(), nodeClaim)
+					require.NoError(t, err)
+					w.Get(nodeClaim)
+					drifted := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeDrifted)
+					return want == "" && drifted == nil || want != "" && drifted != nil && drifted.Reason == want
+				}, "the NodeClaim is drifted for %q", want)
+			})
+		}
+	}
+}
+
+// A node group may vanish for good, and with it all that the agent says of it. Neither the time that
+// has passed, nor a restart of the shim, nor core's own check of instance types overrules the policy.
+func TestOnlyTheDriftPolicyDecidesWhenANodeGroupHasVanished(t *testing.T) {
+	for policy, want := range map[v1alpha1.DriftAction]corecloudprovider.DriftReason{
+		v1alpha1.DriftReplace: cloudprovider.DriftNodeGroupNotSelected, v1alpha1.DriftIgnore: "",
+	} {
+		for _, restarts := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, restarted: %t", policy, restarts), func(t *testing.T) {
+				clk := clocktesting.NewFakeClock(time.Now())
+				w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Zone: "z1"}, {Name: "b", Zone: "z1"}}, shimtest.WithClock(clk))
+				changeNodeClass(w, func(spec *v1alpha1.ClusterAPINodeClassSpec) { spec.Drift.NodeGroupNotSelected = policy })
+				pool := w.NodePool()
+				nodeClaim := w.Launched("claim", shimtest.Registered)
+				group := nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]
+				w.Agent.RemoveNodeGroup(group)
+				w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the group is gone")
+				if restarts {
+					w.Restart()
 				}
-				require.NotNil(t, drifted)
-				assert.Equal(t, want, drifted.Reason)
+				w.Eventually(func() bool {
+					types, err := w.CloudProvider.GetInstanceTypes(w.Context(), pool)
+					return err == nil && len(types) == 2
+				}, "core still finds what the Node is")
+				core := disruption.NewController(clk, w.Kube, w.CloudProvider)
+				drifted := func() corecloudprovider.DriftReason {
+					t.Helper()
+					w.Get(nodeClaim)
+					_, err := core.Reconcile(w.Context(), nodeClaim)
+					require.NoError(t, err)
+					w.Get(nodeClaim)
+					if condition := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeDrifted); condition != nil {
+						return corecloudprovider.DriftReason(condition.Reason)
+					}
+					return ""
+				}
+				refreshed(w)
+				assert.Empty(t, drifted(), "it may come back")
+				for range 3 {
+					clk.Step(2 * time.Hour)
+					refreshed(w)
+					assert.Equal(t, want, drifted())
+				}
+				types, err := w.CloudProvider.GetInstanceTypes(w.Context(), pool)
+				require.NoError(t, err)
+				assert.Len(t, types, 2, "core still finds what the Node is")
 			})
 		}
 	}

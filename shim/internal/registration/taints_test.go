@@ -4,9 +4,13 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/lifecycle"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
 	"sigs.k8s.io/karpenter/pkg/scheduling"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -14,8 +18,11 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
-// byClusterAPI is the taint as Cluster API defines it.
-var byClusterAPI = corev1.Taint{Key: "node.cluster.x-k8s.io/uninitialized", Effect: corev1.TaintEffectNoSchedule}
+// The taints as Cluster API defines them.
+var (
+	byClusterAPI = corev1.Taint{Key: "node.cluster.x-k8s.io/uninitialized", Effect: corev1.TaintEffectNoSchedule}
+	outdated     = corev1.Taint{Key: "node.cluster.x-k8s.io/outdated-revision", Effect: corev1.TaintEffectPreferNoSchedule}
+)
 
 func TestPodsArePlannedForANodeThatClusterAPIHasNotInitialized(t *testing.T) {
 	registration.ExpectTaints()
@@ -45,6 +52,66 @@ func TestATaintThatStaysOnANodeKeepsPodsAway(t *testing.T) {
 	assert.Len(t, w.Plan().NewNodeClaims, 1)
 }
 
+// A template may change while a machine boots. Its Node is then outdated from the start, and may
+// take a while to become ready.
+func TestPodsArePlannedForAnOutdatedNode(t *testing.T) {
+	registration.ExpectTaints()
+	toleration := corev1.Toleration{Key: outdated.Key, Operator: corev1.TolerationOpExists, Effect: outdated.Effect}
+	notReady := corev1.Taint{Key: corev1.TaintNodeNotReady, Effect: corev1.TaintEffectNoSchedule}
+	for name, c := range map[string]struct {
+		taints      []corev1.Taint
+		tolerations []corev1.Toleration
+		fits        bool
+	}{
+		"outdated":                                              {taints: []corev1.Taint{outdated}, fits: true},
+		"outdated and not ready":                                {taints: []corev1.Taint{outdated, notReady}, fits: true},
+		"outdated, and the pod tolerates it":                    {taints: []corev1.Taint{outdated}, tolerations: []corev1.Toleration{toleration}, fits: true},
+		"outdated, and has another taint":                       {taints: []corev1.Taint{outdated, {Key: "dedicated", Effect: corev1.TaintEffectNoSchedule}}},
+		"has such a taint with an effect that is no preference": {taints: []corev1.Taint{{Key: outdated.Key, Effect: corev1.TaintEffectNoSchedule}}},
+		"has somebody's preference":                             {taints: []corev1.Taint{{Key: "dedicated", Effect: corev1.TaintEffectPreferNoSchedule}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+			w.NodePool()
+			w.PendingPod("pod", "3", func(pod *corev1.Pod) { pod.Spec.Tolerations = c.tolerations })
+			nodeClaim := w.Launched("claim", shimtest.Registered)
+			node := w.Node(nodeClaim, c.taints...)
+			results := w.Plan()
+			if !c.fits {
+				assert.Len(t, results.NewNodeClaims, 1)
+				return
+			}
+			assert.Empty(t, results.NewNodeClaims, "a second Node for the same pod")
+			if assert.Len(t, results.ExistingNodes, 1) {
+				assert.Len(t, results.ExistingNodes[0].Pods, 1)
+			}
+			w.Get(node)
+			assert.Equal(t, c.taints, node.Spec.Taints, "the taint stays")
+			for _, taint := range c.taints {
+				assert.Equal(t, taint == notReady, scheduling.IsKnownEphemeralTaint(&taint), "the NodeClaim does not wait for it")
+			}
+		})
+	}
+}
+
+// A write of a Node's taints replaces all of them.
+func TestOnlyPlanningOverlooksTheTaintOfOutdatedNodes(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	node := w.Node(w.Launched("claim", shimtest.Registered), outdated)
+	kube := registration.PlanningClient(w.Kube)
+	for controller, want := range map[string][]corev1.Taint{"state.node": {}, "disruption": {outdated}, "": {outdated}} {
+		ctx := w.Context()
+		if controller != "" {
+			ctx = injection.WithControllerName(ctx, controller)
+		}
+		got := &corev1.Node{}
+		require.NoError(t, kube.Get(ctx, client.ObjectKeyFromObject(node), got))
+		assert.Equal(t, want, got.Spec.Taints, controller)
+	}
+	ctx := injection.WithControllerName(w.Context(), "state.node")
+	assert.True(t, apierrors.IsNotFound(kube.Get(ctx, client.ObjectKey{Name: "gone"}, &corev1.Node{})))
+}
+
 func TestOnlyWhatClusterAPIRemovesFromNewNodesIsExpected(t *testing.T) {
 	registration.ExpectTaints()
 	known := len(scheduling.KnownEphemeralTaints)
@@ -58,7 +125,7 @@ func TestOnlyWhatClusterAPIRemovesFromNewNodesIsExpected(t *testing.T) {
 		"with another effect": {corev1.Taint{Key: byClusterAPI.Key, Effect: corev1.TaintEffectNoExecute}, false},
 		"core's own":          {karpv1.UnregisteredNoExecuteTaint, true},
 		// This taint stays on a Node of an old revision until the Machine is replaced.
-		"outdated revision": {corev1.Taint{Key: "node.cluster.x-k8s.io/outdated-revision", Effect: corev1.TaintEffectPreferNoSchedule}, false},
+		"outdated revision": {outdated, false},
 	} {
 		assert.Equal(t, c.want, scheduling.IsKnownEphemeralTaint(&c.taint), name)
 	}

@@ -10,12 +10,16 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/controllers/provisioning"
 	"sigs.k8s.io/karpenter/pkg/controllers/provisioning/scheduling"
 	"sigs.k8s.io/karpenter/pkg/controllers/state"
+	"sigs.k8s.io/karpenter/pkg/controllers/state/informer"
 	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
 	"sigs.k8s.io/karpenter/pkg/state/virtualpods"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 )
 
 // NodePool creates a ready NodePool with the default name and node class, and applies the changes.
@@ -88,8 +92,11 @@ func (w *World) provisioner() *provisioning.Provisioner {
 	for i := range nodeClaims.Items {
 		cluster.UpdateNodeClaim(&nodeClaims.Items[i])
 	}
+	// As in the real process, including what the client hides from core.
+	observer := informer.NewNodeController(registration.PlanningClient(w.Kube), cluster)
 	for i := range nodes.Items {
-		require.NoError(w.t, cluster.UpdateNode(w.coreContext(), &nodes.Items[i]))
+		_, err := observer.Reconcile(w.coreContext(), reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&nodes.Items[i])})
+		require.NoError(w.t, err)
 	}
 	return provisioning.NewProvisioner(
 		w.Kube, w.Recorder, w.CloudProvider, cluster, w.Clock, nil, virtualpods.NewVirtualPodCache(w.Kube),

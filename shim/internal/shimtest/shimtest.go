@@ -164,6 +164,21 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	return w
 }
 
+// Restart replaces the catalogue and the CloudProvider by new ones, as in a process that starts now.
+func (w *World) Restart() {
+	w.t.Helper()
+	w.Catalogue = catalogue.New(w.Clock, w.NodeGroups, w.Kube, time.Minute)
+	require.NoError(w.t, w.Catalogue.Watch(w.Context(), informersOf(w.t, w.Kube)))
+	config := w.CloudProvider.Config
+	config.Catalogue = w.Catalogue
+	w.CloudProvider = cloudprovider.New(config)
+	ctx, cancel := context.WithCancel(w.Context())
+	var running sync.WaitGroup
+	w.t.Cleanup(func() { cancel(); running.Wait() })
+	running.Go(func() { _ = w.Catalogue.Start(ctx) })
+	w.Eventually(func() bool { return w.Catalogue.Snapshot() != nil }, "the catalogue knows the node groups")
+}
+
 // FakeKube returns a fake API server with the indexes of the real process.
 func FakeKube(funcs interceptor.Funcs) client.WithWatch {
 	builder := fake.NewClientBuilder().WithScheme(scheme.Scheme).

@@ -1,0 +1,179 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/cluster-api/util/conditions"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+)
+
+// TestWhatTheEndOfANodeWaitsFor deletes three NodeClaims: one whose pod may not be evicted, one
+// whose Node has a volume attached, and one whose Machine has another controller's hooks.
+func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
+	figure := shows(t, "the end of a node waits for its grace period, for volumes, and for others' hooks, which the NodeClaim names")
+	if testing.Short() {
+		t.Skip("not in the short run: waits until a deletion counts as stuck")
+	}
+	g := NewWithT(t)
+	leaveAsFound(t)
+	const (
+		graced, attached, hooked = "graced", "attached", "hooked"
+
+		grace     = 30 * time.Second
+		preDrain  = clusterv1.PreDrainDeleteHookAnnotationPrefix + "/backup"
+		preEnd    = clusterv1.PreTerminateDeleteHookAnnotationPrefix + "/backup"
+		deletedBy = 2 * time.Minute
+	)
+	groups := []string{graced, attached, hooked}
+	changes := map[string]func(*unstructured.Unstructured){
+		graced: func(o *unstructured.Unstructured) {
+			of("NodePool", func(o *unstructured.Unstructured) {
+				set(o, grace.String(), "spec", "template", "spec", "terminationGracePeriod")
+			})(o)
+			of("Deployment", func(o *unstructured.Unstructured) {
+				set(o, "true", "spec", "template", "metadata", "annotations", karpenterv1.DoNotDisruptAnnotationKey)
+			})(o)
+		},
+	}
+	for _, group := range groups {
+		copies(t, w.Hub, manifests.CrowdHub, group, nil)
+		copies(t, w.Spoke, manifests.CrowdSpoke, group, changes[group])
+		copies(t, w.Spoke, manifests.CrowdWorkload, group, changes[group])
+		g.Expect(w.AwaitNodePool(within(t, soon), group)).To(Succeed())
+	}
+	goHome(t, groups...)
+	for _, group := range groups {
+		scale(t, group, 1)
+	}
+	await(t, 2*time.Minute, running(len(groups)))
+	ends := lo.SliceToMap(w.Recorder.State().Live(), func(j journey.Journey) (string, journey.Journey) { return j.NodePool, j })
+	g.Expect(ends).To(HaveLen(len(groups)))
+	now := func(group string) journey.Journey {
+		j, _ := lo.Find(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.UID == ends[group].UID })
+		return j
+	}
+	goes := func(group string) {
+		t.Helper()
+		await(t, deletedBy, func(journey.State) string {
+			return lo.Ternary(now(group).Reached(journey.Gone), "", "NodeClaim "+ends[group].NodeClaim+" of "+group+" to go")
+		})
+	}
+	claim := func(group string) *agentv1.MachineClaim {
+		t.Helper()
+		c := &agentv1.MachineClaim{}
+		key := client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: agentv1.ObjectName(sandbox.ClusterName, string(ends[group].UID))}
+		g.Expect(w.Hub.Get(within(t, soon), key, c)).To(Succeed())
+		return c
+	}
+	runs := func(group string) {
+		t.Helper()
+		var instance simv1.SimMachine
+		g.Expect(w.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: ends[group].Machine}, &instance)).To(Succeed())
+		g.Expect(instance.DeletionTimestamp).To(BeNil(), "the instance of "+group)
+		g.Expect(instance.Status.StoppedAt).To(BeNil(), "the instance of "+group)
+	}
+	machine := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: ends[hooked].Machine}}
+	hook := func(patch string) error {
+		return client.IgnoreNotFound(w.Hub.Patch(context.Background(), machine, mergePatch(`{"metadata":{"annotations":`+patch+`}}`)))
+	}
+	t.Cleanup(func() {
+		if err := hook(fmt.Sprintf(`{%q:null,%q:null}`, preDrain, preEnd)); err != nil {
+			t.Error(err)
+		}
+	})
+	g.Expect(hook(fmt.Sprintf(`{%q:"somebody",%q:"somebody"}`, preDrain, preEnd))).To(Succeed())
+	volume := &storagev1.VolumeAttachment{
+		ObjectMeta: metav1.ObjectMeta{Name: "e2e-attached"},
+		Spec: storagev1.VolumeAttachmentSpec{
+			Attacher: "e2e.example.com", NodeName: ends[attached].Node, Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: new("e2e")},
+		},
+	}
+	g.Expect(w.Spoke.Create(t.Context(), volume)).To(Succeed())
+	t.Cleanup(func() {
+		if err := client.IgnoreNotFound(w.Spoke.Delete(context.Background(), volume)); err != nil {
+			t.Error(err)
+		}
+	})
+	var keeps corev1.PodList
+	g.Expect(w.Spoke.List(t.Context(), &keeps, client.InNamespace(metav1.NamespaceDefault), client.MatchingLabels{"app": graced})).To(Succeed())
+	g.Expect(keeps.Items).To(HaveLen(1))
+
+	for _, group := range groups {
+		g.Expect(w.Spoke.Delete(t.Context(), &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: ends[group].NodeClaim}})).To(Succeed())
+	}
+
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		var nodeClaim karpenterv1.NodeClaim
+		err := w.Spoke.Get(ctx, client.ObjectKey{Name: ends[attached].NodeClaim}, &nodeClaim)
+		detached := nodeClaim.StatusConditions().Get(karpenterv1.ConditionTypeVolumesDetached)
+		return lo.Ternary(lo.FromPtr(detached).Reason == "AwaitingVolumeDetachment", "",
+			"the NodeClaim to wait for the volume of its Node"), err
+	})
+	g.Expect(claim(attached).CurrentPhase()).To(Equal(agentv1.PhaseBound), "nobody has released it")
+	runs(attached)
+	g.Expect(w.Spoke.Delete(t.Context(), volume)).To(Succeed())
+	goes(attached)
+	g.Expect(claim(attached).Status.Drained).To(BeTrue(), "Cluster API need not wait for the volume again")
+
+	goes(graced)
+	lasted, _ := now(graced).Took(journey.Deleting, journey.Gone)
+	figure("a pod that may not be evicted: %v with a grace period of %v", rounded(lasted), grace)
+	g.Expect(lasted).To(BeNumerically(">=", grace-2*time.Second), "times of the API server are whole seconds")
+	g.Expect(client.IgnoreNotFound(w.Spoke.Get(t.Context(), client.ObjectKeyFromObject(&keeps.Items[0]), &keeps.Items[0]))).To(Succeed())
+
+	waitsFor := func(reason string, bound time.Duration) {
+		t.Helper()
+		poll(t, bound, func(ctx context.Context) (string, error) {
+			err := w.Hub.Get(ctx, client.ObjectKeyFromObject(machine), machine)
+			is := conditions.GetReason(machine, clusterv1.MachineDeletingCondition)
+			return lo.Ternary(is == reason, "", fmt.Sprintf("the Machine to say %s: it says %s", reason, is)), err
+		})
+		// The shim does not report what ends within five minutes.
+		poll(t, bound, func(ctx context.Context) (string, error) {
+			var all corev1.EventList
+			err := w.Spoke.List(ctx, &all)
+			told := lo.ContainsBy(all.Items, func(e corev1.Event) bool {
+				return e.InvolvedObject.Kind == "NodeClaim" && e.InvolvedObject.Name == ends[hooked].NodeClaim && e.Reason == "MachineDeletionStuck" &&
+					strings.Contains(e.Message, machine.Name) && strings.Contains(e.Message, reason) && strings.Contains(e.Message, "/backup")
+			})
+			return lo.Ternary(told, "", "the NodeClaim to say that the Machine says "+reason), err
+		})
+		poll(t, soon, func(context.Context) (string, error) {
+			c := claim(hooked)
+			ready, _ := lo.Find(c.Status.Conditions, func(c metav1.Condition) bool { return c.Type == agentv1.ConditionReady })
+			return lo.Ternary(ready.Status == metav1.ConditionFalse && ready.Reason == reason, "",
+				fmt.Sprintf("the claim to say %s: it says %s", reason, ready.Reason)), nil
+		})
+		runs(hooked)
+		g.Expect(now(hooked).Reached(journey.Gone)).To(BeFalse())
+	}
+	waitsFor(clusterv1.MachineDeletingWaitingForPreDrainHookReason, 6*time.Minute)
+	figure("a hook is named on the NodeClaim %.0f s after its deletion", time.Since(now(hooked).At(journey.Deleting)).Seconds())
+	g.Expect(hook(fmt.Sprintf(`{%q:null}`, preDrain))).To(Succeed())
+	waitsFor(clusterv1.MachineDeletingWaitingForPreTerminateHookReason, soon)
+	g.Expect(hook(fmt.Sprintf(`{%q:null}`, preEnd))).To(Succeed())
+	goes(hooked)
+
+	await(t, 2*time.Minute, running(len(groups)))
+	for _, group := range groups {
+		g.Expect(made(group)).To(Equal(2), "one Node more for the pod of "+group)
+	}
+}
