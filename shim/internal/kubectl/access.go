@@ -145,8 +145,8 @@ func mapper() meta.RESTMapper {
 	return m
 }
 
-// Shim returns what Karpenter's Deployment says. It is read once.
-func (a *Access) Shim(ctx context.Context) (*shim, error) {
+// Deployment returns what Karpenter's Deployment says. It is read once.
+func (a *Access) Deployment(ctx context.Context) (*shim, error) {
 	a.once.Do(func() { a.shim, a.shimErr = a.findShim(ctx) })
 	return a.shim, a.shimErr
 }
@@ -157,7 +157,7 @@ func (a *Access) Workload(ctx context.Context) *explain.Workload {
 	if !a.needsShim() {
 		return nil
 	}
-	s, err := a.Shim(ctx)
+	s, err := a.Deployment(ctx)
 	if err != nil {
 		return nil
 	}
@@ -183,7 +183,7 @@ func (a *Access) Agent(ctx context.Context) (*Agent, error) {
 	tls := &agentclient.TLS{ServerName: a.ServerName}
 	var cluster *agentv1alpha1.ClusterRef
 	if a.needsShim() {
-		s, err := a.Shim(ctx)
+		s, err := a.Deployment(ctx)
 		if err != nil {
 			return nil, err
 		}
@@ -261,7 +261,7 @@ func (a *Access) HubCluster(ctx context.Context) *agentv1alpha1.ClusterRef {
 	if namespace, name, err := split(a.Cluster); err == nil {
 		return &agentv1alpha1.ClusterRef{Namespace: namespace, Name: name}
 	}
-	if s, err := a.Shim(ctx); err == nil {
+	if s, err := a.Deployment(ctx); err == nil {
 		return s.cluster
 	}
 	return nil

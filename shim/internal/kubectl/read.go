@@ -55,7 +55,9 @@ func (a *Access) Situation(ctx context.Context, kind explain.Kind, namespace, na
 		}
 	}()
 	start, ctx := errgroup.WithContext(ctx)
-	start.Go(func() error { return r.list(ctx, "NodePools", &karpv1.NodePoolList{}, func(l client.ObjectList) { r.s.NodePools = items[karpv1.NodePool](l) }) })
+	start.Go(func() error {
+		return r.list(ctx, "NodePools", &karpv1.NodePoolList{}, func(l client.ObjectList) { r.s.NodePools = items[karpv1.NodePool](l) })
+	})
 	start.Go(func() error {
 		return r.list(ctx, "ClusterAPINodeClasses", &v1alpha1.ClusterAPINodeClassList{}, func(l client.ObjectList) {
 			r.s.NodeClasses = items[v1alpha1.ClusterAPINodeClass](l)
@@ -438,7 +440,9 @@ func (r *reading) countPods(ctx context.Context) error {
 	if err := r.spoke.List(ctx, list, client.MatchingFieldsSelector{Selector: selector}); err != nil {
 		return spokeProblem(err, "reading the pods of Node "+r.nodeName)
 	}
-	r.s.Running = lo.CountBy(list.Items, func(p corev1.Pod) bool { return p.Status.Phase != corev1.PodSucceeded && p.Status.Phase != corev1.PodFailed })
+	r.s.Running = lo.CountBy(list.Items, func(p corev1.Pod) bool {
+		return p.Status.Phase != corev1.PodSucceeded && p.Status.Phase != corev1.PodFailed
+	})
 	return nil
 }
 

@@ -72,7 +72,9 @@ func spokesCommand(access *Access) *cobra.Command {
 }
 
 func writeSpokes(to io.Writer, spokes []spoke, wide bool, now time.Time) error {
-	slices.SortFunc(spokes, func(x, y spoke) int { return cmp.Or(cmp.Compare(x.Namespace, y.Namespace), cmp.Compare(x.Name, y.Name)) })
+	slices.SortFunc(spokes, func(x, y spoke) int {
+		return cmp.Or(cmp.Compare(x.Namespace, y.Namespace), cmp.Compare(x.Name, y.Name))
+	})
 	header := []string{"CLUSTER", "CONNECTED", "LAST SYNC", "SHIM", "CERTIFICATE ENDS IN", "ONBOARDED"}
 	if wide {
 		header = append(header, "SPOKE ID", "SERIAL", "MESSAGE")
