@@ -384,7 +384,8 @@ func TestAPodWithoutANodeClaim(t *testing.T) {
 			state: explain.OK, verdict: "The pod runs on Node node-1",
 		},
 		"a pod whose containers start": {
-			s:     at(pod(runs, func(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }), node(), nodeClaim(launched, registered, initialized)),
+			s: at(pod(runs, func(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }), node(), nodeClaim(launched, registered, initialized),
+				claim(bound, with(machine(hasJoined)))),
 			state: explain.Waiting, verdict: "its containers are being started",
 		},
 	})
