@@ -94,7 +94,8 @@ func TestThePluginSaysWhy(t *testing.T) {
 func crowdPod(t *testing.T) string {
 	t.Helper()
 	var pods corev1.PodList
-	if err := w.Spoke.List(within(t, soon), &pods, client.InNamespace(metav1.NamespaceDefault), client.MatchingLabels{"app": "crowd"}); err != nil || len(pods.Items) == 0 {
+	err := w.Spoke.List(within(t, soon), &pods, client.InNamespace(metav1.NamespaceDefault), client.MatchingLabels{"app": "crowd"})
+	if err != nil || len(pods.Items) == 0 {
 		t.Fatalf("looking for a pod: %d, %v", len(pods.Items), err)
 	}
 	return pods.Items[0].Name

@@ -85,15 +85,16 @@ func TestThePluginsPageCanBeFollowed(t *testing.T) {
 	machine := agent.Claim(cluster, string(nodeClaim.GetUID())).GetMachine().GetName()
 	agent.FailMachine(cluster, machine, "InstanceProvisionFailed", "the quota for instances is exceeded")
 	create(ctx, t, servers["hub"].client, "{apiVersion: v1, kind: Namespace, metadata: {name: team-a}}")
-	create(ctx, t, servers["hub"].client, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: Spoke, metadata: {namespace: team-a, name: production}}")
+	create(ctx, t, servers["hub"].client,
+		"{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: Spoke, metadata: {namespace: team-a, name: production}}")
 
 	// The Machine of the page has another name here.
 	script := strings.ReplaceAll(page.Script(), "workers-7k2xq", machine)
 	output := run(ctx, t, servers, script)
 	for _, part := range []string{
-		"team-a/workers", "Pod default/web: waiting", "InstanceProvisionFailed: the quota for instances is exceeded", "planned for NodeClaim default-vb2lw",
-		"NodeClaim default-vb2lw: waiting", "Machine " + machine + ": waiting", `"subject": "Pod default/web"`, "capacity.cpu", "held by karpenter: Bound",
-		"team-a/production",
+		"team-a/workers", "Pod default/web: waiting", "InstanceProvisionFailed: the quota for instances is exceeded",
+		"planned for NodeClaim default-vb2lw", "NodeClaim default-vb2lw: waiting", "Machine " + machine + ": waiting", `"subject": "Pod default/web"`,
+		"capacity.cpu", "held by karpenter: Bound", "team-a/production",
 	} {
 		g.Expect(output).To(ContainSubstring(part))
 	}

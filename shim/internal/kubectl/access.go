@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -128,7 +129,8 @@ var (
 // longer than everything else.
 func mapper() meta.RESTMapper {
 	m := meta.NewDefaultRESTMapper(nil)
-	core, apps, karpenter := corev1.SchemeGroupVersion, schema.GroupVersion{Group: "apps", Version: "v1"}, schema.GroupVersion{Group: "karpenter.sh", Version: "v1"}
+	core, apps := corev1.SchemeGroupVersion, appsv1.SchemeGroupVersion
+	karpenter := schema.GroupVersion{Group: "karpenter.sh", Version: "v1"}
 	for _, kind := range []schema.GroupVersionKind{
 		core.WithKind("Node"), core.WithKind("Namespace"),
 		karpenter.WithKind("NodePool"), karpenter.WithKind("NodeClaim"),

@@ -156,7 +156,8 @@ func (b *board) seeClaim(c *agentv1alpha1.Claim) []change {
 	j.name = cmp.Or(j.name, c.GetDisplayName(), c.GetClaimId())
 	var changes []change
 	if before := j.claim; before != phase {
-		changes = append(changes, change{"Claim", j.name, phase + " on " + c.GetNodeGroupId() + prefix(": ", lo.Ternary(c.GetReason() == phase, "", c.GetReason()))})
+		why := lo.Ternary(c.GetReason() == phase, "", c.GetReason())
+		changes = append(changes, change{"Claim", j.name, phase + " on " + c.GetNodeGroupId() + prefix(": ", why)})
 	}
 	m := c.GetMachine()
 	j.claim, j.group, j.machine = phase, c.GetNodeGroupId(), cmp.Or(m.GetName(), j.machine)

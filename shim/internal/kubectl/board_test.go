@@ -91,7 +91,9 @@ func TestPodsAreToldTogether(t *testing.T) {
 	pod := func(name, node string, phase corev1.PodPhase) *corev1.Pod {
 		return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PodSpec{NodeName: node}, Status: corev1.PodStatus{Phase: phase}}
 	}
-	for _, p := range []*corev1.Pod{pod("a", "", corev1.PodPending), pod("b", "n", corev1.PodPending), pod("c", "n", corev1.PodRunning), pod("d", "n", corev1.PodSucceeded)} {
+	for _, p := range []*corev1.Pod{
+		pod("a", "", corev1.PodPending), pod("b", "n", corev1.PodPending), pod("c", "n", corev1.PodRunning), pod("d", "n", corev1.PodSucceeded),
+	} {
 		assert.Empty(t, b.seePod(p))
 	}
 	assert.Equal(t, []change{{"Pods", "", "1 waiting, 1 starting, 1 running"}}, b.podCounts())
@@ -108,7 +110,10 @@ func TestAnExplanationIsWrappedBelowItsColumn(t *testing.T) {
 		Subject: "Pod shop/web", State: explain.Waiting, Verdict: "Machine workers-1 waits for its infrastructure: no host is free.",
 		Next: []string{"kubectl describe machine workers-1"},
 		Steps: []explain.Step{
-			{Object: "Pod", Name: "shop/web", State: explain.Waiting, Message: "has no Node for 3m", Details: []string{"scheduler: 0/3 nodes are available"}},
+			{
+				Object: "Pod", Name: "shop/web", State: explain.Waiting, Message: "has no Node for 3m",
+				Details: []string{"scheduler: 0/3 nodes are available"},
+			},
 			{Object: "NodeClaim", Name: "default-x", State: explain.OK, Message: "was launched"},
 		},
 	}, 50)

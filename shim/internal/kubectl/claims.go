@@ -66,8 +66,8 @@ func writeClaims(to io.Writer, claims []*agentv1alpha1.Claim, wide bool, now tim
 	for _, c := range claims {
 		m := c.GetMachine()
 		row := []string{
-			cmp.Or(oneLine(c.GetDisplayName()), c.GetClaimId()), c.GetNodeGroupId(), explain.ClaimPhase(c.GetPhase()), c.GetReason(), m.GetName(), m.GetPhase(),
-			m.GetNodeName(), age(c.GetCreatedAt(), now),
+			cmp.Or(oneLine(c.GetDisplayName()), c.GetClaimId()), c.GetNodeGroupId(), explain.ClaimPhase(c.GetPhase()), c.GetReason(),
+			m.GetName(), m.GetPhase(), m.GetNodeName(), age(c.GetCreatedAt(), now),
 		}
 		if wide {
 			row = append(row, c.GetClaimId(), c.GetHolder(), m.GetProviderId(), oneLine(cmp.Or(c.GetMessage(), m.GetInfrastructureMessage())))

@@ -22,7 +22,7 @@ func groupsCommand(access *Access) *cobra.Command {
 		Short: "Show the node groups: sizes, prices, room and problems; with a name, where each value comes from",
 		Args:  cobra.MaximumNArgs(1),
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
-			if len(args) > 0 {
+			if err := access.complete(cmd.Flags()); err != nil || len(args) > 0 {
 				return nil, cobra.ShellCompDirectiveNoFileComp
 			}
 			groups, _ := access.groups(cmd)
@@ -40,7 +40,9 @@ func groupsCommand(access *Access) *cobra.Command {
 				}
 				return writeGroups(out, response.GetNodeGroups(), access.Output == formatWide, time.Now())
 			}
-			group, found := lo.Find(response.GetNodeGroups(), func(g *agentv1alpha1.NodeGroup) bool { return g.GetId() == args[0] || g.GetName() == args[0] })
+			group, found := lo.Find(response.GetNodeGroups(), func(g *agentv1alpha1.NodeGroup) bool {
+				return g.GetId() == args[0] || g.GetName() == args[0]
+			})
 			if !found {
 				return problem(fmt.Errorf("there is no node group %s", args[0]), "See which there are: kubectl capi groups.",
 					"A MachineDeployment becomes one by the label node.cluster.x-k8s.io/karpenter-member.")

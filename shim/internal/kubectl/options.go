@@ -118,7 +118,10 @@ func Command(version string) *cobra.Command {
 	}
 	options.addFlags(root.PersistentFlags())
 	root.PersistentFlags().SortFlags = false
-	root.AddCommand(whyCommand(access), groupsCommand(access), claimsCommand(access), spokesCommand(access), adoptCommand(access), topCommand(access))
-	_ = root.RegisterFlagCompletionFunc("output", cobra.FixedCompletions([]string{formatWide, formatJSON, formatYAML}, cobra.ShellCompDirectiveNoFileComp))
+	root.AddCommand(
+		whyCommand(access), groupsCommand(access), claimsCommand(access), spokesCommand(access), adoptCommand(access), topCommand(access),
+	)
+	formats := cobra.FixedCompletions([]string{formatWide, formatJSON, formatYAML}, cobra.ShellCompDirectiveNoFileComp)
+	_ = root.RegisterFlagCompletionFunc("output", formats) // fails only for a flag that is not there
 	return root
 }

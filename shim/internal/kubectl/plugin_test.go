@@ -81,8 +81,8 @@ func newWorld(t *testing.T) *world {
 	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	w.address = listener.Addr().String()
-	w.agent.ServeTLS(listener, &tls.Config{Certificates: []tls.Certificate{pair}, ClientCAs: w.authority.Pool(), MinVersion: tls.VersionTLS13},
-		func(string) []fakeagent.Grant { return nil })
+	security := &tls.Config{Certificates: []tls.Certificate{pair}, ClientCAs: w.authority.Pool(), MinVersion: tls.VersionTLS13}
+	w.agent.ServeTLS(listener, security, func(string) []fakeagent.Grant { return nil })
 	w.agent.AddNodeGroup(&agentv1alpha1.NodeGroup{
 		Name: "workers", InstanceType: "medium", Zone: "a", Replicas: 1, Capacity: map[string]string{"cpu": "4", "memory": "16Gi", "pods": "110"},
 		Price:    &agentv1alpha1.Price{PerHour: 0.2, Currency: "EUR"},
@@ -155,7 +155,7 @@ func (w *world) must(args ...string) string {
 // install creates Karpenter's Deployment and its secret, as the chart and the shim do.
 func (w *world) install() {
 	w.t.Helper()
-	certificate, key, err := w.authority.IssueClient("spiffe://" + fakeagent.TrustDomain + "/cluster/" + cluster.GetNamespace() + "/" + cluster.GetName())
+	certificate, key, err := w.authority.IssueClient("spiffe://" + fakeagent.TrustDomain + "/cluster/default/workload")
 	require.NoError(w.t, err)
 	labels := map[string]string{"app.kubernetes.io/part-of": "karpenter-capi", "app.kubernetes.io/name": "karpenter"}
 	w.create(
@@ -400,8 +400,9 @@ func TestThePlugin(t *testing.T) {
 				"certificate": map[string]any{"serial": "ab", "notAfter": time.Now().Add(30*time.Hour + time.Minute).UTC().Format(time.RFC3339)},
 			})
 		assert.Regexp(t, `default/workload +True \(Synchronized\) +- +v0\.1\.0 +30h0\dm`, w.must("spokes", "--hub-kubeconfig="+w.hubFile))
-		create(t, w.hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: MachineClaim, metadata: {namespace: default, name: workload."+
-			string(nodeClaim.UID)+"}, spec: {clusterName: workload, claimID: "+string(nodeClaim.UID)+", holder: karpenter, displayName: default-a, nodeGroup: workers}}",
+		id := string(nodeClaim.UID)
+		create(t, w.hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: MachineClaim, metadata: {namespace: default, name: workload."+id+
+			"}, spec: {clusterName: workload, claimID: "+id+", holder: karpenter, displayName: default-a, nodeGroup: workers}}",
 			map[string]any{"phase": "Bound", "reason": "Bound", "machine": map[string]any{"name": machine, "uid": "u"}})
 		e := explanation(t, w.must("why", "nodeclaim", nodeClaim.Name, "-o", "json", "--hub-kubeconfig="+w.hubFile, "--agent-address=127.0.0.1:1",
 			"--timeout=2s"))

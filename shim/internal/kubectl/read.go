@@ -54,21 +54,21 @@ func (a *Access) Situation(ctx context.Context, kind explain.Kind, namespace, na
 			_ = r.agent.Close()
 		}
 	}()
-	start, ctx := errgroup.WithContext(ctx)
+	start, first := errgroup.WithContext(ctx)
 	start.Go(func() error {
-		return r.list(ctx, "NodePools", &karpv1.NodePoolList{}, func(l client.ObjectList) { r.s.NodePools = items[karpv1.NodePool](l) })
+		return r.list(first, "NodePools", &karpv1.NodePoolList{}, func(l client.ObjectList) { r.s.NodePools = items[karpv1.NodePool](l) })
 	})
 	start.Go(func() error {
-		return r.list(ctx, "ClusterAPINodeClasses", &v1alpha1.ClusterAPINodeClassList{}, func(l client.ObjectList) {
+		return r.list(first, "ClusterAPINodeClasses", &v1alpha1.ClusterAPINodeClassList{}, func(l client.ObjectList) {
 			r.s.NodeClasses = items[v1alpha1.ClusterAPINodeClass](l)
 		})
 	})
-	start.Go(func() error { r.connect(ctx); return nil })
-	start.Go(func() error { return r.entry(ctx, kind, namespace, name) })
+	start.Go(func() error { r.connect(first); return nil })
+	start.Go(func() error { return r.entry(first, kind, namespace, name) })
 	if err := start.Wait(); err != nil {
 		return nil, err
 	}
-	if err := r.chain(context.WithoutCancel(ctx)); err != nil {
+	if err := r.chain(ctx); err != nil {
 		return nil, err
 	}
 	r.s.Now = time.Now()
@@ -184,6 +184,13 @@ func (r *reading) events(ctx context.Context, kind, namespace, name string) ([]c
 	return list.Items, nil
 }
 
+// of returns the events of an object without those of an earlier one with the same name.
+func of(object client.Object, events []corev1.Event) []corev1.Event {
+	return slices.DeleteFunc(events, func(e corev1.Event) bool {
+		return e.InvolvedObject.UID != "" && e.InvolvedObject.UID != object.GetUID()
+	})
+}
+
 // nodeClaim returns a NodeClaim, or nil if it does not exist.
 func (r *reading) nodeClaim(ctx context.Context, name string) (*karpv1.NodeClaim, error) {
 	nodeClaim := &karpv1.NodeClaim{}
@@ -200,7 +207,7 @@ func (r *reading) nodeClaim(ctx context.Context, name string) (*karpv1.NodeClaim
 // chain follows the references from the entry.
 func (r *reading) chain(ctx context.Context) error {
 	if pod := r.s.Pod; pod != nil {
-		r.s.PodEvents = slices.DeleteFunc(r.s.PodEvents, func(e corev1.Event) bool { return e.InvolvedObject.UID != "" && e.InvolvedObject.UID != pod.UID })
+		r.s.PodEvents = of(pod, r.s.PodEvents)
 		if err := r.fromPod(ctx, pod); err != nil {
 			return err
 		}
@@ -351,45 +358,43 @@ func (r *reading) readNode(ctx context.Context) error {
 
 // rest reads everything that nothing else depends on.
 func (r *reading) rest(ctx context.Context) error {
-	group, ctx := errgroup.WithContext(ctx)
+	group, last := errgroup.WithContext(ctx)
 	nodeClaim, hasNode := r.s.NodeClaim, r.s.Node != nil
 	if nodeClaim != nil {
 		group.Go(func() error {
-			list, err := r.events(ctx, "NodeClaim", corev1.NamespaceDefault, nodeClaim.Name) // where those of cluster-wide objects are
-			r.s.NodeClaimEvents = slices.DeleteFunc(list, func(e corev1.Event) bool {
-				return e.InvolvedObject.UID != "" && e.InvolvedObject.UID != nodeClaim.UID
-			})
+			list, err := r.events(last, "NodeClaim", corev1.NamespaceDefault, nodeClaim.Name) // where those of cluster-wide objects are
+			r.s.NodeClaimEvents = of(nodeClaim, list)
 			return err
 		})
 		if r.s.Pod == nil && nodeClaim.Status.NodeName == "" {
-			group.Go(func() error { return r.plannedPods(ctx, nodeClaim.Name) })
+			group.Go(func() error { return r.plannedPods(last, nodeClaim.Name) })
 		}
 		if !hasNode && nodeClaim.Status.NodeName != "" {
 			r.nodeName = nodeClaim.Status.NodeName
 			group.Go(func() error {
-				if err := r.readNode(ctx); err != nil {
+				if err := r.readNode(last); err != nil {
 					return err
 				}
-				return r.countPods(ctx)
+				return r.countPods(last)
 			})
 		}
 	}
 	if hasNode && r.s.Pod == nil {
 		r.nodeName = r.s.Node.Name
-		group.Go(func() error { return r.countPods(ctx) })
+		group.Go(func() error { return r.countPods(last) })
 	}
-	group.Go(func() error { return r.fromAgent(ctx) })
+	group.Go(func() error { return r.fromAgent(last) })
 	if err := group.Wait(); err != nil {
 		return err
 	}
 	if joined := r.s.Agent.Claim.GetMachine().GetNodeName(); r.s.Node == nil && joined != "" { // not registered
 		r.nodeName = joined
-		if err := r.readNode(context.WithoutCancel(ctx)); err != nil {
+		if err := r.readNode(ctx); err != nil {
 			return err
 		}
 	}
 	if r.access.hasHub() {
-		r.fromHub(context.WithoutCancel(ctx))
+		r.fromHub(ctx)
 	}
 	return nil
 }

@@ -149,7 +149,7 @@ func (s *shown) tell(changes []change) {
 		return
 	}
 	for _, c := range changes {
-		fmt.Fprintln(s.out, strings.TrimRight(fmt.Sprintf("%s  %-9s  %s", s.board.now().Format(changeTime), c.kind, oneLine(strings.TrimSpace(c.name+"  "+c.what))), " "))
+		fmt.Fprintf(s.out, "%s  %-9s  %s\n", s.board.now().Format(changeTime), c.kind, oneLine(strings.TrimSpace(c.name+"  "+c.what)))
 	}
 }
 

@@ -122,6 +122,9 @@ func writeExplanation(to io.Writer, e *explain.Explanation, width int) {
 
 // completeWhy completes the kinds, and the names of objects.
 func (a *Access) completeWhy(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+	if err := a.complete(cmd.Flags()); err != nil {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
 	if len(args) == 0 {
 		return lo.Map(explain.Kinds(), func(k explain.Kind, _ int) string { return string(k) }), cobra.ShellCompDirectiveNoFileComp
 	}

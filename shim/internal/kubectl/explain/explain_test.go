@@ -341,10 +341,12 @@ func TestAPodWithoutANodeClaim(t *testing.T) {
 		},
 		"a group that fits and has room, for long": {
 			s:     at(pod(), podEvent("FailedScheduling", "Failed to schedule pod, unsatisfiable topology constraint", time.Minute)),
-			state: explain.Waiting, verdict: "other pods (spread, affinity, DaemonSets)", step: "Pod Karpenter, 60s ago: unsatisfiable topology constraint",
+			state: explain.Waiting, verdict: "other pods (spread, affinity, DaemonSets)",
+			step: "Pod Karpenter, 60s ago: unsatisfiable topology constraint",
 		},
 		"a plan whose NodeClaim failed": {
-			s: at(pod(), podEvent("Nominated", "Pod should schedule on: nodeclaim/default-x", time.Minute), claim(over, why("Failed", "quota exceeded")),
+			s: at(pod(), podEvent("Nominated", "Pod should schedule on: nodeclaim/default-x", time.Minute),
+				claim(over, why("Failed", "quota exceeded")),
 				func(s *explain.Situation) { s.Gone = "default-x" },
 				unavailable(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, "quota exceeded", time.Minute)),
 			state: explain.Blocked, verdict: "The last attempt, NodeClaim default-x, has ended (Failed)",
@@ -408,7 +410,8 @@ func TestANodeClaimOnItsWay(t *testing.T) {
 		},
 		"waiting for a Machine": {
 			s:     at(nodeClaim(launched), claim(pending, why("WaitingForMachine", "replicas were raised"))),
-			state: explain.Waiting, verdict: "waits for Cluster API to make a Machine of node group team-a/workers", next: "describe machinedeployment workers",
+			state: explain.Waiting, verdict: "waits for Cluster API to make a Machine of node group team-a/workers",
+			next: "describe machinedeployment workers",
 		},
 		"in a group that Cluster API blocks": {
 			s: at(nodeClaim(launched), claim(pending),
@@ -540,7 +543,8 @@ func TestWhatGoes(t *testing.T) {
 		"a machine behind a hook": {
 			s: at(deletingNodeClaim(drained), claim(releasing, why("ReleaseRequested", ""),
 				with(machine(hasJoined, goes("WaitingForPreTerminateHook", "hook backup"))))),
-			state: explain.Ending, verdict: "A pre-terminate hook holds the Machine", step: "Deletion since 60s: WaitingForPreTerminateHook: hook backup",
+			state: explain.Ending, verdict: "A pre-terminate hook holds the Machine",
+			step: "Deletion since 60s: WaitingForPreTerminateHook: hook backup",
 		},
 		"a machine that Cluster API drains": {
 			s:     at(deletingNodeClaim(drained), claim(releasing, why("Collected", ""), with(machine(hasJoined, goes("DrainingNode", "pods left: a, b"))))),
@@ -588,7 +592,8 @@ func TestMachinesAndNodesWithoutANodeClaim(t *testing.T) {
 			state: explain.OK, verdict: "has not matched the Node with a Machine of a node group",
 		},
 		"a Node that has stopped": {
-			s:     situation(explain.Node, "node-1", node(notReady), nodeClaim(launched, registered, initialized), claim(bound, with(machine(hasJoined)))),
+			s: situation(explain.Node, "node-1", node(notReady), nodeClaim(launched, registered, initialized),
+				claim(bound, with(machine(hasJoined)))),
 			state: explain.Blocked, verdict: "Node node-1 is not ready",
 		},
 		"an unadopted machine of another provider": {

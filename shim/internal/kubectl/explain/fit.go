@@ -230,7 +230,8 @@ func (t *story) fits(pod *corev1.Pod) {
 				next = append(next, text)
 			}
 		}
-		t.conclude(Blocked, fmt.Sprintf("The pod fits, but no node group has room. %s: %s", fitting[0].NodeGroup, sentence(fitting[0].Unavailable)), next...)
+		verdict := fmt.Sprintf("The pod fits, but no node group has room. %s: %s", fitting[0].NodeGroup, sentence(fitting[0].Unavailable))
+		t.conclude(Blocked, verdict, next...)
 	default:
 		t.ready(pod, ready[0])
 	}
@@ -337,11 +338,15 @@ func classRemedy(class *v1alpha1.ClusterAPINodeClass) []string {
 		return []string{"Give the MachineDeployments the label node.cluster.x-k8s.io/karpenter-member, or correct spec.scalableResourceSelector."}
 	}
 	if condition.Reason == "AgentRefused" {
-		return []string{"Compare the certificate of Karpenter with --cluster-namespace and --cluster-name, and with the agent's policy (docs/install.md).",
-			"See whether the Cluster is onboarded: kubectl capi spokes --hub-kubeconfig <file>"}
+		return []string{
+			"Compare the certificate of Karpenter with --cluster-namespace and --cluster-name, and with the agent's policy (docs/install.md).",
+			"See whether the Cluster is onboarded: kubectl capi spokes --hub-kubeconfig <file>",
+		}
 	}
-	return []string{"See whether the agent runs: kubectl --context <hub> -n capi-agent-system get pods",
-		"See whether its address can be reached from Karpenter's pods, and whether Karpenter's certificate has expired (docs/troubleshooting.md)."}
+	return []string{
+		"See whether the agent runs: kubectl --context <hub> -n capi-agent-system get pods",
+		"See whether its address can be reached from Karpenter's pods, and whether Karpenter's certificate has expired (docs/troubleshooting.md).",
+	}
 }
 
 // selected shows what node classes report of their groups while the agent cannot be asked.

@@ -19,7 +19,10 @@ func (t *story) machine() {
 	}
 	name := machine.GetCluster().GetNamespace() + "/" + machine.GetName()
 	describe := fmt.Sprintf("kubectl --context <hub> -n %s describe machine %s", machine.GetCluster().GetNamespace(), machine.GetName())
-	step := Step{Object: "Machine", Name: name, State: Waiting, Message: joined(", ", machine.GetPhase(), prefixed("made ", t.ago(machine.GetCreatedAt().AsTime())))}
+	step := Step{
+		Object: "Machine", Name: name, State: Waiting,
+		Message: joined(", ", machine.GetPhase(), prefixed("made ", t.ago(machine.GetCreatedAt().AsTime()))),
+	}
 	if id := machine.GetProviderId(); id != "" {
 		step.Details = append(step.Details, "provider ID "+id)
 	}
@@ -62,7 +65,8 @@ func (t *story) infrastructure(machine *agentv1alpha1.Machine, says string, rele
 	next := []string{describe}
 	if says != "" {
 		verdict = fmt.Sprintf("Machine %s waits for its infrastructure: %s", machine.GetName(), sentence(says))
-		next = append(next, "If the message is an error, correct its cause. The agent gives the machine up at its deadline at the latest (docs/claims.md).")
+		next = append(next, "If the message is an error, correct its cause. "+
+			"The agent gives the machine up at its deadline at the latest (docs/claims.md).")
 	}
 	if releasing {
 		t.add(step)

@@ -145,9 +145,13 @@ func (t *story) launching(launched *status.Condition) State {
 		return Waiting
 	}
 	next := map[string][]string{
-		"AgentUnreachable": {"See whether the agent runs and can be reached from Karpenter's pods: kubectl --context <hub> -n capi-agent-system get pods"},
-		"AgentRefused":     {"Compare the certificate of Karpenter with --cluster-namespace and --cluster-name, and with the agent's policy (docs/install.md)."},
-		"TooManyClaims":    {"Release claims, or raise the Cluster's limit (docs/claims.md): kubectl capi claims"},
+		"AgentUnreachable": {
+			"See whether the agent runs and can be reached from Karpenter's pods: kubectl --context <hub> -n capi-agent-system get pods",
+		},
+		"AgentRefused": {
+			"Compare the certificate of Karpenter with --cluster-namespace and --cluster-name, and with the agent's policy (docs/install.md).",
+		},
+		"TooManyClaims": {"Release claims, or raise the Cluster's limit (docs/claims.md): kubectl capi claims"},
 		"NodeClassNotFound": {
 			"Create the ClusterAPINodeClass that spec.nodeClassRef names, or delete the NodeClaim.",
 		},

@@ -97,6 +97,10 @@ func starting(pod *corev1.Pod) []string {
 	return details
 }
 
+// failed is how Karpenter's events begin that say why it cannot plan a pod. The scheduler's own have
+// the same reason.
+const failed = "Failed to schedule pod, "
+
 // pending describes a pod without a Node. It reports whether nothing is on its way for the pod, so
 // that node groups must be looked at.
 func (t *story) pending(pod *corev1.Pod, step *Step) (analyse bool) {
@@ -106,24 +110,26 @@ func (t *story) pending(pod *corev1.Pod, step *Step) (analyse bool) {
 		step.Details = append(step.Details, "scheduler: "+condition.Message)
 	}
 	said := newest(t.s.PodEvents, func(e *corev1.Event) bool {
-		return e.Reason == events.FailedScheduling && strings.HasPrefix(e.Message, "Failed to schedule pod, ")
+		return e.Reason == events.FailedScheduling && strings.HasPrefix(e.Message, failed)
 	})
 	plan, hasPlan := PlanOf(t.s.PodEvents)
 	if said != nil && (!hasPlan || When(said).After(plan.At)) {
-		step.Details = append(step.Details, fmt.Sprintf("Karpenter, %s: %s", t.ago(When(said)), strings.TrimPrefix(said.Message, "Failed to schedule pod, ")))
+		step.Details = append(step.Details, fmt.Sprintf("Karpenter, %s: %s", t.ago(When(said)), strings.TrimPrefix(said.Message, failed)))
 	}
 	describe := fmt.Sprintf("kubectl -n %s describe pod %s", pod.Namespace, pod.Name)
 	switch {
 	case len(pod.Spec.SchedulingGates) > 0:
 		step.State = Blocked
-		t.settle(Blocked, fmt.Sprintf("The pod has the scheduling gate %s: nothing is planned for it until that is removed.", pod.Spec.SchedulingGates[0].Name),
+		gate := pod.Spec.SchedulingGates[0].Name
+		t.settle(Blocked, fmt.Sprintf("The pod has the scheduling gate %s: nothing is planned for it until that is removed.", gate),
 			"Find out what removes the gate: "+describe)
 	case owned(pod, "DaemonSet"):
 		step.State = Blocked
 		t.settle(Blocked, "The pod belongs to a DaemonSet: Karpenter makes no nodes for such pods.",
 			"See why it does not fit the Node that it is for: "+describe)
 	case pod.Status.NominatedNodeName != "":
-		t.settle(Waiting, fmt.Sprintf("The pod preempts others on Node %s and is scheduled there once they are gone.", pod.Status.NominatedNodeName), describe)
+		t.settle(Waiting, fmt.Sprintf("The pod preempts others on Node %s and is scheduled there once they are gone.",
+			pod.Status.NominatedNodeName), describe)
 	case !podutils.FailedToSchedule(pod):
 		t.settle(Waiting, fmt.Sprintf("The scheduler %s has not tried the pod yet: Karpenter makes room only for pods that it has found unschedulable.",
 			pod.Spec.SchedulerName), describe)
@@ -141,7 +147,7 @@ func (t *story) pending(pod *corev1.Pod, step *Step) (analyse bool) {
 }
 
 // planned describes a pod with a published plan. It reports whether nothing came of the plan.
-func (t *story) planned(step *Step, plan Plan) (failed bool) {
+func (t *story) planned(step *Step, plan Plan) (inVain bool) {
 	switch {
 	case t.s.NodeClaim != nil:
 		step.Details = append(step.Details, fmt.Sprintf("planned for NodeClaim %s %s", t.s.NodeClaim.Name, t.ago(plan.At)))
