@@ -118,6 +118,16 @@ var (
 	initialized = condition(karpv1.ConditionTypeInitialized, metav1.ConditionTrue, "Initialized", "")
 )
 
+func uninitialized(reason, message string) status.Condition {
+	return condition(karpv1.ConditionTypeInitialized, metav1.ConditionUnknown, reason, message)
+}
+
+func draining(message string) status.Condition {
+	return condition(karpv1.ConditionTypeDrained, metav1.ConditionUnknown, "Draining", message)
+}
+
+var attached = condition(karpv1.ConditionTypeVolumesDetached, metav1.ConditionUnknown, "AwaitingVolumeDetachment", "pvc-1")
+
 func nodeClaim(conditions ...status.Condition) edit {
 	return func(s *explain.Situation) {
 		s.NodeClaim = &karpv1.NodeClaim{
@@ -460,17 +470,17 @@ func TestANodeClaimOnItsWay(t *testing.T) {
 			state: explain.Blocked, verdict: "The provider IDs of Node node-1 and of its Machine differ", next: "--provider-id",
 		},
 		"with a Node that waits for Cluster API": {
-			s: at(nodeClaim(launched, registered, condition(karpv1.ConditionTypeInitialized, metav1.ConditionUnknown, "StartupTaintsExist", "a taint")),
+			s: at(nodeClaim(launched, registered, uninitialized("StartupTaintsExist", "a taint")),
 				claim(bound, with(machine(hasJoined))), node(taint("node.cluster.x-k8s.io/uninitialized", corev1.TaintEffectNoSchedule))),
 			state: explain.Waiting, verdict: "waits for Cluster API to find its Machine", next: "RemoteConnectionProbe",
 		},
 		"with a Node without its device": {
-			s: at(nodeClaim(launched, registered, condition(karpv1.ConditionTypeInitialized, metav1.ConditionUnknown, "ResourceNotRegistered", "nvidia.com/gpu")),
+			s: at(nodeClaim(launched, registered, uninitialized("ResourceNotRegistered", "nvidia.com/gpu")),
 				claim(bound, with(machine(hasJoined))), node()),
 			state: explain.Waiting, verdict: "nvidia.com/gpu", next: "device plugin",
 		},
 		"with a Node without network": {
-			s: at(nodeClaim(launched, registered, condition(karpv1.ConditionTypeInitialized, metav1.ConditionUnknown, "NodeNotReady", "")),
+			s: at(nodeClaim(launched, registered, uninitialized("NodeNotReady", "")),
 				claim(bound, with(machine(hasJoined))), node(notReady)),
 			state: explain.Waiting, verdict: "joined and is not ready yet: KubeletNotReady: cni plugin not initialized",
 		},
@@ -501,14 +511,17 @@ func TestANodeClaimOnItsWay(t *testing.T) {
 		},
 		"the same, with the hub's kubeconfig": {
 			s: at(nodeClaim(launched), agentIsLost, func(s *explain.Situation) {
-				s.Hub = explain.Hub{Asked: true, Claim: situation("", "", claim(bound, with(machine()))).Agent.Claim, Machine: machine(func(m *agentv1alpha1.Machine) {
+				s.Hub = explain.Hub{Asked: true, Claim: situation("", "", claim(bound, with(machine()))).Agent.Claim}
+				s.Hub.Machine = machine(func(m *agentv1alpha1.Machine) {
 					m.InfrastructureReason, m.InfrastructureMessage = "WaitingForHost", "no host is free"
-				})}
+				})
 			}),
 			state: explain.Waiting, verdict: "WaitingForHost: no host is free",
 		},
 		"with a hub that cannot be read": {
-			s:     at(nodeClaim(launched), agentIsLost, func(s *explain.Situation) { s.Hub = explain.Hub{Asked: true, Err: errors.New("connection refused")} }),
+			s: at(nodeClaim(launched), agentIsLost, func(s *explain.Situation) {
+				s.Hub = explain.Hub{Asked: true, Err: errors.New("connection refused")}
+			}),
 			state: explain.Unknown, verdict: "the agent could not be asked", step: "Hub was not read: connection refused",
 		},
 		"with what the hub's objects say": {
@@ -531,12 +544,12 @@ func TestWhatGoes(t *testing.T) {
 	drained := condition(karpv1.ConditionTypeDrained, metav1.ConditionTrue, "Drained", "")
 	check(t, map[string]expectation{
 		"a Node that is drained": {
-			s: at(deletingNodeClaim(condition(karpv1.ConditionTypeDrained, metav1.ConditionUnknown, "Draining", "2 pods are waiting")), node(),
+			s: at(deletingNodeClaim(draining("2 pods are waiting")), node(),
 				claim(bound, with(machine(hasJoined)))),
 			state: explain.Ending, verdict: "still draining the Node: Draining: 2 pods are waiting", next: "kubectl get pdb -A",
 		},
 		"volumes that are attached": {
-			s: at(deletingNodeClaim(drained, condition(karpv1.ConditionTypeVolumesDetached, metav1.ConditionUnknown, "AwaitingVolumeDetachment", "pvc-1")), node(),
+			s: at(deletingNodeClaim(drained, attached), node(),
 				claim(bound, with(machine(hasJoined)))),
 			state: explain.Ending, verdict: "its volumes are still attached",
 		},
@@ -565,7 +578,7 @@ func TestWhatGoes(t *testing.T) {
 			state: explain.Blocked, verdict: "The NodeClaim cannot go: the agent reports no Machine",
 		},
 		"a running pod whose Node goes": {
-			s: situation(explain.Pod, "shop/web", pod(runs), deletingNodeClaim(condition(karpv1.ConditionTypeDrained, metav1.ConditionUnknown, "Draining", "1 pod")),
+			s: situation(explain.Pod, "shop/web", pod(runs), deletingNodeClaim(draining("1 pod")),
 				node(), claim(bound, with(machine(hasJoined)))),
 			state: explain.Ending, verdict: "still draining",
 		},
