@@ -58,6 +58,21 @@ $(foreach c,$(COMMANDS),$(eval $(call command,$(c))))
 .PHONY: FORCE
 FORCE:
 
+# The platforms that krew installs the plugin on.
+KREW_PLATFORMS ?= linux/amd64 linux/arm64 darwin/amd64 darwin/arm64
+# krew wants a semantic version.
+KREW_VERSION = $(if $(filter v%,$(VERSION)),$(VERSION),v0.0.0-$(VERSION))
+
+.PHONY: krew
+krew: ## Build the kubectl plugin's archives and its manifest for krew, in bin/krew (KREW_PLATFORMS=linux/amd64)
+	@rm -rf $(BIN)/krew && mkdir -p $(BIN)/krew && sed 's|VERSION|$(KREW_VERSION)|' deploy/krew/capi.yaml >$(BIN)/krew/capi.yaml && \
+	for platform in $(KREW_PLATFORMS); do \
+		name=$${platform//\//-}; archive=$(BIN)/krew/kubectl-capi-$$name.tar.gz; dir=$$(mktemp -d); cp LICENSE "$$dir"; \
+		GOOS=$${platform%/*} GOARCH=$${platform#*/} CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o "$$dir/kubectl-capi" ./shim/cmd/kubectl-capi && \
+		tar --sort=name --owner=0 --group=0 --mtime=@0 -c -C "$$dir" LICENSE kubectl-capi | gzip -n >"$$archive" && rm -r "$$dir" && \
+		sum=$$(sha256sum "$$archive" | cut -d' ' -f1) && sed -i "s|SHA256_OF_$$name|$$sum|" $(BIN)/krew/capi.yaml && echo "krew: $$archive" || exit 1; \
+	done && echo "krew: $(BIN)/krew/capi.yaml"
+
 .PHONY: tools
 tools: $(TOOLS) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_ETCD_TOOLS) $(SANDBOX_CAPI_MANIFESTS) ## Build every tool and the sandbox's control planes (minutes on a cold cache)
 
@@ -83,14 +98,14 @@ generate-go: $(CONTROLLER_GEN)
 		install -m 0644 "$$(go list -m -f '{{.Dir}}' sigs.k8s.io/karpenter)"/pkg/apis/crds/*.yaml ../deploy/charts/shim/crds/
 
 # The binaries whose options are documented.
-OPTIONS_BINARIES = $(addprefix $(BIN)/,capi-agent karpenter fake-agent capi-agent-conformance)
+OPTIONS_BINARIES = $(addprefix $(BIN)/,capi-agent karpenter kubectl-capi fake-agent capi-agent-conformance)
 
 .PHONY: generate-docs
 generate-docs: $(OPTIONS_DOCS) $(OPTIONS_BINARIES)
 	$(OPTIONS_DOCS) docs/options.md $(OPTIONS_OF)
 
 # Binaries, each with the prefix of its environment variables.
-OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter: $(BIN)/fake-agent:FAKE_AGENT_ $(BIN)/capi-agent-conformance:CAPI_AGENT_CONFORMANCE_
+OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter: $(BIN)/kubectl-capi:KUBECTL_CAPI_ $(BIN)/fake-agent:FAKE_AGENT_ $(BIN)/capi-agent-conformance:CAPI_AGENT_CONFORMANCE_
 
 .PHONY: verify
 verify: verify-generated verify-docs verify-modules verify-imports verify-api lint ## Check that generated files are current, modules tidy, imports allowed; all linters
@@ -188,7 +203,7 @@ lint-charts: $(HELM)
 # The sandbox's name: several can run at once.
 SANDBOX ?= default
 # What a sandbox runs and what its user needs.
-SANDBOX_BINARIES = $(addprefix $(BIN)/,sandbox sim-provider capi-agent karpenter) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) \
+SANDBOX_BINARIES = $(addprefix $(BIN)/,sandbox sim-provider capi-agent karpenter kubectl-capi) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) \
 	$(HELM) $(GRPCURL) $(JQ)
 
 .PHONY: sandbox-up

@@ -3,28 +3,22 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
-	"sync"
 	"time"
 
 	"github.com/go-logr/logr"
-	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/klog/v2"
-	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
-	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
-	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/adoption"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/identity"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/planning"
 )
 
 // planAdoption is the subcommand that reports what would be adopted. It changes nothing but the
@@ -79,28 +73,9 @@ func plan(ctx context.Context, args []string, to io.Writer) error {
 
 	ctx, cancel := context.WithTimeout(ctx, planWithin)
 	defer cancel()
-	nodeGroups := agent.MirrorNodeGroups(cluster)
-	groups := catalogue.New(clock.RealClock{}, nodeGroups, kube, opts.UnavailableOfferingTTL)
-	running, stop := context.WithCancel(ctx)
-	var work sync.WaitGroup
-	defer work.Wait()
-	defer stop()
-	for _, run := range []func(context.Context) error{nodeGroups.Run, groups.Start} {
-		work.Go(func() { _ = run(running) })
-	}
-	err = wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, opts.AgentTimeout+10*time.Second, true, func(context.Context) (bool, error) {
-		return groups.Snapshot() != nil, nil
+	made, err := planning.Make(ctx, planning.Config{
+		Kube: kube, Agent: agent, Cluster: cluster, Timeout: opts.AgentTimeout, UnavailableOfferingTTL: opts.UnavailableOfferingTTL,
 	})
-	if err != nil {
-		return fmt.Errorf("hearing of the node groups: %w", errors.Join(err, nodeGroups.State().LastError))
-	}
-	provider := cloudprovider.New(cloudprovider.Config{
-		Cluster: cluster, Kube: kube, Client: agent, Catalogue: groups, Timeout: opts.AgentTimeout, Clock: clock.RealClock{},
-	})
-	planner := &adoption.Planner{
-		Kube: kube, CloudProvider: provider, Provider: provider, Catalogue: groups, Agent: agent, Cluster: cluster, Clock: clock.RealClock{},
-	}
-	made, err := planner.Plan(ctx)
 	if err != nil {
 		return err
 	}

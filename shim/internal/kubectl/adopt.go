@@ -1,0 +1,74 @@
+package kubectl
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"k8s.io/client-go/kubernetes/scheme"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/planning"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
+)
+
+// planWithin bounds a plan: hundreds of dry runs take a while.
+const planWithin = 2 * time.Minute
+
+func adoptCommand(access *Access) *cobra.Command {
+	return &cobra.Command{
+		Use:   "adopt",
+		Short: "Show what Karpenter would adopt of the machines that are there, and what is in the way; adopts nothing",
+		Long: "adopt shows what `karpenter plan-adoption` shows: which machines Karpenter would adopt with the present NodePools and node classes, and " +
+			"what is in the way. It changes nothing: NodeClaims are created as dry runs, to validate them.",
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, cancel := context.WithTimeout(cmd.Context(), planWithin)
+			defer cancel()
+			access.setUpCore(ctx)
+			config, err := access.SpokeConfig()
+			if err != nil {
+				return err
+			}
+			kube, err := client.New(config, client.Options{Scheme: scheme.Scheme})
+			if err != nil {
+				return spokeProblem(err, "reaching the workload cluster")
+			}
+			agent, err := access.Agent(ctx)
+			if err != nil {
+				return err
+			}
+			defer func() { _ = agent.Close() }()
+			plan, err := planning.Make(ctx, planning.Config{
+				Kube: kube, Agent: agent.Client, Cluster: agent.Cluster, Timeout: access.Timeout, UnavailableOfferingTTL: planWithin,
+			})
+			if err != nil {
+				return fmt.Errorf("planning: %w", err)
+			}
+			if structured(access.Output) {
+				return writeValue(cmd.OutOrStdout(), access.Output, plan)
+			}
+			return plan.Write(cmd.OutOrStdout())
+		},
+	}
+}
+
+// setUpCore sets the globals of Karpenter core as the shim does.
+func (a *Access) setUpCore(ctx context.Context) {
+	instancetype.Reservations()
+	registration.ExpectTaints()
+	if !a.needsShim() {
+		return
+	}
+	if s, err := a.Deployment(ctx); err == nil {
+		for key := range strings.SplitSeq(s.labelKeys, ",") {
+			if key = strings.TrimSpace(key); key != "" {
+				karpv1.WellKnownLabels.Insert(key)
+			}
+		}
+	}
+}

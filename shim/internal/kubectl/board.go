@@ -1,0 +1,361 @@
+package kubectl
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubectl/explain"
+)
+
+// stage is a stage of a NodeClaim's way to a usable Node.
+type stage int
+
+// The stages, in order.
+const (
+	stageCreated stage = iota
+	stageLaunched
+	stageBound
+	stageProvisioned
+	stageJoined
+	stageReady
+	stageDeleting
+	stageGone
+
+	stages
+)
+
+func (s stage) String() string {
+	return [stages]string{"created", "launched", "bound", "provisioned", "joined", "ready", "being deleted", "gone"}[s]
+}
+
+// journey is what is known of one NodeClaim.
+type journey struct {
+	name, group, machine, node string
+	claim                      string // the claim's phase
+	infrastructure             string // what the infrastructure says, while there is no provider ID
+	why                        string // why Karpenter removes it
+	at                         [stages]time.Time
+}
+
+// change is one line about something that changed.
+type change struct {
+	kind, name, what string
+}
+
+// board is what `top` shows. Its methods return what changed. It is not safe for concurrent use.
+type board struct {
+	now      func() time.Time
+	pods     map[types.NamespacedName]string
+	journeys map[types.UID]*journey
+	groups   map[string]*agentv1alpha1.NodeGroup
+	nodes    map[string]bool // whether ready, by name
+	told     string          // the last line about pods
+	agent    string          // why the agent is not connected, or ""
+}
+
+// goneFor is how long a NodeClaim is shown once it is gone.
+const goneFor = 5 * time.Second
+
+func newBoard(now func() time.Time) *board {
+	return &board{
+		now: now, pods: map[types.NamespacedName]string{}, journeys: map[types.UID]*journey{},
+		groups: map[string]*agentv1alpha1.NodeGroup{}, nodes: map[string]bool{},
+	}
+}
+
+func (b *board) journey(uid types.UID) *journey {
+	j := b.journeys[uid]
+	if j == nil {
+		j = &journey{}
+		b.journeys[uid] = j
+	}
+	return j
+}
+
+// reach records that a stage was reached, at a time that an object states or else now. It reports
+// whether that is new.
+func (b *board) reach(j *journey, s stage, stated time.Time) bool {
+	if !j.at[s].IsZero() {
+		return false
+	}
+	if stated.IsZero() || b.now().Sub(stated) < 2*time.Second { // objects state whole seconds
+		stated = b.now()
+	}
+	j.at[s] = stated
+	return true
+}
+
+func (j *journey) took(s stage) string {
+	if j.at[s].IsZero() || j.at[stageCreated].IsZero() {
+		return ""
+	}
+	return fmt.Sprintf("%.1fs", max(j.at[s].Sub(j.at[stageCreated]).Seconds(), 0))
+}
+
+func (b *board) seeNodeClaim(n *karpv1.NodeClaim) []change {
+	j := b.journey(n.UID)
+	j.name = n.Name
+	j.node = cmp.Or(n.Status.NodeName, j.node)
+	var changes []change
+	tell := func(s stage, stated time.Time) {
+		if b.reach(j, s, stated) {
+			changes = append(changes, change{"NodeClaim", n.Name, s.String() + lo.Ternary(s == stageCreated, "", prefix(" after ", j.took(s)))})
+		}
+	}
+	tell(stageCreated, n.CreationTimestamp.Time)
+	conditions := n.StatusConditions()
+	for _, step := range []struct {
+		condition string
+		stage     stage
+	}{{karpv1.ConditionTypeLaunched, stageLaunched}, {karpv1.ConditionTypeRegistered, stageJoined}, {karpv1.ConditionTypeInitialized, stageReady}} {
+		if condition := conditions.Get(step.condition); condition.IsTrue() {
+			tell(step.stage, condition.LastTransitionTime.Time)
+		}
+	}
+	if why := conditions.Get(karpv1.ConditionTypeDisruptionReason); why.IsTrue() && j.why != why.Reason {
+		j.why = why.Reason
+		changes = append(changes, change{"NodeClaim", n.Name, "is removed by Karpenter: " + why.Reason})
+	}
+	if !n.DeletionTimestamp.IsZero() {
+		tell(stageDeleting, n.DeletionTimestamp.Time)
+	}
+	return changes
+}
+
+func prefix(with, text string) string { return lo.Ternary(text == "", "", with+text) }
+
+func (b *board) nodeClaimGone(n *karpv1.NodeClaim) []change {
+	j := b.journey(n.UID)
+	j.name = n.Name
+	if !b.reach(j, stageGone, time.Time{}) {
+		return nil
+	}
+	return []change{{"NodeClaim", n.Name, "gone"}}
+}
+
+func (b *board) seeClaim(c *agentv1alpha1.Claim) []change {
+	uid := types.UID(c.GetClaimId())
+	phase := explain.ClaimPhase(c.GetPhase())
+	j, known := b.journeys[uid]
+	if !known && c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+		return nil // of a NodeClaim that was gone before
+	}
+	if !known {
+		j = b.journey(uid)
+	}
+	j.name = cmp.Or(j.name, c.GetDisplayName(), c.GetClaimId())
+	var changes []change
+	if before := j.claim; before != phase {
+		why := lo.Ternary(c.GetReason() == phase, "", c.GetReason())
+		changes = append(changes, change{"Claim", j.name, phase + " on " + c.GetNodeGroupId() + prefix(": ", why)})
+	}
+	m := c.GetMachine()
+	j.claim, j.group, j.machine = phase, c.GetNodeGroupId(), cmp.Or(m.GetName(), j.machine)
+	if m == nil {
+		return changes
+	}
+	b.reach(j, stageBound, time.Time{})
+	if m.GetProviderId() != "" {
+		if j.infrastructure = ""; b.reach(j, stageProvisioned, time.Time{}) {
+			changes = append(changes, change{"Machine", m.GetName(), "has its provider ID " + m.GetProviderId()})
+		}
+	} else if says := joined(m.GetInfrastructureReason(), m.GetInfrastructureMessage()); says != j.infrastructure {
+		j.infrastructure = says
+		if says != "" {
+			changes = append(changes, change{"Machine", m.GetName(), "infrastructure: " + says})
+		}
+	}
+	if m.GetNodeName() != "" {
+		j.node = m.GetNodeName()
+	}
+	return changes
+}
+
+func (b *board) seeGroup(g *agentv1alpha1.NodeGroup) []change {
+	before := b.groups[g.GetId()]
+	b.groups[g.GetId()] = g
+	var changes []change
+	if before != nil && before.GetReplicas() != g.GetReplicas() {
+		changes = append(changes, change{"NodeGroup", g.GetId(), fmt.Sprintf("%d -> %d machines", before.GetReplicas(), g.GetReplicas())})
+	}
+	was, is := before.GetAvailability(), g.GetAvailability()
+	switch {
+	case before != nil && was.GetAvailable() && !is.GetAvailable(), before == nil && !is.GetAvailable():
+		changes = append(changes, change{"NodeGroup", g.GetId(), "takes no claims: " + joined(explain.Word(is.GetReason()), is.GetMessage())})
+	case before != nil && !was.GetAvailable() && is.GetAvailable():
+		changes = append(changes, change{"NodeGroup", g.GetId(), "takes claims again"})
+	}
+	return changes
+}
+
+func (b *board) groupGone(id string) []change {
+	delete(b.groups, id)
+	return []change{{"NodeGroup", id, "gone"}}
+}
+
+func (b *board) seeNode(n *corev1.Node) []change {
+	ready := lo.ContainsBy(n.Status.Conditions, func(c corev1.NodeCondition) bool {
+		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+	})
+	before, known := b.nodes[n.Name]
+	b.nodes[n.Name] = ready
+	var changes []change
+	if !known {
+		changes = append(changes, change{"Node", n.Name, "joined"})
+	}
+	if known && before != ready || !known && ready {
+		changes = append(changes, change{"Node", n.Name, lo.Ternary(ready, "ready", "not ready")})
+	}
+	return changes
+}
+
+func (b *board) nodeGone(n *corev1.Node) []change {
+	delete(b.nodes, n.Name)
+	return []change{{"Node", n.Name, "gone"}}
+}
+
+func (b *board) seePod(p *corev1.Pod) []change {
+	name := types.NamespacedName{Namespace: p.Namespace, Name: p.Name}
+	switch {
+	case !p.DeletionTimestamp.IsZero(), p.Status.Phase == corev1.PodSucceeded, p.Status.Phase == corev1.PodFailed:
+		delete(b.pods, name)
+	case p.Status.Phase == corev1.PodRunning:
+		b.pods[name] = "running"
+	case p.Spec.NodeName != "":
+		b.pods[name] = "starting"
+	default:
+		b.pods[name] = "waiting"
+	}
+	return nil // told together, by [board.podCounts]
+}
+
+func (b *board) podGone(p *corev1.Pod) []change {
+	delete(b.pods, types.NamespacedName{Namespace: p.Namespace, Name: p.Name})
+	return nil
+}
+
+// podLine counts the pods.
+func (b *board) podLine() string {
+	counts := lo.CountValues(lo.Values(b.pods))
+	return fmt.Sprintf("%d waiting, %d starting, %d running", counts["waiting"], counts["starting"], counts["running"])
+}
+
+// podCounts returns the counts of pods if they have changed since the last call.
+func (b *board) podCounts() []change {
+	line := b.podLine()
+	if line == b.told {
+		return nil
+	}
+	b.told = line
+	return []change{{"Pods", "", line}}
+}
+
+// seeAgent records the state of the connection to the agent: why it is lost, or "".
+func (b *board) seeAgent(why string) []change {
+	if why == b.agent {
+		return nil
+	}
+	b.agent = why
+	return []change{{"Agent", "", lo.Ternary(why == "", "connected", "not connected: "+why)}}
+}
+
+// frame draws the board in lines of at most width characters, and in at most height lines.
+func (b *board) frame(width, height int) []string {
+	nodes := lo.CountBy(lo.Values(b.nodes), func(ready bool) bool { return ready })
+	lines := []string{fmt.Sprintf("%s   pods: %s   nodes: %d ready of %d", b.now().Format(time.TimeOnly), b.podLine(), nodes, len(b.nodes))}
+	if b.agent != "" {
+		lines = append(lines, "agent: not connected: "+b.agent)
+	}
+	lines = append(lines, "")
+	lines = append(lines, grid(b.groupRows())...)
+	lines = append(lines, "")
+	rows := b.journeyRows()
+	if most := max(height-len(lines)-2, 3); height > 0 && len(rows)-1 > most {
+		hidden := len(rows) - 1 - most
+		lines = append(lines, fmt.Sprintf("%d more, older", hidden))
+		rows = append(rows[:1], rows[1+hidden:]...)
+	}
+	lines = append(lines, grid(rows)...)
+	if height > 0 && len(lines) > height {
+		lines = lines[:height]
+	}
+	return lo.Map(lines, func(line string, _ int) string { return cut(oneLine(line), width) })
+}
+
+func (b *board) groupRows() [][]string {
+	rows := [][]string{{"GROUP", "MACHINES", "MAX", "CLAIMS", "PRICE/H", "TAKES CLAIMS"}}
+	claims := map[string]int{}
+	for _, j := range b.journeys {
+		if j.claim != "" && j.claim != "Ended" {
+			claims[j.group]++
+		}
+	}
+	for _, id := range slices.Sorted(maps.Keys(b.groups)) {
+		g := b.groups[id]
+		takes := "yes"
+		if !g.GetAvailability().GetAvailable() {
+			takes = joined(explain.Word(g.GetAvailability().GetReason()), g.GetAvailability().GetMessage())
+		}
+		rows = append(rows, []string{id, fmt.Sprint(g.GetReplicas()), most(g), fmt.Sprint(claims[id]), price(g), takes})
+	}
+	return rows
+}
+
+func (b *board) journeyRows() [][]string {
+	rows := [][]string{{"NODECLAIM", "CLAIM", "MACHINE", "NODE", "LAUNCHED", "BOUND", "PROVISIONED", "JOINED", "READY", "NOW"}}
+	journeys := lo.Values(b.journeys)
+	slices.SortFunc(journeys, func(x, y *journey) int {
+		return cmp.Or(x.at[stageCreated].Compare(y.at[stageCreated]), cmp.Compare(x.name, y.name))
+	})
+	for _, j := range journeys {
+		if gone := j.at[stageGone]; !gone.IsZero() && b.now().Sub(gone) > goneFor {
+			continue
+		}
+		rows = append(rows, []string{
+			j.name, j.claim, j.machine, j.node, j.took(stageLaunched), j.took(stageBound), j.took(stageProvisioned), j.took(stageJoined),
+			j.took(stageReady), j.fate(),
+		})
+	}
+	return rows
+}
+
+// fate says in a few words where a NodeClaim is.
+func (j *journey) fate() string {
+	switch {
+	case !j.at[stageGone].IsZero():
+		return "gone"
+	case !j.at[stageDeleting].IsZero():
+		return "going" + prefix(": ", strings.ToLower(j.why))
+	case !j.at[stageReady].IsZero():
+		return "in use"
+	case j.infrastructure != "":
+		return j.infrastructure
+	default:
+		return "on its way"
+	}
+}
+
+// forget drops NodeClaims that have been gone for long.
+func (b *board) forget() {
+	maps.DeleteFunc(b.journeys, func(_ types.UID, j *journey) bool {
+		gone := j.at[stageGone]
+		return !gone.IsZero() && b.now().Sub(gone) > goneFor && (j.claim == "" || j.claim == "Ended")
+	})
+}
+
+// grid aligns rows in columns.
+func grid(rows [][]string) []string {
+	var text strings.Builder
+	_ = table(&text, rows) // a builder never fails
+	return strings.Split(strings.TrimRight(text.String(), "\n"), "\n")
+}

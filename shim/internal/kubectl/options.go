@@ -1,0 +1,127 @@
+// Package kubectl is the plugin kubectl-capi: it shows, from a terminal, what Karpenter and the
+// agent are doing about pods and nodes. It only reads, except that `adopt` validates NodeClaims by
+// dry runs.
+package kubectl
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+)
+
+// environmentPrefix is the prefix of the environment variable of each flag.
+const environmentPrefix = "KUBECTL_CAPI_"
+
+// defaultTimeout bounds each call.
+const defaultTimeout = 5 * time.Second
+
+// Options are the flags that every command has.
+type Options struct {
+	Kubeconfig, Context, Namespace string
+	HubKubeconfig, HubContext      string
+
+	AgentAddress, ServerName, TLSDir string
+	PlaintextLoopback                bool
+
+	Cluster, Shim string
+	Timeout       time.Duration
+	Output        string
+}
+
+// The formats of --output.
+const (
+	formatText = ""
+	formatWide = "wide"
+	formatJSON = "json"
+	formatYAML = "yaml"
+)
+
+func (o *Options) addFlags(flags *pflag.FlagSet) {
+	flags.StringVar(&o.Kubeconfig, "kubeconfig", "", "kubeconfig of the workload cluster. Default: as for kubectl")
+	flags.StringVar(&o.Context, "context", "", "context of the workload cluster in its kubeconfig. Default: the current one")
+	flags.StringVarP(&o.Namespace, "namespace", "n", "", "namespace of the pod. Default: that of the context")
+	flags.StringVar(&o.HubKubeconfig, "hub-kubeconfig", "",
+		"kubeconfig of the management cluster, for what its own objects say. Default: --kubeconfig, if --hub-context is set")
+	flags.StringVar(&o.HubContext, "hub-context", "", "context of the management cluster in its kubeconfig")
+	flags.StringVar(&o.AgentAddress, "agent-address", "",
+		"host:port of the agent, or unix:///path. Default: the address that Karpenter's Deployment has")
+	flags.StringVar(&o.ServerName, "server-name", "", "name expected in the agent's certificate. Default: the one that Karpenter expects")
+	flags.StringVar(&o.TLSDir, "tls-dir", "",
+		"folder with tls.crt, tls.key and ca.crt, with which to call the agent. Default: the secret that Karpenter uses")
+	flags.BoolVar(&o.PlaintextLoopback, "plaintext-loopback", false, "call an agent at a loopback address without TLS")
+	flags.StringVar(&o.Cluster, "cluster", "",
+		"namespace/name, in the management cluster, of the workload cluster's Cluster. Default: the one that Karpenter acts for")
+	flags.StringVar(&o.Shim, "shim", "", "namespace/name of Karpenter's Deployment. Default: it is looked for by the chart's labels")
+	flags.DurationVar(&o.Timeout, "timeout", defaultTimeout, "deadline of each call")
+	flags.StringVarP(&o.Output, "output", "o", "", "wide, json or yaml. Default: a text for people")
+}
+
+// complete sets flags from the environment and checks them.
+func (o *Options) complete(flags *pflag.FlagSet) error {
+	var errs []error
+	flags.VisitAll(func(flag *pflag.Flag) {
+		variable := environmentPrefix + strings.ToUpper(strings.ReplaceAll(flag.Name, "-", "_"))
+		value, present := os.LookupEnv(variable)
+		if flag.Changed || !present || flag.Name == "help" {
+			return
+		}
+		if err := flags.Set(flag.Name, value); err != nil {
+			errs = append(errs, fmt.Errorf("%s=%q: %w", variable, value, err))
+		}
+	})
+	switch o.Output {
+	case formatText, formatWide, formatJSON, formatYAML:
+	default:
+		errs = append(errs, fmt.Errorf("--output %q is none of wide, json and yaml", o.Output))
+	}
+	for name, value := range map[string]string{"cluster": o.Cluster, "shim": o.Shim} {
+		if _, _, err := split(value); value != "" && err != nil {
+			errs = append(errs, fmt.Errorf("--%s: %w", name, err))
+		}
+	}
+	if o.Timeout <= 0 {
+		errs = append(errs, fmt.Errorf("--timeout %s: must be more than 0", o.Timeout))
+	}
+	return errors.Join(errs...)
+}
+
+// split parses namespace/name.
+func split(value string) (namespace, name string, err error) {
+	namespace, name, found := strings.Cut(value, "/")
+	if !found || namespace == "" || name == "" || strings.Contains(name, "/") {
+		return "", "", fmt.Errorf("%q: write namespace/name", value)
+	}
+	return namespace, name, nil
+}
+
+// Command returns the plugin's root command.
+func Command(version string) *cobra.Command {
+	var options Options
+	access := &Access{Options: &options}
+	root := &cobra.Command{
+		Use:   "kubectl capi",
+		Short: "Why pods and nodes of a cluster that Karpenter provisions from Cluster API are where they are",
+		Long: "kubectl capi shows, for a workload cluster, the whole way of a pod: NodeClaim, claim, node group, Machine, infrastructure and Node, " +
+			"in the workload cluster and in the management cluster. It asks the workload cluster's API server and the agent, and changes nothing.",
+		Version:       version,
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		Annotations:   map[string]string{cobra.CommandDisplayNameAnnotation: "kubectl capi"},
+		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
+			return options.complete(cmd.Flags())
+		},
+	}
+	options.addFlags(root.PersistentFlags())
+	root.PersistentFlags().SortFlags = false
+	root.AddCommand(
+		whyCommand(access), groupsCommand(access), claimsCommand(access), spokesCommand(access), adoptCommand(access), topCommand(access),
+	)
+	formats := cobra.FixedCompletions([]string{formatWide, formatJSON, formatYAML}, cobra.ShellCompDirectiveNoFileComp)
+	_ = root.RegisterFlagCompletionFunc("output", formats) // fails only for a flag that is not there
+	return root
+}

@@ -1,0 +1,507 @@
+package kubectl_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/yaml"
+	"k8s.io/client-go/kubernetes/scheme"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/envtest"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubectl"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubectl/explain"
+)
+
+const (
+	serverName = "capi-agent.hub.svc"
+	patience   = 20 * time.Second
+)
+
+// world is a workload cluster and a management cluster, real API servers without anything else, and
+// a fake agent that is reached over TLS.
+type world struct {
+	t          *testing.T
+	spoke, hub client.Client
+	// spokeFile, hubFile and limitedFile are kubeconfigs. The last one's user may read pods only.
+	spokeFile, hubFile, limitedFile string
+	agent                           *fakeagent.Agent
+	authority                       *fakeagent.Authority
+	address                         string
+}
+
+var cluster = fakeagent.DefaultCluster()
+
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' CRDs are an input
+	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
+		assets, err := filepath.Abs("../../../bin")
+		require.NoError(t, err)
+		t.Setenv("KUBEBUILDER_ASSETS", assets)
+	}
+	if _, err := os.Stat(filepath.Join(os.Getenv("KUBEBUILDER_ASSETS"), "kube-apiserver")); err != nil {
+		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
+	}
+	w := &world{t: t}
+	var limited []byte
+	w.spoke, w.spokeFile, limited = w.serve("../../../deploy/charts/shim/crds")
+	w.limitedFile = w.file("limited", limited)
+	w.hub, w.hubFile, _ = w.serve("../../../deploy/charts/agent/crds")
+
+	w.agent = fakeagent.New(fakeagent.WithCoolDown(time.Hour))
+	t.Cleanup(w.agent.Close)
+	var err error
+	w.authority, err = fakeagent.NewAuthority(time.Now())
+	require.NoError(t, err)
+	certificate, key, err := w.authority.IssueServer(serverName)
+	require.NoError(t, err)
+	pair, err := tls.X509KeyPair(certificate, key)
+	require.NoError(t, err)
+	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	w.address = listener.Addr().String()
+	security := &tls.Config{Certificates: []tls.Certificate{pair}, ClientCAs: w.authority.Pool(), MinVersion: tls.VersionTLS13}
+	w.agent.ServeTLS(listener, security, func(string) []fakeagent.Grant { return nil })
+	w.agent.AddNodeGroup(&agentv1alpha1.NodeGroup{
+		Name: "workers", InstanceType: "medium", Zone: "a", Replicas: 1, Capacity: map[string]string{"cpu": "4", "memory": "16Gi", "pods": "110"},
+		Price:    &agentv1alpha1.Price{PerHour: 0.2, Currency: "EUR"},
+		Sources:  map[string]*agentv1alpha1.ValueSource{"capacity.cpu": {Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, Detail: "capacity…/cpu"}},
+		Problems: []*agentv1alpha1.Problem{{Field: "metadata.annotations[x]", Value: "many", Message: "write a number"}},
+	})
+	return w
+}
+
+// serve starts an API server. It returns a client and a kubeconfig of an administrator, and the
+// kubeconfig of a user who may only read pods.
+func (w *world) serve(crds string) (kube client.Client, admin string, limited []byte) {
+	w.t.Helper()
+	env := &envtest.Environment{CRDDirectoryPaths: []string{crds}, ErrorIfCRDPathMissing: true}
+	config, err := env.Start()
+	require.NoError(w.t, err)
+	w.t.Cleanup(func() { assert.NoError(w.t, env.Stop()) })
+	kube, err = client.New(config, client.Options{Scheme: scheme.Scheme})
+	require.NoError(w.t, err)
+	user, err := env.AddUser(envtest.User{Name: "admin", Groups: []string{"system:masters"}}, nil)
+	require.NoError(w.t, err)
+	data, err := user.KubeConfig()
+	require.NoError(w.t, err)
+	other, err := env.AddUser(envtest.User{Name: "limited"}, nil)
+	require.NoError(w.t, err)
+	limited, err = other.KubeConfig()
+	require.NoError(w.t, err)
+	return kube, w.file(filepath.Base(filepath.Dir(crds)), data), limited
+}
+
+func (w *world) file(name string, data []byte) string {
+	w.t.Helper()
+	path := filepath.Join(w.t.TempDir(), name)
+	require.NoError(w.t, os.WriteFile(path, data, 0o600))
+	return path
+}
+
+func (w *world) create(objects ...client.Object) {
+	w.t.Helper()
+	for _, object := range objects {
+		require.NoError(w.t, w.spoke.Create(w.t.Context(), object))
+	}
+}
+
+// run runs the plugin for the workload cluster.
+func (w *world) run(args ...string) (string, error) {
+	w.t.Helper()
+	return w.runIn(w.t.Context(), append([]string{"--kubeconfig=" + w.spokeFile}, args...)...)
+}
+
+func (w *world) runIn(ctx context.Context, args ...string) (string, error) {
+	w.t.Helper()
+	var out bytes.Buffer
+	command := kubectl.Command("devel")
+	command.SetArgs(args)
+	command.SetOut(&out)
+	command.SetErr(&out)
+	err := command.ExecuteContext(ctx)
+	return out.String(), err
+}
+
+// must runs the plugin, which must succeed.
+func (w *world) must(args ...string) string {
+	w.t.Helper()
+	out, err := w.run(args...)
+	require.NoError(w.t, err, "%v\n%s", args, out)
+	return out
+}
+
+// install creates Karpenter's Deployment and its secret, as the chart and the shim do.
+func (w *world) install() {
+	w.t.Helper()
+	certificate, key, err := w.authority.IssueClient("spiffe://" + fakeagent.TrustDomain + "/cluster/default/workload")
+	require.NoError(w.t, err)
+	labels := map[string]string{"app.kubernetes.io/part-of": "karpenter-capi", "app.kubernetes.io/name": "karpenter"}
+	w.create(
+		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "karpenter"}},
+		&corev1.Secret{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "karpenter", Name: "karpenter-agent-identity"},
+			Data:       map[string][]byte{"tls.crt": certificate, "tls.key": key, "ca.crt": w.authority.PEM()},
+		},
+		&appsv1.Deployment{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "karpenter", Name: "karpenter", Labels: labels},
+			Spec: appsv1.DeploymentSpec{
+				Selector: &metav1.LabelSelector{MatchLabels: labels},
+				Template: corev1.PodTemplateSpec{
+					ObjectMeta: metav1.ObjectMeta{Labels: labels},
+					Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "karpenter", Image: "karpenter", Args: []string{
+						"--agent-address=" + w.address, "--agent-server-name=" + serverName,
+						"--agent-identity-secret=karpenter/karpenter-agent-identity",
+						"--cluster-namespace=" + cluster.GetNamespace(), "--cluster-name=" + cluster.GetName(),
+					}}}},
+				},
+			},
+		},
+	)
+	w.ready(1)
+}
+
+// ready sets how many of Karpenter's pods are ready.
+func (w *world) ready(pods int32) {
+	w.t.Helper()
+	deployment := &appsv1.Deployment{}
+	require.NoError(w.t, w.spoke.Get(w.t.Context(), client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, deployment))
+	deployment.Status.Replicas, deployment.Status.ReadyReplicas = pods, pods
+	require.NoError(w.t, w.spoke.Status().Update(w.t.Context(), deployment))
+}
+
+// provisioner creates a NodePool and its node class.
+func (w *world) provisioner() {
+	w.create(
+		&v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "default"}},
+		&karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "default"}, Spec: karpv1.NodePoolSpec{Template: karpv1.NodeClaimTemplate{
+			Spec: karpv1.NodeClaimTemplateSpec{NodeClassRef: classRef(), Requirements: []karpv1.NodeSelectorRequirementWithMinValues{}},
+		}}},
+	)
+}
+
+func classRef() *karpv1.NodeClassReference {
+	return &karpv1.NodeClassReference{Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: "default"}
+}
+
+// pending creates a pod that the scheduler has found unschedulable.
+func (w *world) pending(name string) *corev1.Pod {
+	w.t.Helper()
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name},
+		Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "c", Image: "i"}}},
+	}
+	w.create(pod)
+	pod.Status.Conditions = []corev1.PodCondition{{
+		Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable, Message: "no nodes",
+	}}
+	require.NoError(w.t, w.spoke.Status().Update(w.t.Context(), pod))
+	return pod
+}
+
+// plan publishes that Karpenter planned a pod for a NodeClaim.
+func (w *world) plan(pod *corev1.Pod, nodeClaim string) {
+	w.create(&corev1.Event{
+		ObjectMeta:     metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name + ".plan"},
+		InvolvedObject: corev1.ObjectReference{Kind: "Pod", Namespace: pod.Namespace, Name: pod.Name, UID: pod.UID},
+		Reason:         "Nominated", Message: "Pod should schedule on: nodeclaim/" + nodeClaim, LastTimestamp: metav1.Now(),
+	})
+}
+
+// launched creates a NodeClaim with a claim.
+func (w *world) launched(name string) (*karpv1.NodeClaim, *agentv1alpha1.Claim) {
+	w.t.Helper()
+	nodeClaim := &karpv1.NodeClaim{
+		ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{v1alpha1.NodeGroupAnnotation: "default/workers"}},
+		Spec:       karpv1.NodeClaimSpec{NodeClassRef: classRef(), Requirements: []karpv1.NodeSelectorRequirementWithMinValues{}},
+	}
+	w.create(nodeClaim)
+	nodeClaim.Status.ProviderID = "capi-claim://default/workload/" + string(nodeClaim.UID)
+	nodeClaim.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	require.NoError(w.t, w.spoke.Status().Update(w.t.Context(), nodeClaim))
+	response, err := w.agent.Client().Claims.CreateClaim(w.t.Context(), &agentv1alpha1.CreateClaimRequest{
+		Cluster: cluster, ClaimId: string(nodeClaim.UID), Holder: v1alpha1.Holder, DisplayName: name, Candidates: []string{"default/workers"},
+	})
+	require.NoError(w.t, err)
+	return nodeClaim, response.GetClaim()
+}
+
+// explanation parses what the plugin writes as JSON.
+func explanation(t *testing.T, out string) explain.Explanation {
+	t.Helper()
+	var e explain.Explanation
+	require.NoError(t, json.Unmarshal([]byte(out), &e), out)
+	return e
+}
+
+func objects(e explain.Explanation) []string {
+	var kinds []string
+	for _, step := range e.Steps {
+		kinds = append(kinds, step.Object)
+	}
+	return kinds
+}
+
+func TestThePlugin(t *testing.T) {
+	w := newWorld(t)
+
+	// Nothing is installed: each error says what to do.
+	w.provisioner()
+	early := w.pending("early")
+	out, err := w.run("groups")
+	require.ErrorContains(t, err, "there is no Deployment of Karpenter with an agent", out)
+	assert.Contains(t, kubectl.Describe(err), "--shim=<namespace>/<name>")
+	e := explanation(t, w.must("why", "pod", "early", "-o", "json"))
+	assert.Equal(t, explain.Unknown, e.State)
+	assert.Contains(t, e.Verdict, "the agent could not be asked")
+
+	w.install()
+
+	t.Run("a pod for which a group has room", func(t *testing.T) {
+		e := explanation(t, w.must("why", "pod", early.Name, "-o", "json"))
+		assert.Equal(t, explain.Waiting, e.State, "%+v", e)
+		assert.Contains(t, e.Verdict, "Node group default/workers fits the pod and has room")
+		assert.Equal(t, []string{"Pod", "NodeGroup"}, objects(e))
+	})
+
+	nodeClaim, claim := w.launched("default-a")
+	machine := claim.GetMachine().GetName()
+	if machine == "" {
+		machine = w.agent.Claim(cluster, string(nodeClaim.UID)).GetMachine().GetName()
+	}
+	pod := w.pending("web")
+	w.plan(pod, nodeClaim.Name)
+	w.agent.FailMachine(cluster, machine, "InstanceProvisionFailed", "the quota for instances is exceeded")
+
+	t.Run("every entry leads to the same cause, within a second", func(t *testing.T) {
+		for _, entry := range [][]string{
+			{"why", "pod", "web"}, {"why", "pod/default/web"}, {"why", "nodeclaim", nodeClaim.Name}, {"why", "machine", machine},
+			{"why", "machine", "default/" + machine},
+		} {
+			began := time.Now()
+			e := explanation(t, w.must(append(entry, "-o", "json")...))
+			took := time.Since(began)
+			assert.Less(t, took, time.Second, "%v", entry)
+			t.Logf("%v answered in %s", entry, took)
+			assert.Equal(t, explain.Waiting, e.State, "%v: %+v", entry, e)
+			assert.Contains(t, e.Verdict, "InstanceProvisionFailed: the quota for instances is exceeded")
+			for _, object := range []string{"NodeClaim", "Claim", "NodeGroup", "Machine", "Infrastructure", "Node"} {
+				assert.Contains(t, objects(e), object, "%v", entry)
+			}
+		}
+		e := explanation(t, w.must("why", "nodeclaim", nodeClaim.Name, "-o", "json"))
+		assert.Contains(t, e.Steps[0].Message, "1 are planned for it: default/web")
+		text := w.must("why", "pod", "web")
+		assert.Contains(t, text, "Pod default/web: waiting\n")
+		assert.Contains(t, text, "\nNext:\n  - kubectl --context <hub>")
+		assert.Contains(t, w.must("why", "pod", "web", "-o", "yaml"), "subject: Pod default/web\n")
+	})
+
+	t.Run("node groups", func(t *testing.T) {
+		text := w.must("groups")
+		assert.Regexp(t, `default/workers +medium +a +on-demand +2 +0 +none +1 +0\.2 EUR +- +yes +1`, text)
+		assert.Contains(t, w.must("groups", "-o", "wide"), "cpu=4,memory=16Gi,pods=110")
+		one := w.must("groups", "workers")
+		assert.Regexp(t, `capacity\.cpu +4 +Annotation +capacity…/cpu`, one)
+		assert.Contains(t, one, `metadata.annotations[x] = "many": write a number`)
+		assert.Contains(t, w.must("groups", "-o", "json"), `"id": "default/workers"`)
+		_, err := w.run("groups", "none")
+		require.ErrorContains(t, err, "there is no node group none")
+	})
+
+	t.Run("claims", func(t *testing.T) {
+		assert.Regexp(t, `default-a +default/workers +Bound +\S+ +`+machine, w.must("claims"))
+		assert.Contains(t, w.must("claims", "-o", "wide"), string(nodeClaim.UID))
+		assert.Contains(t, w.must("claims", nodeClaim.Name), "held by karpenter: Bound")
+		assert.Contains(t, w.must("claims", "-o", "yaml"), "displayName: default-a")
+	})
+
+	t.Run("adoption", func(t *testing.T) {
+		var plan struct {
+			Left []struct{ Machine string }
+		}
+		require.NoError(t, json.Unmarshal([]byte(w.must("adopt", "-o", "json")), &plan))
+		assert.Len(t, plan.Left, 1, "the user's own machine")
+	})
+
+	t.Run("completion", func(t *testing.T) {
+		assert.Contains(t, w.must("__complete", "why", ""), "nodeclaim\n")
+		assert.Contains(t, w.must("__complete", "why", "pod", ""), "web\n")
+		assert.Contains(t, w.must("__complete", "why", "machine", ""), machine+"\n")
+		assert.Contains(t, w.must("__complete", "groups", ""), "workers\n")
+	})
+
+	t.Run("a certificate of one's own, at another address", func(t *testing.T) {
+		certificate, key, err := w.authority.IssueClient("spiffe://" + fakeagent.TrustDomain + "/cluster/default/workload")
+		require.NoError(t, err)
+		dir := t.TempDir()
+		for name, data := range map[string][]byte{"tls.crt": certificate, "tls.key": key, "ca.crt": w.authority.PEM()} {
+			require.NoError(t, os.WriteFile(filepath.Join(dir, name), data, 0o600))
+		}
+		flags := []string{"groups", "--agent-address=" + w.address, "--tls-dir=" + dir, "--server-name=" + serverName}
+		assert.Contains(t, w.must(flags...), "default/workers")
+		_, err = w.run(append(flags, "--server-name=another")...)
+		require.ErrorContains(t, err, "do not accept each other's certificates")
+		_, err = w.run(append(flags, "--cluster=default/another")...)
+		require.ErrorContains(t, err, "refuses the Cluster default/another")
+		_, err = w.run("groups", "--agent-address=127.0.0.1:1", "--tls-dir="+dir, "--cluster=default/workload", "--timeout=2s")
+		require.ErrorContains(t, err, "the agent at 127.0.0.1:1 does not answer")
+		assert.Contains(t, kubectl.Describe(err), "port-forward")
+		assert.Contains(t, w.must("groups", "--agent-address="+w.address), "default/workers", "the certificate and its name are Karpenter's")
+	})
+
+	t.Run("a user who may read pods only", func(t *testing.T) {
+		w.create(
+			&rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "limited"}, Rules: []rbacv1.PolicyRule{
+				{APIGroups: []string{""}, Resources: []string{"pods", "events", "nodes"}, Verbs: []string{"get", "list"}},
+				{APIGroups: []string{"karpenter.sh", v1alpha1.Group}, Resources: []string{"*"}, Verbs: []string{"get", "list"}},
+			}},
+			&rbacv1.ClusterRoleBinding{
+				ObjectMeta: metav1.ObjectMeta{Name: "limited"}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "limited"},
+				Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.UserKind, Name: "limited"}},
+			},
+		)
+		require.Eventually(t, func() bool {
+			out, err := w.runIn(t.Context(), "--kubeconfig="+w.limitedFile, "why", "nodeclaim", nodeClaim.Name, "-o", "json")
+			return err == nil && strings.Contains(out, "looking for Karpenter's Deployment")
+		}, patience, patience/100)
+	})
+
+	t.Run("the management cluster's own words", func(t *testing.T) {
+		_, err := w.run("spokes")
+		require.ErrorContains(t, err, "this needs the management cluster")
+		create(t, w.hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: Spoke, metadata: {namespace: default, name: workload}}",
+			map[string]any{
+				"conditions": []any{map[string]any{
+					"type": "Connected", "status": "True", "reason": "Synchronized", "message": "", "lastTransitionTime": time.Now().Format(time.RFC3339),
+				}},
+				"shimVersion": "v0.1.0",
+				"certificate": map[string]any{"serial": "ab", "notAfter": time.Now().Add(30*time.Hour + time.Minute).UTC().Format(time.RFC3339)},
+			})
+		assert.Regexp(t, `default/workload +True \(Synchronized\) +- +v0\.1\.0 +30h0\dm`, w.must("spokes", "--hub-kubeconfig="+w.hubFile))
+		id := string(nodeClaim.UID)
+		create(t, w.hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: MachineClaim, metadata: {namespace: default, name: workload."+id+
+			"}, spec: {clusterName: workload, claimID: "+id+", holder: karpenter, displayName: default-a, nodeGroup: workers}}",
+			map[string]any{"phase": "Bound", "reason": "Bound", "machine": map[string]any{"name": machine, "uid": "u"}})
+		e := explanation(t, w.must("why", "nodeclaim", nodeClaim.Name, "-o", "json", "--hub-kubeconfig="+w.hubFile, "--agent-address=127.0.0.1:1",
+			"--timeout=2s"))
+		assert.Equal(t, explain.Waiting, e.State, "%+v", e)
+		assert.Contains(t, e.Verdict, "Machine "+machine+" waits for its infrastructure", "the MachineClaim is read instead of the agent")
+	})
+
+	t.Run("a claim that has failed", func(t *testing.T) {
+		w.agent.GiveUp(cluster, string(nodeClaim.UID), "the quota for instances is exceeded")
+		require.NoError(t, w.spoke.Delete(t.Context(), nodeClaim))
+		require.Eventually(t, func() bool {
+			e := explanation(t, w.must("why", "pod", "web", "-o", "json"))
+			return e.State == explain.Blocked && strings.Contains(e.Verdict, "CoolingDown")
+		}, patience, patience/100)
+		text := w.must("why", "pod", "web")
+		assert.Contains(t, text, "the quota for instances is exceeded")
+		assert.Contains(t, w.must("claims", "--all"), "default-a")
+	})
+
+	t.Run("a Karpenter that does not run", func(t *testing.T) {
+		w.ready(0)
+		e := explanation(t, w.must("why", "pod", "early", "-o", "json"))
+		assert.Contains(t, e.Verdict, "Karpenter does not run")
+	})
+
+	t.Run("what does not exist", func(t *testing.T) {
+		for args, says := range map[string]string{
+			"why pod none": "there is no Pod default/none", "why node none": "there is no Node none", "why machine none": "reports no Machine none",
+			"why nodeclaim none": "there is no NodeClaim none", "why deployment web": "is no kind", "why web": "names no object",
+			"groups -o table": "none of wide, json and yaml", "why pod web --cluster=x": "write namespace/name",
+		} {
+			_, err := w.run(strings.Fields(args)...)
+			require.ErrorContains(t, err, says, args)
+		}
+	})
+}
+
+// buffer is an output that can be read while it is written.
+type buffer struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (b *buffer) Write(data []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.text.Write(data)
+}
+
+func (b *buffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.text.String()
+}
+
+// Without a terminal there is one line for each change, and nothing that controls one.
+func TestTopTellsChanges(t *testing.T) {
+	w := newWorld(t)
+	w.install()
+	w.provisioner()
+	ctx, stop := context.WithCancel(t.Context())
+	out := &buffer{}
+	var running sync.WaitGroup
+	running.Go(func() {
+		command := kubectl.Command("devel")
+		command.SetArgs([]string{"top", "--kubeconfig=" + w.spokeFile, "--timeout=" + patience.String()})
+		command.SetOut(out)
+		command.SetErr(out)
+		assert.NoError(t, command.ExecuteContext(ctx))
+	})
+	t.Cleanup(func() { stop(); running.Wait() })
+	says := func(parts ...string) {
+		t.Helper()
+		for _, part := range parts {
+			require.Eventually(t, func() bool { return strings.Contains(out.String(), part) }, patience, patience/200, "%q in\n%s", part, out)
+		}
+	}
+	says("Pods       0 waiting, 0 starting, 0 running")
+	w.pending("web")
+	says("1 waiting, 0 starting, 0 running")
+	nodeClaim, _ := w.launched("default-a")
+	says("NodeClaim  default-a  created", "NodeClaim  default-a  launched after", "Claim      default-a  Bound on default/workers",
+		"NodeGroup  default/workers  1 -> 2 machines")
+	w.agent.Provision(cluster, string(nodeClaim.UID), "sim://a")
+	says("has its provider ID sim://a")
+	require.NoError(t, w.spoke.Delete(t.Context(), nodeClaim))
+	says("NodeClaim  default-a  gone")
+	w.agent.DropStreams()
+	stop()
+	running.Wait()
+	assert.NotContains(t, out.String(), "\x1b")
+}
+
+// create creates an object with a status from its manifest.
+func create(t *testing.T, kube client.Client, manifest string, status map[string]any) {
+	t.Helper()
+	object := &unstructured.Unstructured{}
+	require.NoError(t, yaml.NewYAMLOrJSONDecoder(strings.NewReader(manifest), 4096).Decode(object))
+	require.NoError(t, kube.Create(t.Context(), object))
+	object.Object["status"] = status
+	require.NoError(t, kube.Status().Update(t.Context(), object))
+}

@@ -1,0 +1,79 @@
+package kubectl
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+)
+
+// Problem is an error with what to do about it.
+type Problem struct {
+	Err    error
+	Remedy []string
+}
+
+func (p *Problem) Error() string { return p.Err.Error() }
+
+func (p *Problem) Unwrap() error { return p.Err }
+
+func problem(err error, remedy ...string) error { return &Problem{Err: err, Remedy: remedy} }
+
+// RemedyOf returns what to do about an error, if that is known.
+func RemedyOf(err error) []string {
+	if p := new(Problem); errors.As(err, &p) {
+		return p.Remedy
+	}
+	return nil
+}
+
+// Describe formats an error for a terminal: the error, then what to do.
+func Describe(err error) string {
+	var text strings.Builder
+	fmt.Fprintf(&text, "error: %v\n", err)
+	for _, remedy := range RemedyOf(err) {
+		fmt.Fprintf(&text, "  - %s\n", remedy)
+	}
+	return text.String()
+}
+
+// spokeProblem explains an error of the workload cluster's API server.
+func spokeProblem(err error, what string) error {
+	err = fmt.Errorf("%s: %w", what, err)
+	switch {
+	case apierrors.IsForbidden(err):
+		return problem(err, "Use a kubeconfig whose user may read it: --kubeconfig, --context.")
+	case apierrors.IsNotFound(err) && strings.Contains(err.Error(), "could not find the requested resource"):
+		return problem(err, "Karpenter's CRDs are missing: is this the workload cluster? See --kubeconfig and --context.")
+	case apierrors.IsNotFound(err), apierrors.IsUnauthorized(err):
+		return err
+	}
+	return problem(err, "See whether --kubeconfig and --context name the workload cluster, and whether its API server can be reached.")
+}
+
+// agentProblem explains an error of a call to the agent.
+func agentProblem(err error, agent *Agent) error {
+	message := status.Convert(err).Message()
+	address := agent.Address
+	switch status.Code(err) { //nolint:exhaustive // the default covers the others
+	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled:
+		if strings.Contains(message, "handshake failed") || strings.Contains(message, "certificate") {
+			return problem(fmt.Errorf("the agent at %s and this client do not accept each other's certificates: %s", address, message),
+				"See whether the certificate has expired, and whether the agent's certificate has the name that is expected (--server-name).")
+		}
+		return problem(fmt.Errorf("the agent at %s does not answer: %s", address, message),
+			"If it runs, and this address is not for where you are, forward a port of it: "+
+				"kubectl --context <hub> -n capi-agent-system port-forward service/capi-agent 8443, and add --agent-address=localhost:8443.",
+			"If it does not: kubectl --context <hub> -n capi-agent-system get pods")
+	case codes.Unauthenticated:
+		return problem(fmt.Errorf("the agent at %s does not accept the certificate: %s", address, message),
+			"Use the certificate that Karpenter has, or one of a reader: --tls-dir (docs/install.md, access for others).")
+	case codes.PermissionDenied:
+		return problem(fmt.Errorf("the agent at %s refuses the Cluster %s: %s", address, nameOf(agent.Cluster), message),
+			"The certificate is for another Cluster, or the Cluster does not exist: see --cluster and --tls-dir.")
+	}
+	return fmt.Errorf("the agent at %s: %w", address, err)
+}
