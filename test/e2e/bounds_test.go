@@ -42,7 +42,7 @@ func TestNodeClaimsGoWithTheirMachines(t *testing.T) {
 	copies(t, w.Spoke, manifests.CrowdSpoke, failing, nil)
 	copies(t, w.Spoke, manifests.CrowdWorkload, failing, nil)
 	g.Expect(w.AwaitNodePool(within(t, soon), failing)).To(Succeed())
-	goHome(t, failing)
+	goHome(t, failing, "crowd")
 	hub := cached(t, w.Sandbox.HubConfig())
 
 	scale(t, failing, 1)
