@@ -143,7 +143,10 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}
-	if claim, known := c.claims.Get(string(nodeClaim.UID)); known && claim.GetAdoptMachine() != "" && isLive(claim) {
+	if claim, known := c.claims.Get(string(nodeClaim.UID)); known && isLive(claim) {
+		if claim.GetAdoptMachine() == "" {
+			return c.release(ctx, nodeClaim)
+		}
 		return c.complete(ctx, nodeClaim, claim)
 	}
 	if id := nodeClaim.Status.ProviderID; id == "" || placeholder.Is(id) {
@@ -318,6 +321,32 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	c.recorder.Publish(c.machines.Unknown(nodeClaim))
 	c.sawToIt(nodeClaim.UID)
 	return reconcile.Result{RequeueAfter: look}, nil
+}
+
+// release ends the protection by [Controller.keep] of a Node that has a claim and was never adopted.
+// Such a Node was protected by a process that saw another Cluster's machines, because of a wrong
+// kubeconfig or certificate, or while the hub did not have the claim. Protections by users have no
+// mark, and stay.
+func (c *Controller) release(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
+	c.sawToIt(nodeClaim.UID)
+	if _, marked := nodeClaim.Labels[v1alpha1.AdoptedLabel]; marked {
+		return reconcile.Result{}, nil
+	}
+	node, err := c.node(ctx, nodeClaim)
+	if err != nil || node == nil {
+		return reconcile.Result{}, err
+	}
+	if _, marked := node.Labels[v1alpha1.AdoptedLabel]; !marked || wasAdopted(node) {
+		return reconcile.Result{}, nil
+	}
+	stored := node.DeepCopy()
+	delete(node.Labels, v1alpha1.AdoptedLabel)
+	delete(node.Annotations, karpv1.DoNotDisruptAnnotationKey)
+	if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("ending the protection of Node %s: %w", node.Name, err))
+	}
+	log.FromContext(ctx).Info("ended the protection of a Node whose machine was unknown", "Node", node.Name)
+	return reconcile.Result{}, nil
 }
 
 // protect marks a Node or NodeClaim as adopted, and protects it from disruption unless the node

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
@@ -412,6 +413,39 @@ func TestANodeClaimWhoseMachineTheAgentDoesNotShowIsProtectedAndAdoptedLater(t *
 	e.reconcile(elsewhere)
 	assert.Equal(t, "later-00002", e.claim(elsewhere).GetAdoptMachine())
 	assert.Equal(t, "default/later", elsewhere.Annotations[v1alpha1.NodeGroupAnnotation])
+}
+
+// A process with the wrong kubeconfig, or one that is connected to a hub without the claims, sees no
+// Machine of a NodeClaim that has a claim.
+func TestTheProtectionOfANodeEndsWhenItsClaimIsKnown(t *testing.T) {
+	for name, test := range map[string]struct {
+		labels map[string]string
+		stays  bool
+	}{
+		"protected because its machine was unknown": {map[string]string{v1alpha1.AdoptedLabel: "true"}, false},
+		"protected by a user":                       {nil, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			nodeClaim := e.left("own")
+			_, err := e.Client.Claims.CreateClaim(e.Context(), &agentv1alpha1.CreateClaimRequest{
+				Cluster: e.Cluster, ClaimId: string(nodeClaim.UID), Holder: "karpenter", Candidates: []string{e.machine.GetNodeGroupId()},
+			})
+			require.NoError(t, err)
+			e.known(nodeClaim)
+			node := e.join(nodeClaim)
+			node.Labels = lo.Assign(node.Labels, test.labels)
+			node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: "true", "team": "blue"}
+			e.Update(node)
+
+			e.reconcile(nodeClaim)
+			e.Get(node)
+			assert.NotContains(t, node.Labels, v1alpha1.AdoptedLabel)
+			assert.Equal(t, test.stays, node.Annotations[karpv1.DoNotDisruptAnnotationKey] != "")
+			assert.Equal(t, "blue", node.Annotations["team"])
+			assert.Empty(t, e.Recorder.Reasons())
+		})
+	}
 }
 
 // After a return to the other provider the claims are gone, but what the first adoption set on
