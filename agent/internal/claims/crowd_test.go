@@ -198,6 +198,9 @@ func TestAMachineSetForgetsTheMachinesThatWereReleasedLongAgo(t *testing.T) {
 // TestThousandsOfClaimsAndReleasesAtOnce takes one group to 2,000 claims and back, with several
 // times as many at once as its ledger has room for.
 func TestThousandsOfClaimsAndReleasesAtOnce(t *testing.T) {
+	if raced {
+		t.Skip("one goroutine does everything, in seconds; with the race detector in minutes")
+	}
 	for name, several := range map[string]bool{"one MachineSet": false, "several MachineSets": true} {
 		t.Run(name, func(t *testing.T) {
 			run := false
