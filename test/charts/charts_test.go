@@ -312,6 +312,32 @@ func TestAHubHostedShimKeepsItsSecretsInTheSpoke(t *testing.T) {
 	g.Expect(of[rbacv1.Role](t, objects, "Role")).To(BeEmpty())
 }
 
+// A hub-hosted shim reads a kubeconfig that others may write, and needs nothing of the hub's API
+// server. A token of the hub in its pod could only be stolen.
+func TestPodsHaveATokenOnlyOfAnAPIServerThatTheyCall(t *testing.T) {
+	hubHosted := 0
+	forEachValues(t, func(t *testing.T, c chart, values string) {
+		t.Helper()
+		if c.name != "shim" {
+			return
+		}
+		g := NewWithT(t)
+		running := of[appsv1.Deployment](t, render(t, c, values), "Deployment")[0].Spec.Template.Spec
+		planning := of[batchv1.Job](t, render(t, c, values, "--set", "planAdoption=true"), "Job")[0].Spec.Template.Spec
+		for _, pod := range []corev1.PodSpec{running, planning} {
+			elsewhere := lo.ContainsBy(pod.Containers[0].Env, func(v corev1.EnvVar) bool { return v.Name == "KUBECONFIG" })
+			g.Expect(pod.AutomountServiceAccountToken).To(HaveValue(Equal(!elsewhere)))
+			for _, volume := range pod.Volumes {
+				g.Expect(volume.Projected).To(BeNil(), volume.Name)
+			}
+			if elsewhere {
+				hubHosted++
+			}
+		}
+	})
+	NewWithT(t).Expect(hubHosted).To(BeNumerically(">=", 4), "the values of two hub-hosted shims, each as a Deployment and as a Job")
+}
+
 // An upgrade must keep everything in the secret that the shim needs to continue.
 func TestAnUpgradeKeepsTheShimsIdentity(t *testing.T) {
 	server := startAPIServer(t)

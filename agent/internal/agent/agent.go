@@ -185,11 +185,12 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err := a.manager.AddHealthzCheck("ping", healthz.Ping); err != nil {
 		return nil, fmt.Errorf("adding the health check: %w", err)
 	}
-	if err := a.manager.AddReadyzCheck("synced", logged(c.Log.WithName("synced"), a.server.Check)); err != nil {
-		return nil, fmt.Errorf("adding the readiness check: %w", err)
-	}
+	checks := map[string]func() error{"synced": a.server.Check, "certificate": a.server.CheckCertificates}
 	if a.policy != nil {
-		if err := a.manager.AddReadyzCheck("policy", logged(c.Log.WithName("policy"), a.awaitsPolicy)); err != nil {
+		checks["policy"] = a.awaitsPolicy
+	}
+	for name, check := range checks {
+		if err := a.manager.AddReadyzCheck(name, logged(c.Log.WithName(name), check)); err != nil {
 			return nil, fmt.Errorf("adding the readiness check: %w", err)
 		}
 	}

@@ -104,7 +104,9 @@ func startFor(tb testing.TB, authority *testpki.Authority, c agent.Config) *runn
 	tb.Helper()
 	r := &running{t: tb, authority: authority, clients: map[string]*client.Client{}}
 	c.Hub = hub
-	c.Log = log.Log
+	if c.Log.GetSink() == nil {
+		c.Log = log.Log
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	var err error
 	r.agent, err = agent.New(ctx, c)

@@ -527,6 +527,38 @@ func TestMistakesInOnboardingAreNamed(t *testing.T) {
 	}
 }
 
+// The look at a Spoke is not part of a call.
+func TestAPanicCostsOneSpokeAlone(t *testing.T) {
+	namespace, now := plane.Namespace(t), clocktesting.NewFakeClock(time.Now())
+	broken := true
+	keeper := spokes.New(spokes.Config{
+		Client: plane.Client, Namespaces: []string{namespace}, Clock: now, Serves: func(cluster types.NamespacedName) bool {
+			if broken && cluster.Name == "a" { // it is the first
+				panic("a bug")
+			}
+			return true
+		},
+	})
+	connected := func(name string) bool {
+		var spoke v1alpha1.Spoke
+		require.NoError(t, plane.Client.Get(t.Context(), types.NamespacedName{Namespace: namespace, Name: name}, &spoke))
+		return meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition)
+	}
+	for _, name := range []string{"a", "b"} {
+		cluster := capitest.NewCluster(namespace, name)
+		plane.Create(t, cluster)
+		keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1"})
+		require.True(t, connected(name))
+	}
+	now.Step(time.Hour)
+	require.ErrorContains(t, keeper.Look(t.Context()), "a bug")
+	require.True(t, connected("a"))
+	require.False(t, connected("b"))
+	broken = false
+	require.NoError(t, keeper.Look(t.Context()))
+	require.False(t, connected("a"))
+}
+
 // A Spoke is no longer connected once its shim has not synchronized for 15 minutes.
 func TestASilentSpokeIsNotConnected(t *testing.T) {
 	namespace := plane.Namespace(t)

@@ -36,6 +36,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
@@ -142,6 +143,7 @@ func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
 		Named("catalogue").
 		WithOptions(controller.Options{
 			NeedLeaderElection: new(false), MaxConcurrentReconciles: 8, SkipNameValidation: new(true),
+			NewQueue: fairqueue.New(fairqueue.OwnerOfDeployment(mgr.GetCache())),
 		}).
 		For(&clusterv1.MachineDeployment{}, builder.WithPredicates(statusIgnored())).
 		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(c.deploymentsOfCluster), builder.WithPredicates(clusterChanges())).
@@ -275,7 +277,7 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if templateErr != nil {
 		ref := md.Spec.Template.Spec.InfrastructureRef
 		described.Problem = &capacity.Problem{
-			Field: "spec.template.spec.infrastructureRef", Value: ref.Kind + "." + ref.APIGroup + "/" + ref.Name, Message: templateErr.Error(),
+			Field: "spec.template.spec.infrastructureRef", Value: ref.Kind + "." + ref.APIGroup + "/" + ref.Name, Message: shown(templateErr),
 		}
 	}
 	prices := c.Pricing
@@ -315,6 +317,15 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 		return reconcile.Result{RequeueAfter: again}, nil
 	}
 	return reconcile.Result{}, templateErr
+}
+
+// shown returns what callers see of an error about a template. The API server's text stays in the
+// hub, where the log has it.
+func shown(err error) string {
+	if errors.Is(err, infrastructure.ErrUnusable) {
+		return err.Error()
+	}
+	return "the template cannot be read now; the agent tries again, and its log has the cause"
 }
 
 func (c *Catalogue) cluster(ctx context.Context, name types.NamespacedName) (*clusterv1.Cluster, error) {

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -17,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -42,13 +44,36 @@ func (e *Engine) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&v1alpha1.MachineClaim{}, handler.EnqueueRequestsFromMapFunc(groupOfClaim)).
 		Watches(&clusterv1.Machine{}, handler.EnqueueRequestsFromMapFunc(groupOfMember)).
 		Watches(&clusterv1.MachineSet{}, handler.EnqueueRequestsFromMapFunc(groupOfMember)).
-		WatchesRawSource(source.Channel(e.woken, &handler.EnqueueRequestForObject{})).
-		WithOptions(controller.Options{MaxConcurrentReconciles: concurrentGroups, NeedLeaderElection: &needLeaderElection}).
+		WatchesRawSource(source.Func(e.wakeIn)).
+		WithOptions(controller.Options{
+			MaxConcurrentReconciles: concurrentGroups, NeedLeaderElection: &needLeaderElection,
+			NewQueue: fairqueue.New(fairqueue.OwnerOfDeployment(mgr.GetCache())),
+		}).
 		Complete(e)
 	if err != nil {
 		return fmt.Errorf("setting up the claim controller: %w", err)
 	}
 	return tombstones{e}.setupWithManager(mgr)
+}
+
+// wakeIn makes [Engine.wake] use the controller's queue.
+func (e *Engine) wakeIn(_ context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.queue = queue
+	return nil
+}
+
+// wake has a node group looked at after a delay, or earlier if there is another cause. It is for
+// what no watched object shows. Before the controller starts it does nothing, because the
+// controller looks at every node group then.
+func (e *Engine) wake(group types.NamespacedName, after time.Duration) {
+	e.mu.Lock()
+	queue := e.queue
+	e.mu.Unlock()
+	if queue != nil {
+		queue.AddAfter(reconcile.Request{NamespacedName: group}, after)
+	}
 }
 
 func groupOfClaim(_ context.Context, object client.Object) []reconcile.Request {
@@ -112,6 +137,7 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	if s == nil || err != nil {
 		return nil, err
 	}
+	g.belongsTo(s)
 	g.answerEntered(s) // whichever agent entered them
 	s.SpareSince = g.spareSince
 	if left, _ := g.rest(); left > 0 {

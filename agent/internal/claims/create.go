@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
@@ -52,7 +53,7 @@ type Request struct {
 
 // Create makes the claim durable and returns it. A repeated call with the same id returns the
 // existing claim. Errors: [*EndedError], [*NoRoomError], [*RefusedError], [*UnknownGroupError],
-// [*UnseenError], [*TooManyError], [ErrForeignHolder], [ErrUnknownCluster], [ErrConflict],
+// [*UnseenError], [*TooManyError], [ErrForeignHolder], [ErrUnknownCluster], [ErrConflict], [ErrWriteRefused],
 // [ErrRestoring], [ErrClusterPaused]. After any other error, such as the API server's or the
 // context's, the claim may or may not exist, and the call can be repeated.
 func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim, error) {
@@ -104,6 +105,10 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	if full == nil {
 		entered, err = e.make(ctx, c, open.deployment)
 		full = overQuota(client.ObjectKeyFromObject(cluster), err)
+	}
+	if full == nil && refusedForGood(err) {
+		e.warn(cluster, protocol.ReasonWriteRefused, "CreateClaim", "no MachineClaim can be made: "+err.Error())
+		return nil, fmt.Errorf("making the claim: %w: %w", ErrWriteRefused, err)
 	}
 	switch {
 	case full != nil || apierrors.IsAlreadyExists(err):
@@ -310,6 +315,11 @@ func ended(c *v1alpha1.MachineClaim) error {
 	return &EndedError{Reason: cmp.Or(c.Status.Reason, protocol.ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}
 }
 
+// ledgerRefused is what callers are told. The hub's own text is for the hub's users: it may name
+// what a spoke must not know.
+const ledgerRefused = "the hub refuses the agent's writes on this node group; a Warning event " + protocol.ReasonWriteRefused +
+	" on its MachineDeployment has the reason"
+
 // enter waits until the claim is in its group's ledger, and moves it on from groups that have no
 // room.
 func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
@@ -324,7 +334,9 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 			refusal, err = newer(c.Spec.NodeGroup, err), nil
 		}
 		if errors.Is(err, ErrWriteRefused) && c.Status.Phase == "" {
-			refusal, err = &eligibility.Refusal{NodeGroup: c.Spec.NodeGroup, Reason: eligibility.Invalid, Message: err.Error()}, nil
+			log.FromContext(ctx).Info("a candidate is passed over: the hub refuses the write of its ledger",
+				"nodeGroup", c.Spec.NodeGroup, "claim", c.Spec.ClaimID, "cause", err.Error())
+			refusal, err = &eligibility.Refusal{NodeGroup: c.Spec.NodeGroup, Reason: eligibility.Invalid, Message: ledgerRefused}, nil
 		}
 		if err != nil {
 			return nil, err

@@ -36,10 +36,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/rand"
 	"k8s.io/client-go/tools/events"
+	"k8s.io/client-go/util/workqueue"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
@@ -153,6 +154,7 @@ type Engine struct {
 	// order in which agents act is affected.
 	id      string
 	written ownWrites
+	turns   turns
 	// deference is how long a node group is left to the agent that last wrote its ledger; see
 	// [group.leave]. Tests set it.
 	deference time.Duration
@@ -160,9 +162,8 @@ type Engine struct {
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
 	unregistered map[types.NamespacedName]unregistered // by Cluster
-	// woken receives node groups to look at because of a holder's report, which no watched object
-	// shows.
-	woken   chan event.GenericEvent
+	// queue is the controller's. It is nil until the controller starts.
+	queue   workqueue.TypedRateLimitingInterface[reconcile.Request]
 	synced  map[speaker]map[types.UID]bool    // the claims that a holder's last live set decided
 	numbers map[types.NamespacedName]*numbers // by Cluster
 }
@@ -191,7 +192,7 @@ func New(c Config) *Engine {
 	return &Engine{
 		Config: c, id: idOf(c.Name), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
-		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{}, woken: make(chan event.GenericEvent, 1024),
+		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
 		synced: map[speaker]map[types.UID]bool{}, numbers: map[types.NamespacedName]*numbers{},
 	}
 }

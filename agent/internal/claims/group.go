@@ -1,6 +1,7 @@
 package claims
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -41,6 +42,8 @@ const (
 	maxActions = 64
 	// maxConflicts is how many lost races in a row end a run.
 	maxConflicts = 8
+	// failedLook is after how long a node group is looked at again whose run for a call failed.
+	failedLook = time.Second
 )
 
 // group is the process's state about one MachineDeployment: a lock, the waiting calls, and times.
@@ -60,6 +63,8 @@ type group struct {
 	making    int // number of calls that are making a claim
 	// traced are recorded spans of calls that ask for the next step.
 	traced []trace.Span
+	// cluster is the name of the Cluster, as read last; empty before that.
+	cluster string
 
 	// Used under lock only.
 	spareSince time.Time
@@ -348,12 +353,32 @@ func (g *group) kick(ctx context.Context) { //nolint:contextcheck // a run serve
 		return
 	}
 	g.engine.spawn(func() {
+		defer g.engine.turns.take(g.owner())()
 		// Not the caller's context: others' claims are in the same run.
 		ctx := g.context()
-		if _, err := g.run(ctx); err != nil {
+		again, err := g.run(ctx)
+		if err != nil {
 			log.FromContext(ctx).V(1).Info("node group not brought forward; it is tried again", "cause", err.Error())
+			again = cmp.Or(again, failedLook)
+		}
+		if again > 0 {
+			g.engine.wake(g.key, again)
 		}
 	})
+}
+
+// belongsTo records which Cluster the group belongs to.
+func (g *group) belongsTo(s *protocol.Snapshot) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.cluster = s.Deployment.Spec.ClusterName
+}
+
+// owner returns the group's Cluster, without a name if that is not known yet.
+func (g *group) owner() types.NamespacedName {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return types.NamespacedName{Namespace: g.key.Namespace, Name: g.cluster}
 }
 
 // run does steps until there is nothing left to do. It returns after how long to look again; zero

@@ -14,7 +14,6 @@ import (
 	"k8s.io/client-go/util/retry"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -110,19 +109,9 @@ func (e *Engine) noteNodes(
 	e.writeNotes(ctx, slices.Concat(registered, absent, renewed))
 	delete(shut, "") // of Machines without a node group
 	for group := range shut {
-		e.wake(types.NamespacedName{Namespace: r.Namespace, Name: group})
+		e.wake(types.NamespacedName{Namespace: r.Namespace, Name: group}, 0)
 	}
 	return running, nil
-}
-
-// wake requests a reconcile of a node group. If too many are pending, it is left to the next
-// report, a minute later.
-func (e *Engine) wake(group types.NamespacedName) {
-	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: group.Namespace, Name: group.Name}}
-	select {
-	case e.woken <- event.GenericEvent{Object: md}:
-	default:
-	}
 }
 
 // mayMissNode reports whether neither Cluster API nor the holder has seen the Machine's Node yet.

@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -43,6 +44,9 @@ func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.Machi
 		return nil, fmt.Errorf("making a tombstone: %w", ErrConflict)
 	} else if full := overQuota(client.ObjectKeyFromObject(cluster), err); full != nil {
 		return nil, full
+	} else if refusedForGood(err) {
+		e.warn(cluster, protocol.ReasonWriteRefused, "ReleaseClaim", "no MachineClaim can be made: "+err.Error())
+		return nil, fmt.Errorf("making a tombstone: %w: %w", ErrWriteRefused, err)
 	} else if err != nil {
 		return nil, fmt.Errorf("making a tombstone: %w", err)
 	}
@@ -85,7 +89,9 @@ func (t tombstones) setupWithManager(mgr ctrl.Manager) error {
 			c, ok := object.(*v1alpha1.MachineClaim)
 			return ok && c.CurrentPhase() == v1alpha1.PhaseEnded
 		}))).
-		WithOptions(controller.Options{NeedLeaderElection: &needLeaderElection, MaxConcurrentReconciles: concurrentTombstones}).
+		WithOptions(controller.Options{
+			NeedLeaderElection: &needLeaderElection, MaxConcurrentReconciles: concurrentTombstones, NewQueue: fairqueue.New(fairqueue.OwnerOfClaim),
+		}).
 		Complete(t)
 	if err != nil {
 		return fmt.Errorf("setting up the tombstones' controller: %w", err)

@@ -226,7 +226,10 @@ func (e *Engine) perform(ctx context.Context, s *protocol.Snapshot, actions []pr
 				return nil
 			default:
 				if refusedForGood(err) {
-					e.reportRefusal(ctx, s, a, err)
+					_ = recovered(ctx, func() error { // logs a panic
+						e.reportRefusal(ctx, s, a, err)
+						return nil
+					})
 				}
 				errs[i] = fmt.Errorf("%s on node group %s: %w", a.Kind, s.Deployment.Name, err)
 				return nil

@@ -29,6 +29,7 @@ import (
 	"sigs.k8s.io/cluster-api/util/contract"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 )
 
 // contracts are the CRD labels that list the versions for a contract of Cluster API, newest first.
@@ -80,7 +81,8 @@ type kind struct {
 }
 
 // Get returns the template that a reference names, in a namespace. An error that wraps
-// [ErrUnusable] states what a user must change; after any other error a retry may help. The
+// [ErrUnusable] states what a user must change, without the API server's words, as callers see it;
+// after any other error a retry may help. The
 // template is shared and must not be modified.
 func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObjectReference, namespace string) (*unstructured.Unstructured, error) {
 	if ref.Kind == "" || ref.Name == "" || ref.APIGroup == "" {
@@ -102,7 +104,8 @@ func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObje
 	case apierrors.IsNotFound(err):
 		return nil, fmt.Errorf("%w: %s %s does not exist", ErrUnusable, ref.Kind, key)
 	case apierrors.IsForbidden(err):
-		return nil, fmt.Errorf("%w: the agent may not get, list and watch %s: %w", ErrUnusable, contract.CalculateCRDName(ref.APIGroup, ref.Kind), err)
+		log.FromContext(ctx).Error(err, "an infrastructure template cannot be read", "kind", ref.Kind, "template", key)
+		return nil, fmt.Errorf("%w: the agent may not get, list and watch %s", ErrUnusable, contract.CalculateCRDName(ref.APIGroup, ref.Kind))
 	case err != nil:
 		return nil, fmt.Errorf("reading %s %s: %w", ref.Kind, key, err)
 	}
@@ -164,7 +167,8 @@ func resolve(ctx context.Context, reader client.Reader, gk schema.GroupKind) (sc
 	case apierrors.IsNotFound(err):
 		return schema.GroupVersionKind{}, fmt.Errorf("%w: the CustomResourceDefinition %s does not exist", ErrUnusable, name)
 	case apierrors.IsForbidden(err):
-		return schema.GroupVersionKind{}, fmt.Errorf("%w: the agent may not get CustomResourceDefinitions: %w", ErrUnusable, err)
+		log.FromContext(ctx).Error(err, "a CustomResourceDefinition cannot be read", "customResourceDefinition", name)
+		return schema.GroupVersionKind{}, fmt.Errorf("%w: the agent may not get CustomResourceDefinitions", ErrUnusable)
 	case err != nil:
 		return schema.GroupVersionKind{}, fmt.Errorf("reading CustomResourceDefinition %s: %w", name, err)
 	}

@@ -25,6 +25,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
@@ -69,14 +70,17 @@ func (i *Inventory) SetupWithManager(mgr manager.Manager) error {
 		RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](10*time.Millisecond, 10*time.Second),
 	}
 
-	err := builder.ControllerManagedBy(mgr).Named("inventory-machines").WithOptions(options).
+	ofMachines, ofClaims := options, options
+	ofMachines.NewQueue = fairqueue.New(fairqueue.OwnerOfMachine(mgr.GetCache()))
+	ofClaims.NewQueue = fairqueue.New(fairqueue.OwnerOfClaim)
+	err := builder.ControllerManagedBy(mgr).Named("inventory-machines").WithOptions(ofMachines).
 		For(&clusterv1.Machine{}).
 		Watches(&clusterv1.MachineDeployment{}, handler.EnqueueRequestsFromMapFunc(i.machinesOfDeployment), builder.WithPredicates(membershipChanges())).
 		Complete(shownMachines)
 	if err != nil {
 		return fmt.Errorf("setting up the machines' controller: %w", err)
 	}
-	err = builder.ControllerManagedBy(mgr).Named("inventory-claims").WithOptions(options).
+	err = builder.ControllerManagedBy(mgr).Named("inventory-claims").WithOptions(ofClaims).
 		For(&v1alpha1.MachineClaim{}).
 		Watches(&clusterv1.Machine{}, handler.EnqueueRequestsFromMapFunc(i.claimsOfMachine)).
 		Complete(shownClaims)

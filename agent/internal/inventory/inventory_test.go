@@ -33,7 +33,11 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-const patience = 20 * time.Second
+const (
+	patience = 20 * time.Second
+	// panics is the name of a Machine that makes the cache panic.
+	panics = "panics"
+)
 
 var plane *capitest.ControlPlane
 
@@ -75,6 +79,9 @@ func (f *fixture) lagged(ctx context.Context, c client.WithWatch, key client.Obj
 		return apierrors.NewServiceUnavailable("the test says so")
 	}
 	if machine, is := o.(*clusterv1.Machine); is {
+		if key.Name == panics {
+			panic("a bug")
+		}
 		if shown, lags := f.lagging.Load(key.Name); lags {
 			if shown == nil {
 				return apierrors.NewNotFound(clusterv1.GroupVersion.WithResource("machines").GroupResource(), key.Name)
@@ -345,4 +352,15 @@ func TestAMachineOfTheSameNameIsNotTheClaims(t *testing.T) {
 	shown := until(f, f.claims, "a", func(c *agentv1alpha1.Claim, _ bool) bool { return c.GetMachine() != nil })
 	require.Equal(t, "another", shown.GetMachine().GetUid())
 	require.Nil(t, shown.GetMachine().GetCreatedAt())
+}
+
+func TestAPanicCostsOneMachineAlone(t *testing.T) {
+	f := start(t)
+	plane.Create(t, f.machine(panics), f.machine("healthy"))
+	require.Eventually(t, func() bool {
+		_, found := f.machines.Peek(f.cluster, "healthy")
+		return found
+	}, patience, time.Millisecond)
+	_, found := f.machines.Peek(f.cluster, panics)
+	require.False(t, found)
 }

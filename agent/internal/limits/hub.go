@@ -38,6 +38,7 @@ func (t transport) RoundTrip(request *http.Request) (*http.Response, error) {
 // concurrently for one call. The error is that of the context.
 func (c *Call) request(ctx context.Context) error {
 	if c.caller.hubRate.Wait(ctx) == nil {
+		c.hubRequests.Add(1)
 		return nil
 	}
 	// The limiter fails at once if the request's turn would come after the deadline. The queue
@@ -45,3 +46,7 @@ func (c *Call) request(ctx context.Context) error {
 	<-ctx.Done()
 	return ctx.Err()
 }
+
+// HubRequests returns how many requests the call has sent to the hub's API server. It may be called
+// concurrently.
+func (c *Call) HubRequests() int64 { return c.hubRequests.Load() }

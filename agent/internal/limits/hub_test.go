@@ -43,3 +43,17 @@ func TestACallersRequestsToTheHubLeaveTheRestToOthers(t *testing.T) {
 	require.ErrorIs(t, ask(as("b")), http.ErrServerClosed)
 	require.ErrorIs(t, ask(t.Context()), http.ErrServerClosed, "the agent's own")
 }
+
+func TestACallKnowsWhatItCostTheHub(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	transport := limits.Transport(roundTrips(func(*http.Request) (*http.Response, error) { return nil, http.ErrServerClosed }))
+	call, other := begin(t, l, "a", false), begin(t, l, "a", false)
+	for range 3 {
+		request, err := http.NewRequestWithContext(limits.NewContext(t.Context(), call), http.MethodGet, "https://hub", nil)
+		require.NoError(t, err)
+		_, err = transport.RoundTrip(request) //nolint:bodyclose // there is no response
+		require.ErrorIs(t, err, http.ErrServerClosed)
+	}
+	require.Equal(t, int64(3), call.HubRequests())
+	require.Zero(t, other.HubRequests())
+}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -182,15 +183,16 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 }
 
 // Call is an admitted call. It must be ended with [Call.End]. Its methods must be called from one
-// goroutine.
+// goroutine, except where they state otherwise.
 type Call struct {
-	limiter *Limiter
-	caller  *caller
-	method  string
-	watch   bool
-	atHub   bool
-	held    int64
-	free    []func()
+	limiter     *Limiter
+	caller      *caller
+	method      string
+	watch       bool
+	atHub       bool
+	held        int64
+	free        []func()
+	hubRequests atomic.Int64
 }
 
 // Begin admits a call. The error is a [*RefusedError].

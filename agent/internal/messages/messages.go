@@ -20,6 +20,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -210,10 +211,10 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 		AdoptMachine: text(c.Spec.Adopt),
 		Phase:        phases[c.CurrentPhase()],
 		Reason:       text(c.Status.Reason),
-		Message:      text(c.Status.Message),
+		Message:      text(shown(c.Status.Reason, c.Status.Message)),
 		CreatedAt:    timestamp(c.CreationTimestamp.Time),
 		History: lo.Map(c.Status.History, func(event v1alpha1.Event, _ int) *agentv1alpha1.ClaimEvent {
-			return &agentv1alpha1.ClaimEvent{Time: timestamp(event.Time.Time), Reason: text(event.Reason), Message: text(event.Message)}
+			return &agentv1alpha1.ClaimEvent{Time: timestamp(event.Time.Time), Reason: text(event.Reason), Message: text(shown(event.Reason, event.Message))}
 		}),
 	}
 	if c.Returns() {
@@ -261,6 +262,18 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 	return message
 }
 
+// writeRefused replaces the text with which the hub refused a write.
+const writeRefused = "the hub refuses a write on the claim's Machine; the claim's object in the hub has the reason"
+
+// shown returns what callers see of the message of a claim's event. The text of a webhook, a policy
+// or the API server may name what a spoke must not know. It stays in the hub.
+func shown(reason, message string) string {
+	if reason == protocol.ReasonWriteRefused && message != "" {
+		return writeRefused
+	}
+	return message
+}
+
 var phases = map[v1alpha1.Phase]agentv1alpha1.ClaimPhase{
 	v1alpha1.PhasePending:   agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING,
 	v1alpha1.PhaseBound:     agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND,
@@ -301,6 +314,6 @@ func EndedClaim(namespace, cluster, id, reason, message string) *agentv1alpha1.C
 		ClaimId: id,
 		Phase:   agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED,
 		Reason:  text(reason),
-		Message: text(message),
+		Message: text(shown(reason, message)),
 	}
 }

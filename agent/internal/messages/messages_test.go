@@ -16,6 +16,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -53,6 +54,25 @@ func TestInfrastructureFailureIsShownAsItsProviderSaysIt(t *testing.T) {
 	require.Equal(t, "none left", shown.GetInfrastructureMessage())
 	machine.Status.Conditions[0].Status = metav1.ConditionTrue
 	require.Empty(t, messages.Machine(machine).GetInfrastructureReason())
+}
+
+// A webhook's text may name what a spoke must not know.
+func TestWhyTheHubRefusesAWriteStaysInTheHub(t *testing.T) {
+	const secret = `admission webhook "guard.internal.example" denied the request: account 1234`
+	claim := &v1alpha1.MachineClaim{Status: v1alpha1.MachineClaimStatus{
+		Reason: protocol.ReasonWriteRefused, Message: secret,
+		History: []v1alpha1.Event{{Reason: "Bound", Message: "bound to m"}, {Reason: protocol.ReasonWriteRefused, Message: secret}},
+	}}
+	for of, shown := range map[string]*agentv1alpha1.Claim{
+		"a claim": messages.Claim(claim, nil), "an end": messages.EndedClaim("fleet", "spoke", "a", protocol.ReasonWriteRefused, secret),
+	} {
+		require.Equal(t, "WriteRefused", shown.GetReason(), of)
+		require.Contains(t, shown.GetMessage(), "the hub refuses a write", of)
+		require.NotContains(t, shown.String(), "guard", of)
+		require.NotContains(t, shown.String(), "1234", of)
+	}
+	require.Equal(t, "bound to m", messages.Claim(claim, nil).GetHistory()[0].GetMessage(), "the agent's own words are passed on")
+	require.Equal(t, secret, claim.Status.Message, "the hub's object keeps them all")
 }
 
 func TestAvailability(t *testing.T) {

@@ -2,6 +2,7 @@ package observed_test
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -211,6 +212,13 @@ func TestKnownOnlyOfTheTemplateAndUntilForgotten(t *testing.T) {
 	f.report(node, observed.Node{ProviderID: "test://next", Capacity: list("cpu", "8")})
 	require.Empty(t, f.known().Capacity, "what the old template's Nodes showed is gone")
 	require.Equal(t, "8", texts(f.nodes.Of(group, nodegroup.MachineRevision(&md.Spec.Template.Spec)).Capacity)["cpu"])
+}
+
+func TestResourcesWithImpossibleNamesAreNotLearned(t *testing.T) {
+	f := start(t)
+	f.report(observed.Node{ProviderID: "test://a", Capacity: list("cpu", "4", "hugepages-1Gi", "2Gi", "hugepages-", "1", "hugepages-x", "1",
+		"hugepages-0", "1", "hugepages-2Mi\n", "1", "hugepages-"+strings.Repeat("1", 60), "1", "example.com/"+strings.Repeat("a", 64), "1")})
+	require.Equal(t, map[string]string{"cpu": "4", "hugepages-1Gi": "2Gi"}, texts(f.known().Capacity))
 }
 
 func TestWhatAYoungNodeDoesNotShowYetIsNotLearned(t *testing.T) {

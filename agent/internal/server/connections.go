@@ -3,7 +3,9 @@ package server
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
+	"runtime/debug"
 	"sync"
 	"time"
 
@@ -109,8 +111,27 @@ type identifying struct {
 	server *Server
 }
 
-// ServerHandshake implements [credentials.TransportCredentials].
-func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+// ServerHandshake implements [credentials.TransportCredentials]. It runs outside of calls, so a
+// panic would end the process. It only ends the connection.
+func (i identifying) ServerHandshake(raw net.Conn) (secured net.Conn, info credentials.AuthInfo, err error) {
+	defer i.server.endOnPanic(raw, &err)
+	return i.handshake(raw)
+}
+
+// endOnPanic is to be deferred by what runs for one connection, outside of calls. It turns a panic
+// into an error.
+func (s *Server) endOnPanic(of net.Conn, err *error) {
+	cause := recover()
+	if cause == nil {
+		return
+	}
+	s.config.Log.Error(fmt.Errorf("panic: %v", cause), "a connection ends by a bug of the agent",
+		"address", of.RemoteAddr().String(), "stack", string(debug.Stack()))
+	_ = of.Close()
+	*err = errPanicked
+}
+
+func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	secured, info, err := i.TransportCredentials.ServerHandshake(raw)
 	if err != nil {
 		return nil, nil, err
@@ -149,7 +170,7 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		return pause, over
 	}
 	spent := func(frames int) { i.server.limits.Frames(identity, frames) }
-	return paced{Conn: secured, below: accepted, pause: pause, spent: spent, counted: newFrames()}, connectionInfo{info, accepted}, nil
+	return paced{Conn: secured, below: accepted, pause: pause, spent: spent, counted: newFrames(), server: i.server}, connectionInfo{info, accepted}, nil
 }
 
 // slowRead is how many bytes are read at once from a caller that is being slowed down. It holds
@@ -167,12 +188,16 @@ type paced struct {
 	// spent is called with the number of new frames, which counted counts.
 	spent   func(frames int)
 	counted *frames
+	server  *Server
 }
+
+var errPanicked = errors.New("the connection ends by a bug of the agent")
 
 var errSlowForTooLong = errors.New("the caller keeps calling although its calls are refused, or sending too many frames")
 
 // Read implements [net.Conn]. An error ends the connection.
-func (p paced) Read(into []byte) (int, error) {
+func (p paced) Read(into []byte) (n int, err error) {
+	defer p.server.endOnPanic(p.Conn, &err)
 	pause, over := p.pause()
 	if over {
 		return 0, errSlowForTooLong
@@ -186,7 +211,7 @@ func (p paced) Read(into []byte) (int, error) {
 		}
 		into = into[:min(len(into), slowRead)]
 	}
-	n, err := p.Conn.Read(into)
+	n, err = p.Conn.Read(into)
 	if begun := p.counted.count(into[:n]); begun > 0 {
 		p.spent(begun)
 	}

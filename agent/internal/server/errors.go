@@ -67,7 +67,9 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 	case errors.Is(err, claims.ErrForeignHolder):
 		return agenterrors.PermissionDenied(err.Error())
 	case errors.Is(err, claims.ErrConflict):
-		return agenterrors.Conflict(err.Error())
+		// The cause may be the text of a webhook.
+		log.FromContext(ctx).V(1).Info("a call lost a race", "cause", err.Error())
+		return agenterrors.Conflict(claims.ErrConflict.Error() + "; repeat the call")
 	case errors.Is(err, claims.ErrStaleToken):
 		return agenterrors.StaleToken(err.Error())
 	case errors.Is(err, claims.ErrInvalidToken):
@@ -88,7 +90,12 @@ func answerOther(ctx context.Context, err error) error {
 	case ctx.Err() != nil:
 		return grpcstatus.FromContextError(ctx.Err()).Err()
 	case errors.Is(err, protocol.ErrNewerLedger):
-		return agenterrors.HubUnreachable("a newer agent is at work on this node group: " + err.Error())
+		log.FromContext(ctx).Info("a call failed: a newer agent is at work on the node group", "cause", err.Error())
+		return agenterrors.HubUnreachable("a newer agent is at work on this node group: " + protocol.ErrNewerLedger.Error())
+	case errors.Is(err, claims.ErrWriteRefused):
+		// The cause is the text of the API server, a webhook or a policy.
+		log.FromContext(ctx).Error(err, "a call failed: the hub refuses a write")
+		return grpcstatus.Error(codes.Internal, "the hub refuses a write of the agent; the agent's log has details under this request id")
 	case unreachable(err):
 		// The cause contains the hub's address, which callers must not see.
 		log.FromContext(ctx).Info("a call failed: the hub's API server did not answer", "cause", err.Error())

@@ -28,11 +28,14 @@ import (
 )
 
 // before runs before the request of a unary call is read. Metrics and logs cover everything that
-// follows.
+// follows. The inner recovery makes the log line of a call that panicked possible; the outer one
+// covers what precedes it.
 func (s *Server) before() grpc.UnaryServerInterceptor {
 	return chain(
 		s.metrics.UnaryServerInterceptor(),
+		recovery.UnaryServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
 		s.identifyUnary,
+		s.countUnary,
 		logging.UnaryServerInterceptor(s.logger(), loggingOptions()...),
 		recovery.UnaryServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
 		s.admitUnary,
@@ -49,7 +52,9 @@ func (s *Server) after(validator *validation.Validator) grpc.UnaryServerIntercep
 func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInterceptor {
 	return []grpc.StreamServerInterceptor{
 		s.metrics.StreamServerInterceptor(),
+		recovery.StreamServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
 		s.identifyStream,
+		s.countStream,
 		logging.StreamServerInterceptor(s.logger(), loggingOptions()...),
 		recovery.StreamServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
 		s.admitStream,

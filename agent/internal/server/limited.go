@@ -101,7 +101,10 @@ func (s *Server) limitUnary(ctx context.Context, request any, info *grpc.UnarySe
 	if err != nil {
 		return nil, err
 	}
-	defer call.End()
+	defer func() {
+		call.End()
+		s.countHubRequests(ctx, call)
+	}()
 	longest := s.limits.MaxCallTimeout
 	if _, bounded := ctx.Deadline(); !bounded {
 		longest = s.limits.CallTimeout
@@ -159,7 +162,10 @@ func (s *Server) limitStream(service any, stream grpc.ServerStream, info *grpc.S
 	if err != nil {
 		return err
 	}
-	defer call.End()
+	defer func() {
+		call.End()
+		s.countHubRequests(stream.Context(), call)
+	}()
 	return handler(service, &limitedStream{
 		WrappedServerStream: &middleware.WrappedServerStream{ServerStream: stream, WrappedContext: limited}, server: s,
 	})

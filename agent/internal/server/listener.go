@@ -28,6 +28,9 @@ type Listener struct {
 	Credentials credentials.TransportCredentials
 	// Security describes the credentials, for the log.
 	Security string
+	// NotAfter returns when the certificate that clients are shown expires. Nil means that there is
+	// none.
+	NotAfter func() time.Time
 }
 
 // TLSFiles are PEM files, which are reloaded when they change.
@@ -37,7 +40,8 @@ type TLSFiles struct {
 	Refresh time.Duration
 	// Log receives a line if the files cannot be used. Zero discards it.
 	Log logr.Logger
-	// Registerer registers metrics about the expiry of the certificates. Nil registers none.
+	// Registerer registers metrics about the expiry of the certificates, and about handshakes that
+	// fail. Nil registers none.
 	Registerer prometheus.Registerer
 }
 
@@ -45,16 +49,28 @@ type TLSFiles struct {
 // and must be usable. If they become unusable later, the last usable ones stay in force. The
 // returned function stops following the files.
 func ListenTLS(ctx context.Context, address string, files TLSFiles) (Listener, func(), error) {
-	config, stop, err := mutualTLS(files)
+	followed, err := follow(files)
 	if err != nil {
 		return Listener{}, nil, err
+	}
+	failed := newFailedHandshakes(files.Log)
+	if files.Registerer != nil {
+		for _, collector := range append(certificateMetrics(followed), failed) {
+			if err := files.Registerer.Register(collector); err != nil {
+				followed.Close()
+				return Listener{}, nil, fmt.Errorf("registering the certificates' metrics: %w", err)
+			}
+		}
 	}
 	listener, err := listen(ctx, "tcp", address)
 	if err != nil {
-		stop()
+		followed.Close()
 		return Listener{}, nil, err
 	}
-	return Listener{Listener: listener, Credentials: credentials.NewTLS(config), Security: "mutual TLS"}, stop, nil
+	return Listener{
+		Listener: listener, Credentials: counting{credentials.NewTLS(mutualTLS(followed)), failed}, Security: "mutual TLS",
+		NotAfter: func() time.Time { return followed.Stats().CertificateNotAfter },
+	}, followed.Close, nil
 }
 
 // local performs the handshake of a listener that is reachable from this machine only. Every
@@ -144,32 +160,28 @@ func listen(ctx context.Context, network, address string) (net.Listener, error) 
 	return listener, nil
 }
 
-// mutualTLS returns a configuration whose certificate and client authorities follow the files. The
-// returned function stops following them.
-func mutualTLS(files TLSFiles) (*tls.Config, func(), error) {
+// follow follows the files, which must be usable now.
+func follow(files TLSFiles) (*certificates.Follower, error) {
 	if files.Refresh == 0 {
 		files.Refresh = 5 * time.Second
 	}
 	followed := certificates.Follow(certificates.Files{
 		CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.ClientCAFile, Refresh: files.Refresh, Logger: files.Log,
 	})
-	stop := followed.Close
 	if _, err := followed.Certificate(); err != nil {
-		stop()
-		return nil, nil, fmt.Errorf("the server's %w", err)
+		followed.Close()
+		return nil, fmt.Errorf("the server's %w", err)
 	}
 	if _, err := followed.Authorities(); err != nil {
-		stop()
-		return nil, nil, fmt.Errorf("the client %w", err)
+		followed.Close()
+		return nil, fmt.Errorf("the client %w", err)
 	}
-	if files.Registerer != nil {
-		for _, collector := range certificateMetrics(followed) {
-			if err := files.Registerer.Register(collector); err != nil {
-				stop()
-				return nil, nil, fmt.Errorf("registering the certificates' metrics: %w", err)
-			}
-		}
-	}
+	return followed, nil
+}
+
+// mutualTLS returns a configuration whose certificate and client authorities are the last usable
+// ones.
+func mutualTLS(followed *certificates.Follower) *tls.Config {
 	return &tls.Config{
 		MinVersion: tls.VersionTLS13,
 		GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
@@ -191,7 +203,7 @@ func mutualTLS(files TLSFiles) (*tls.Config, func(), error) {
 				SessionTicketsDisabled: true,
 			}, nil
 		},
-	}, stop, nil
+	}
 }
 
 func certificateMetrics(followed *certificates.Follower) []prometheus.Collector {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/go-logr/logr"
@@ -132,7 +133,10 @@ type Server struct {
 	stopped  chan struct{} // closed at shutdown
 	receiver receiver
 	limits   *limits.Limiter
+	load     *load
 	remote   openConnections
+	// listeners are set by Serve.
+	listeners atomic.Pointer[[]Listener]
 }
 
 // New returns a server.
@@ -161,10 +165,11 @@ func New(c Config) (*Server, error) {
 	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {
 		return nil, err
 	}
+	s.load = newLoad(s.servedCluster)
 	s.metrics = grpcprometheus.NewServerMetrics(grpcprometheus.WithServerHandlingTimeHistogram(
 		grpcprometheus.WithHistogramBuckets(prometheus.ExponentialBuckets(0.001, 2, 15))))
 	if c.Registerer != nil {
-		for _, collector := range append(s.collectors(), s.metrics) {
+		for _, collector := range append(s.collectors(), s.metrics, s.load) {
 			if err := c.Registerer.Register(collector); err != nil {
 				return nil, fmt.Errorf("registering metrics: %w", err)
 			}
@@ -230,6 +235,25 @@ func (s *Server) Check() error {
 	return s.inContact()
 }
 
+// CheckCertificates returns an error, with the reason, if a listener shows clients an expired
+// certificate, and nil otherwise.
+func (s *Server) CheckCertificates() error {
+	listeners := s.listeners.Load()
+	if listeners == nil {
+		return nil
+	}
+	for _, listener := range *listeners {
+		if listener.NotAfter == nil {
+			continue
+		}
+		if end := listener.NotAfter(); !s.config.Clock.Now().Before(end) {
+			return fmt.Errorf("the certificate of %s expired at %s, so clients reject it; the agent reads a new one from its files within seconds",
+				listener.Addr(), end.UTC().Format(time.RFC3339))
+		}
+	}
+	return nil
+}
+
 func (s *Server) stopping() bool {
 	select {
 	case <-s.stopped:
@@ -248,6 +272,7 @@ func (s *Server) ready() []<-chan struct{} {
 func (s *Server) Serve(ctx context.Context, listeners ...Listener) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	s.listeners.Store(&listeners)
 	var running sync.WaitGroup
 	servers := make([]*grpc.Server, 0, len(listeners))
 	for _, listener := range listeners {

@@ -497,14 +497,20 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 		"cluster paused":  {claims.ErrClusterPaused, codes.Unavailable, agenterrors.ReasonClusterPaused},
 		"restoring":       {claims.ErrRestoring, codes.Unavailable, agenterrors.ReasonNotSynced},
 		"ended":           {&claims.EndedError{Reason: "Released", Message: "gone"}, codes.Aborted, agenterrors.ReasonClaimEnded},
-		"conflict":        {fmt.Errorf("binding: %w", claims.ErrConflict), codes.Aborted, agenterrors.ReasonConflict},
+		"conflict": {
+			fmt.Errorf("binding: %w: %w", claims.ErrConflict, apierrors.NewConflict(gvr, "secret-name", errors.New("no"))),
+			codes.Aborted, agenterrors.ReasonConflict,
+		},
+		"refused by a policy": {
+			fmt.Errorf("making the claim: %w: %w", claims.ErrWriteRefused, apierrors.NewForbidden(gvr, "secret-name", errors.New("no"))), codes.Internal, "",
+		},
 		"API server away": {
 			&url.Error{Op: "Get", URL: "https://hub", Err: errors.New("connection refused")},
 			codes.Unavailable, agenterrors.ReasonHubUnreachable,
 		},
 		"API server busy": {apierrors.NewTooManyRequests("slow down", 1), codes.Unavailable, agenterrors.ReasonHubUnreachable},
 		"API server ill":  {apierrors.NewInternalError(errors.New("etcd")), codes.Unavailable, agenterrors.ReasonHubUnreachable},
-		"newer ledger":    {fmt.Errorf("MachineDeployment x: %w", protocol.ErrNewerLedger), codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"newer ledger":    {fmt.Errorf("MachineDeployment secret-name: %w", protocol.ErrNewerLedger), codes.Unavailable, agenterrors.ReasonHubUnreachable},
 		"no right":        {apierrors.NewForbidden(gvr, "secret-name", errors.New("no")), codes.Internal, ""},
 		"a bug":           {errors.New("secret-name"), codes.Internal, ""},
 	} {
@@ -528,6 +534,33 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 	f.engine.fail(claims.ErrStaleToken)
 	_, err = cluster.Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "karpenter", Token: "t"})
 	require.True(t, agenterrors.IsStaleToken(err), "%v", err)
+}
+
+// Such names cannot exist. A lookup would only find out after an effort, or fail in a client.
+func TestImpossibleNamesAreInvalidArguments(t *testing.T) {
+	f := start(t)
+	cluster := f.cluster()
+	invalid := func(field string, err error) {
+		t.Helper()
+		require.True(t, agenterrors.IsInvalidArgument(err), "%v", err)
+		require.Equal(t, field, agenterrors.FieldViolations(err)[0].Field)
+	}
+	for _, name := range []string{"..", "a/b", "a%", "A", "a\nb", "ä", strings.Repeat("a", 254)} {
+		_, err := cluster.Machines.GetMachine(f.ctx(), &agentv1alpha1.GetMachineRequest{Cluster: spokeRef, Name: name})
+		invalid("name", err)
+		_, err = cluster.NodeGroups.GetNodeGroup(f.ctx(), &agentv1alpha1.GetNodeGroupRequest{Cluster: spokeRef, Id: "fleet/" + name})
+		invalid("id", err)
+		_, err = cluster.Machines.ListMachines(f.ctx(), &agentv1alpha1.ListMachinesRequest{Cluster: spokeRef, NodeGroupId: "fleet/" + name})
+		invalid("node_group_id", err)
+		_, err = cluster.Claims.ListClaims(f.ctx(), &agentv1alpha1.ListClaimsRequest{Cluster: spokeRef, Holder: name})
+		invalid("holder", err)
+		_, err = cluster.Claims.CreateClaim(f.ctx(), &agentv1alpha1.CreateClaimRequest{
+			Cluster: spokeRef, ClaimId: "claim", Holder: "karpenter", Candidates: []string{"fleet/" + name},
+		})
+		invalid("candidates[0]", err)
+	}
+	_, err := cluster.Machines.ListMachines(f.ctx(), &agentv1alpha1.ListMachinesRequest{Cluster: spokeRef})
+	require.NoError(t, err)
 }
 
 func TestReleasedClaimThatIsUnknownIsOK(t *testing.T) {

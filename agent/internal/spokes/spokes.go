@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime/debug"
 	"sync"
 	"time"
 
@@ -300,12 +301,23 @@ func each(ctx context.Context, c client.Client, namespaces []string, do func(con
 				break
 			}
 			for i := range list.Items {
-				errs = append(errs, do(ctx, &list.Items[i]))
+				errs = append(errs, doOne(ctx, &list.Items[i], do))
 			}
 			next = list.Continue
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// doOne turns a panic into an error, because one Spoke must not end the process that serves all
+// Clusters.
+func doOne(ctx context.Context, spoke *v1alpha1.Spoke, do func(context.Context, *v1alpha1.Spoke) error) (err error) {
+	defer func() {
+		if cause := recover(); cause != nil {
+			err = fmt.Errorf("looking at the Spoke %s: panic: %v, at %s", client.ObjectKeyFromObject(spoke), cause, debug.Stack())
+		}
+	}()
+	return do(ctx, spoke)
 }
 
 // Remove deletes the Spokes of the served Clusters, and returns their number.

@@ -16,6 +16,8 @@ metadata:
     {{- end }}
 spec:
   serviceAccountName: {{ include "karpenter.serviceAccountName" . }}
+  {{- /* With a kubeconfig, nothing in the pod calls the API server of the cluster that it runs in. */}}
+  automountServiceAccountToken: {{ not .Values.kubeconfig.secretName }}
   {{- with .Values.imagePullSecrets }}
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}

@@ -82,7 +82,7 @@ type GetMachineRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The Cluster. REQUIRED.
 	Cluster *ClusterRef `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
-	// The Machine object's name. REQUIRED.
+	// The Machine object's name. REQUIRED. A DNS name.
 	Name          string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -183,7 +183,7 @@ type ListMachinesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The Cluster. REQUIRED.
 	Cluster *ClusterRef `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
-	// Only machines of this node group. OPTIONAL; empty means all.
+	// Only machines of this node group. OPTIONAL; empty means all. `<namespace>/<name>`, as DNS names.
 	NodeGroupId   string `protobuf:"bytes,2,opt,name=node_group_id,json=nodeGroupId,proto3" json:"node_group_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -676,15 +676,15 @@ var File_capi_agent_v1alpha1_machine_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_machine_proto_rawDesc = "" +
 	"\n" +
-	"!capi/agent/v1alpha1/machine.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"w\n" +
+	"!capi/agent/v1alpha1/machine.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x99\x01\n" +
 	"\x11GetMachineRequest\x12A\n" +
-	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12\x1f\n" +
-	"\x04name\x18\x02 \x01(\tB\v\xbaH\b\xc8\x01\x01r\x03\x18\xfd\x01R\x04name\"L\n" +
+	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12A\n" +
+	"\x04name\x18\x02 \x01(\tB-\xbaH*\xc8\x01\x01r%\x18\xfd\x012 ^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$R\x04name\"L\n" +
 	"\x12GetMachineResponse\x126\n" +
-	"\amachine\x18\x01 \x01(\v2\x1c.capi.agent.v1alpha1.MachineR\amachine\"\x86\x01\n" +
+	"\amachine\x18\x01 \x01(\v2\x1c.capi.agent.v1alpha1.MachineR\amachine\"\xfd\x01\n" +
 	"\x13ListMachinesRequest\x12A\n" +
-	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12,\n" +
-	"\rnode_group_id\x18\x02 \x01(\tB\b\xbaH\x05r\x03\x18\xbd\x02R\vnodeGroupId\"P\n" +
+	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12\xa2\x01\n" +
+	"\rnode_group_id\x18\x02 \x01(\tB~\xbaH{ry\x18\xbd\x022t^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?([.][a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?)*)?$R\vnodeGroupId\"P\n" +
 	"\x14ListMachinesResponse\x128\n" +
 	"\bmachines\x18\x01 \x03(\v2\x1c.capi.agent.v1alpha1.MachineR\bmachines\"Y\n" +
 	"\x14WatchMachinesRequest\x12A\n" +

@@ -395,7 +395,7 @@ type GetNodeGroupRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The Cluster. REQUIRED.
 	Cluster *ClusterRef `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
-	// The node group's id, as in NodeGroup.id. REQUIRED.
+	// The node group's id, as in NodeGroup.id. REQUIRED. `<namespace>/<name>`, as DNS names.
 	Id            string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1302,10 +1302,10 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"nodeGroups\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x02 \x01(\x03R\n" +
-	"generation\"u\n" +
+	"generation\"\xe9\x01\n" +
 	"\x13GetNodeGroupRequest\x12A\n" +
-	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12\x1b\n" +
-	"\x02id\x18\x02 \x01(\tB\v\xbaH\b\xc8\x01\x01r\x03\x18\xbd\x02R\x02id\"U\n" +
+	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12\x8e\x01\n" +
+	"\x02id\x18\x02 \x01(\tB~\xbaH{\xc8\x01\x01rv\x18\xbd\x022q^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?([.][a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?)*$R\x02id\"U\n" +
 	"\x14GetNodeGroupResponse\x12=\n" +
 	"\n" +
 	"node_group\x18\x01 \x01(\v2\x1e.capi.agent.v1alpha1.NodeGroupR\tnodeGroup\"[\n" +

@@ -1,0 +1,82 @@
+package claims
+
+import (
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+)
+
+// One Cluster's calls for many node groups leave another Cluster's call its turn.
+func TestTheRunsOfOneClusterDoNotQueueBeforeAnothers(t *testing.T) {
+	const groups = 200
+	objects := make([]client.Object, 0, groups+1)
+	for n := range groups {
+		objects = append(objects, groupOf(fmt.Sprintf("flood-%d", n), 0, nil))
+	}
+	other := groupOf("other", 0, nil)
+	other.Spec.ClusterName = "another"
+	e := engineWith(t, append(objects, other)...)
+	nothing := func(*protocol.Snapshot) *protocol.Decision { return &protocol.Decision{} }
+	e.decide = nothing
+	for _, object := range append(objects, other) { // as the controller does at the start
+		_, err := e.group(object.GetNamespace(), object.GetName()).glance(t.Context())
+		require.NoError(t, err)
+	}
+
+	var (
+		mu            sync.Mutex
+		running, most int
+		inOrder       []string
+	)
+	held, release := make(chan struct{}, groups), make(chan struct{})
+	e.decide = func(s *protocol.Snapshot) *protocol.Decision {
+		mu.Lock()
+		inOrder = append(inOrder, s.Deployment.Name)
+		if s.Deployment.Name == "other" {
+			mu.Unlock()
+			return nothing(s)
+		}
+		running++
+		most = max(most, running)
+		mu.Unlock()
+		held <- struct{}{}
+		<-release
+		mu.Lock()
+		running--
+		mu.Unlock()
+		return nothing(s)
+	}
+	for _, object := range objects {
+		e.group(object.GetNamespace(), object.GetName()).kick(t.Context())
+	}
+	for range runsOfCluster {
+		<-held
+	}
+	e.group(other.Namespace, other.Name).kick(t.Context())
+	require.Eventually(t, func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(inOrder) > runsOfCluster
+	}, 10*time.Second, time.Millisecond)
+	mu.Lock()
+	assert.Equal(t, "other", inOrder[runsOfCluster], "it is next, before the %d that came earlier", groups-runsOfCluster)
+	mu.Unlock()
+
+	close(release)
+	require.Eventually(t, func() bool {
+		e.turns.mu.Lock()
+		defer e.turns.mu.Unlock()
+		return len(e.turns.of) == 0
+	}, 10*time.Second, time.Millisecond, "all have run, and nothing is left behind")
+	mu.Lock()
+	defer mu.Unlock()
+	assert.Equal(t, runsOfCluster, most)
+	assert.Subset(t, inOrder, []string{"flood-0", fmt.Sprintf("flood-%d", groups-1)})
+}

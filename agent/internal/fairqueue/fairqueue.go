@@ -1,0 +1,75 @@
+// Package fairqueue provides queues of controllers whose workers are shared fairly between Clusters:
+// Clusters with waiting requests take turns, however many requests each of them has.
+package fairqueue
+
+import (
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+)
+
+// Owner returns the Cluster that a request is about. It is called under the queue's lock, so it
+// must return quickly, and must not use the queue. If it does not know the Cluster, it returns any
+// fallback that is the same for similar requests.
+type Owner func(request reconcile.Request) types.NamespacedName
+
+// Constructor is the type of NewQueue in a controller's options.
+type Constructor func(controller string, limiter workqueue.TypedRateLimiter[reconcile.Request]) workqueue.TypedRateLimitingInterface[reconcile.Request]
+
+// New returns a constructor of queues. They behave like a controller's default queue, except that
+// requests of one owner are handed out in order, and owners take turns.
+func New(of Owner) Constructor {
+	return func(controller string, limiter workqueue.TypedRateLimiter[reconcile.Request]) workqueue.TypedRateLimitingInterface[reconcile.Request] {
+		ready := workqueue.NewTypedWithConfig(workqueue.TypedQueueConfig[reconcile.Request]{
+			Name: controller, Queue: &turns{of: of, waiting: map[types.NamespacedName][]reconcile.Request{}},
+		})
+		return workqueue.NewTypedRateLimitingQueueWithConfig(limiter, workqueue.TypedRateLimitingQueueConfig[reconcile.Request]{
+			Name: controller,
+			DelayingQueue: workqueue.NewTypedDelayingQueueWithConfig(workqueue.TypedDelayingQueueConfig[reconcile.Request]{
+				Name: controller, Queue: ready,
+			}),
+		})
+	}
+}
+
+// turns holds the requests that are ready. It implements [workqueue.Queue]. Its methods are called
+// with the queue's lock held.
+type turns struct {
+	of Owner
+	// waiting has the requests of each owner that has any, in order.
+	waiting map[types.NamespacedName][]reconcile.Request
+	// next has the keys of waiting, in the order of their turns.
+	next []types.NamespacedName
+	len  int
+}
+
+// Touch implements [workqueue.Queue]. A request that is added again keeps its place.
+func (*turns) Touch(reconcile.Request) {}
+
+// Push implements [workqueue.Queue].
+func (t *turns) Push(request reconcile.Request) {
+	owner := t.of(request)
+	if len(t.waiting[owner]) == 0 {
+		t.next = append(t.next, owner)
+	}
+	t.waiting[owner] = append(t.waiting[owner], request)
+	t.len++
+}
+
+// Len implements [workqueue.Queue].
+func (t *turns) Len() int { return t.len }
+
+// Pop implements [workqueue.Queue].
+func (t *turns) Pop() reconcile.Request {
+	owner := t.next[0]
+	t.next = t.next[1:]
+	request := t.waiting[owner][0]
+	if rest := t.waiting[owner][1:]; len(rest) > 0 {
+		t.waiting[owner] = rest
+		t.next = append(t.next, owner)
+	} else {
+		delete(t.waiting, owner)
+	}
+	t.len--
+	return request
+}

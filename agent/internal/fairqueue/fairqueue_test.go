@@ -1,0 +1,91 @@
+package fairqueue_test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
+)
+
+func request(name string) reconcile.Request {
+	return reconcile.Request{NamespacedName: types.NamespacedName{Namespace: "fleet", Name: name}}
+}
+
+// newQueue returns a queue in which the part of a name before the first dash is the owner.
+func newQueue(t *testing.T) workqueue.TypedRateLimitingInterface[reconcile.Request] {
+	t.Helper()
+	queue := fairqueue.New(func(r reconcile.Request) types.NamespacedName {
+		owner, _, _ := strings.Cut(r.Name, "-")
+		return types.NamespacedName{Namespace: r.Namespace, Name: owner}
+	})("test", workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](time.Millisecond, time.Second))
+	t.Cleanup(queue.ShutDown)
+	return queue
+}
+
+// take takes the next n requests, of which there must be as many.
+func take(t *testing.T, queue workqueue.TypedRateLimitingInterface[reconcile.Request], n int) []string {
+	t.Helper()
+	names := make([]string, 0, n)
+	for range n {
+		require.Positive(t, queue.Len())
+		r, _ := queue.Get()
+		names = append(names, r.Name)
+	}
+	return names
+}
+
+func TestOwnersTakeTurns(t *testing.T) {
+	queue := newQueue(t)
+	for _, name := range []string{"a-1", "a-2", "a-3", "a-4", "b-1", "b-2", "c-1"} {
+		queue.Add(request(name))
+	}
+	require.Equal(t, 7, queue.Len())
+	require.Equal(t, []string{"a-1", "b-1", "c-1", "a-2", "b-2", "a-3", "a-4"}, take(t, queue, 7))
+	require.Zero(t, queue.Len())
+}
+
+// However much one owner has queued, another's first request waits for one request of each owner at
+// most.
+func TestAFloodDelaysAnotherOwnerByOneRequest(t *testing.T) {
+	queue := newQueue(t)
+	for n := range 200 {
+		queue.Add(request(fmt.Sprintf("flood-%d", n)))
+	}
+	take(t, queue, 16) // all workers are busy with it
+	queue.Add(request("quiet-1"))
+	require.Contains(t, take(t, queue, 2), "quiet-1")
+	queue.Add(request("quiet-2"))
+	require.Contains(t, take(t, queue, 2), "quiet-2")
+}
+
+// What controllers rely on in a queue.
+func TestARequestIsHandedOutOnceAtATime(t *testing.T) {
+	queue := newQueue(t)
+	queue.Add(request("a-1"))
+	queue.Add(request("a-1"))
+	require.Equal(t, []string{"a-1"}, take(t, queue, 1))
+	require.Zero(t, queue.Len())
+	queue.Add(request("a-1")) // while it is being processed
+	require.Zero(t, queue.Len())
+	queue.Done(request("a-1"))
+	require.Equal(t, []string{"a-1"}, take(t, queue, 1))
+	queue.Done(request("a-1"))
+	require.Zero(t, queue.Len())
+
+	queue.AddAfter(request("a-2"), time.Millisecond)
+	queue.AddRateLimited(request("b-1"))
+	both := []string{}
+	for range 2 {
+		r, _ := queue.Get() // waits for it
+		both = append(both, r.Name)
+	}
+	require.ElementsMatch(t, []string{"a-2", "b-1"}, both)
+	require.Equal(t, 1, queue.NumRequeues(request("b-1")))
+}

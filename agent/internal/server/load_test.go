@@ -1,0 +1,80 @@
+package server_test
+
+import (
+	"context"
+	"fmt"
+	"sync/atomic"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// loadOf returns the values of a metric by caller, as namespace/cluster.
+func loadOf(t *testing.T, registry *prometheus.Registry, name string) map[string]int {
+	t.Helper()
+	families, err := registry.Gather()
+	require.NoError(t, err)
+	values := map[string]int{}
+	for _, family := range families {
+		if family.GetName() != name {
+			continue
+		}
+		for _, metric := range family.GetMetric() {
+			labels := map[string]string{}
+			for _, label := range metric.GetLabel() {
+				labels[label.GetName()] = label.GetValue()
+			}
+			values[labels["namespace"]+"/"+labels["cluster"]] = int(metric.GetCounter().GetValue())
+		}
+	}
+	return values
+}
+
+func TestMetricsTellWhichClusterMakesTheLoad(t *testing.T) {
+	const admitted = 10
+	var gone atomic.Bool
+	f := start(t, func(_ *fixture, config *server.Config) {
+		config.Onboarded = func(_ context.Context, name types.NamespacedName) (string, bool, error) {
+			return "", name == spoke && !gone.Load(), nil
+		}
+		config.Limits = limits.Defaults()
+		config.Limits.CallsPerSecond, config.Limits.CallBurst = 0.001, admitted
+	})
+	cluster := f.cluster()
+	for range admitted {
+		require.NoError(t, f.list(cluster))
+	}
+	_, err := cluster.NodeGroups.ListNodeGroups(f.ctx(), &agentv1alpha1.ListNodeGroupsRequest{
+		Cluster: &agentv1alpha1.ClusterRef{Namespace: "fleet", Name: "other"},
+	})
+	require.Error(t, err)
+	// A certificate may name a Cluster that does not exist.
+	for n := range 5 {
+		require.Error(t, f.list(f.as(fmt.Sprintf("spiffe://karpenter-capi/cluster/fleet/invented-%d", n))))
+	}
+	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")))
+
+	calls, refused := loadOf(t, f.registry, "capi_agent_caller_calls_total"), loadOf(t, f.registry, "capi_agent_caller_refused_calls_total")
+	require.Len(t, calls, 2, "%v: one known Cluster, and all others", calls)
+	require.GreaterOrEqual(t, calls["fleet/spoke"], admitted+1, "retries count as well")
+	require.Equal(t, calls["fleet/spoke"]-admitted, refused["fleet/spoke"])
+	require.GreaterOrEqual(t, calls["/"], 6)
+	require.Equal(t, calls["/"]-1, refused["/"])
+
+	gone.Store(true)
+	require.Equal(t, []string{"/"}, keys(loadOf(t, f.registry, "capi_agent_caller_calls_total")), "a deleted Cluster leaves nothing behind")
+}
+
+func keys(of map[string]int) []string {
+	all := make([]string, 0, len(of))
+	for key := range of {
+		all = append(all, key)
+	}
+	return all
+}
