@@ -74,6 +74,7 @@ generate: generate-proto generate-go generate-docs sandbox-generate ## Write all
 generate-proto: $(BUF) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
 	$(PRINT_PROTO) proto/third_party/protovalidate
 	$(BUF) generate
+	$(BUF) generate --template proto/buf.gen.cluster-autoscaler.yaml
 
 .PHONY: generate-go
 generate-go: $(CONTROLLER_GEN)
