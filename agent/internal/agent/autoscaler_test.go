@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"fmt"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -66,7 +67,10 @@ func ofAutoscaler(namespace, name string, replicas int32, options ...func(*clust
 
 func TestTheClusterAutoscalerScalesByClaims(t *testing.T) {
 	e, c := newHub(t)
-	e.free = true
+	var scaling atomic.Bool // machines take longer to join than to be assigned to their claims
+	e.model.SetBehaviour(func(m *clusterv1.Machine) capitest.Behaviour {
+		return capitest.Behaviour{HoldJoin: scaling.Load() && protocol.ClaimOf(m) == ""}
+	})
 	plane.Create(t, capitest.NewInfrastructureTemplate(e.namespace, "batch", nil), ofAutoscaler(e.namespace, "batch", 2,
 		capitest.Annotated(nodegroup.UnneededTimeAnnotation, "1m"), capitest.Annotated(capacity.LabelsAnnotation, "team=blue")))
 	plane.Create(t, capitest.NewInfrastructureTemplate(e.namespace, "workers", nil),
@@ -124,6 +128,7 @@ func TestTheClusterAutoscalerScalesByClaims(t *testing.T) {
 	_, err = provider.NodeGroupIncreaseSize(ctx, &externalgrpc.NodeGroupIncreaseSizeRequest{Id: id, Delta: 9})
 	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
 	require.Zero(t, target())
+	scaling.Store(true)
 	_, err = provider.NodeGroupIncreaseSize(ctx, &externalgrpc.NodeGroupIncreaseSizeRequest{Id: id, Delta: 3})
 	require.NoError(t, err)
 	require.EqualValues(t, 3, target(), "at once")
