@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/anypb"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 	corev1 "k8s.io/api/core/v1"
@@ -223,7 +224,7 @@ func (s *Scaler) askGPUs(ctx context.Context) {
 	}
 	if s.gpuTypes == nil {
 		if response, err := call(ctx, s.provider.GetAvailableGPUTypes, &externalgrpc.GetAvailableGPUTypesRequest{}); err == nil {
-			s.gpuTypes = lo.MapValues(response.GetGpuTypes(), func(any, string) struct{} { return struct{}{} })
+			s.gpuTypes = lo.MapValues(response.GetGpuTypes(), func(*anypb.Any, string) struct{} { return struct{}{} })
 		}
 	}
 }
