@@ -89,6 +89,7 @@ generate: generate-proto generate-go generate-docs sandbox-generate ## Write all
 generate-proto: $(BUF) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
 	$(PRINT_PROTO) proto/third_party/protovalidate
 	$(BUF) generate
+	$(BUF) generate --template proto/buf.gen.cluster-autoscaler.yaml
 
 .PHONY: generate-go
 generate-go: $(CONTROLLER_GEN)
@@ -256,6 +257,10 @@ test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo'
 e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) ## All end-to-end tests; an hour and more (E2E='Upgraded|Restore' for some of them)
 	@$(call e2e_test,$@,1,-test.timeout 60m)
 
+# A binary of the cluster-autoscaler, built with the provider externalgrpc: TestAClusterAutoscalerScales then runs it instead of a client that makes
+# the same calls. Its module is not on the proxy; docs/cluster-autoscaler.md says how to build it.
+CLUSTER_AUTOSCALER ?=
+
 # A regular expression: which end-to-end tests.
 E2E ?= .
 # How many of them run at once. Most wait more than they compute; of the whole suite, a few keep both cores busy for minutes.
@@ -265,7 +270,7 @@ e2e: E2E_LANES = 2
 # $(call e2e_test,<name>,<tests in a batch>,<flags of the test binary>): runs end-to-end tests, several batches at once, each in a sandbox of its own,
 # shows what a batch says as it ends, and closes with the numbers.
 define e2e_test
-start=$$(date +%s); results=$$(mktemp -d); export results; trap 'rm -rf "$$results"' EXIT; verdict=PASS; \
+start=$$(date +%s); results=$$(mktemp -d); export results CLUSTER_AUTOSCALER=$(abspath $(CLUSTER_AUTOSCALER)); trap 'rm -rf "$$results"' EXIT; verdict=PASS; \
 CGO_ENABLED=1 go test -c -race -o $(BIN)/e2e.test ./test/e2e; \
 tests=$$($(BIN)/e2e.test -test.list '$(E2E)'); test -n "$$tests" || { echo "$(1): FAIL no test has a name like '$(E2E)'"; exit 1; }; \
 xargs -n $(2) <<<"$$tests" | awk '{gsub(" ", "|"); printf "e2e-%02d ^(%s)$$\n", NR, $$0}' | \

@@ -44,6 +44,8 @@ const (
 	// MachineDeployment, for example because its version does not match the control plane's. This
 	// is only known while replicas lack their Machine.
 	MachinesBlocked Reason = "MachinesBlocked"
+	// Reserved means that the group takes the claims of another holder only; see [Group.For].
+	Reserved Reason = "Reserved"
 	// Gone means that the MachineDeployment does not exist.
 	Gone Reason = "Gone"
 )
@@ -55,7 +57,7 @@ func (r Reason) NoRoom() bool {
 	switch r {
 	case AtMaxSize, CoolingDown, QuotaExceeded, MachinesBlocked:
 		return true
-	case Paused, Deleting, ReplicasOwned, ReplicasLowered, Invalid, NotMember, NotAdoptable, Gone:
+	case Paused, Deleting, ReplicasOwned, ReplicasLowered, Invalid, NotMember, NotAdoptable, Reserved, Gone:
 	}
 	return false
 }
@@ -99,6 +101,9 @@ type Group struct {
 	// process of being moved to another hub, or restored from a backup. Nothing is then concluded
 	// from a missing object, and nothing is written.
 	Suspended bool
+	// Holder is the holder whose claims alone the group takes, or empty if it takes those of every
+	// holder.
+	Holder string
 	// MaxNodeProvisionTime is how long a claim waits for its Machine's provider ID and Node. It is
 	// zero if the MachineDeployment does not set it.
 	MaxNodeProvisionTime time.Duration
@@ -125,6 +130,17 @@ func (g Group) With(refusal *Refusal) Group {
 		g.Refusals = append(slices.Clone(g.Refusals), *refusal)
 	}
 	return g
+}
+
+// For returns the refusal of a holder's claims because the group is another holder's. It is nil if
+// the group is the holder's, or everyone's. The empty holder stands for every holder but the
+// group's own.
+func (g Group) For(nodeGroup, holder string) *Refusal {
+	if g.Holder == "" || g.Holder == holder {
+		return nil
+	}
+	return &Refusal{NodeGroup: nodeGroup, Reason: Reserved, Message: fmt.Sprintf(
+		"the node group takes claims of the holder %q only (annotation %s of the MachineDeployment)", g.Holder, v1alpha1.HolderAnnotation)}
 }
 
 // Refusal combines all refusals. The result has the reason of the first and the messages of all. It
@@ -168,7 +184,7 @@ func (g Group) SizesUsable() bool { return !g.Has(Invalid) }
 // exist. Of only reads its arguments, and never fails. Unusable sizes become a problem and a
 // refusal, other unusable values only a problem. Every reason is retained.
 func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
-	var g Group
+	g := Group{Holder: md.Annotations[v1alpha1.HolderAnnotation]}
 	refuse := func(reason Reason, format string, args ...any) {
 		g = g.With(&Refusal{NodeGroup: md.Name, Reason: reason, Message: fmt.Sprintf(format, args...)})
 	}

@@ -135,6 +135,25 @@ func TestClosedGroupsSayWhy(t *testing.T) {
 	}
 }
 
+func TestAGroupIsOneHoldersOrEveryones(t *testing.T) {
+	group := eligibility.Of(deployment(func(*clusterv1.MachineDeployment) {}), cluster(nil))
+	for _, holder := range []string{"", "karpenter", "cluster-autoscaler"} {
+		assert.Nil(t, group.For("small", holder))
+	}
+	group = eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
+		md.Annotations[v1alpha1.HolderAnnotation] = "cluster-autoscaler"
+	}), cluster(nil))
+	assert.Nil(t, group.Refusal(), "to its holder it is open")
+	assert.Nil(t, group.For("small", "cluster-autoscaler"))
+	for _, holder := range []string{"", "karpenter", "cluster-autoscaler-b"} {
+		refusal := group.For("small", holder)
+		require.NotNil(t, refusal, holder)
+		assert.Equal(t, eligibility.Reserved, refusal.Reason)
+		assert.False(t, refusal.Reason.NoRoom(), "waiting does not help")
+		assert.Contains(t, refusal.Message, v1alpha1.HolderAnnotation)
+	}
+}
+
 func TestTheAgentsOwnPauseClosesNothing(t *testing.T) {
 	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
 		md.Annotations[clusterv1.PausedAnnotation] = v1alpha1.PausedByAgent

@@ -6,6 +6,8 @@ const (
 	AdminIdentity = "spiffe://" + trustDomain + "/admin"
 	// ReaderIdentity may call every read method for every Cluster.
 	ReaderIdentity = "spiffe://" + trustDomain + "/reader"
+	// AutoscalerIdentity may call as the cluster-autoscaler of the spoke's default Cluster.
+	AutoscalerIdentity = "spiffe://" + trustDomain + "/cluster-autoscaler/" + ClusterNamespace + "/" + ClusterName
 )
 
 // agentPolicy grants these identities their roles.
@@ -16,4 +18,7 @@ const agentPolicy = `identities:
 - id: ` + ReaderIdentity + `
   roles: [reader]
   allClusters: true
+- id: ` + AutoscalerIdentity + `
+  roles: [autoscaler]
+  clusters: [` + ClusterNamespace + `/` + ClusterName + `]
 `

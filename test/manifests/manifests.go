@@ -23,13 +23,14 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-//go:embed fleet peer crowd broken sizes fit labelled life move
+//go:embed fleet peer crowd broken sizes fit labelled life move scaled
 var files embed.FS
 
 // The files. Fleet is the demo's. Peer is what a user of karpenter-provider-cluster-api brings
 // along. Crowd is for many machines at once. Broken is full of mistakes. Sizes is for choices by
 // price. Fit is for random machines and pods. Labelled is for the labels of Nodes. Life is for one
-// Node that is disturbed. Move is for a Cluster that moves to another hub.
+// Node that is disturbed. Move is for a Cluster that moves to another hub. Scaled is for the
+// cluster-autoscaler.
 const (
 	FleetHub      = "fleet/hub.yaml"
 	FleetSpoke    = "fleet/spoke.yaml"
@@ -50,9 +51,12 @@ const (
 	MoveSpoke     = "move/spoke.yaml"
 	MoveWorkload  = "move/workload.yaml"
 	FitSpoke      = "fit/spoke.yaml"
+	ScaledHub     = "scaled/hub.yaml"
 	SizesHub      = "sizes/hub.yaml"
 	SizesSpoke    = "sizes/spoke.yaml"
 	SizesWorkload = "sizes/workload.yaml"
+
+	ScaledWorkload = "scaled/workload.yaml"
 )
 
 const (

@@ -15,6 +15,13 @@ const (
 	// karpenter-provider-cluster-api uses.
 	MemberLabel = "node.cluster.x-k8s.io/karpenter-member"
 
+	// HolderAnnotation on a MachineDeployment names the holder whose claims alone the node group takes. Without it, the group is Karpenter's,
+	// and open to every holder of the agent's own API.
+	HolderAnnotation = Group + "/holder"
+	// ClusterAutoscaler is the holder of the claims of a cluster-autoscaler that uses the agent as its cloud provider. It gets the node groups
+	// that name it, and no others.
+	ClusterAutoscaler = "cluster-autoscaler"
+
 	// MaxNodeProvisionTimeAnnotation on a MachineDeployment is how long a claim waits for its Machine's provider ID and Node, as a Go
 	// duration. The same key that cluster-autoscaler's provider for Cluster API reads.
 	MaxNodeProvisionTimeAnnotation = "cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime"

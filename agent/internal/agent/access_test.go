@@ -54,6 +54,8 @@ type caller struct {
 	// create, release and collect claims.
 	reads bool
 	acts  []string
+	// scales reports whether it may call as the cluster-autoscaler does, without naming a Cluster.
+	scales bool
 	// certified reports whether it may get a certificate of the Cluster, and outdated whether its
 	// own certificate belongs to a past onboarding of the Cluster.
 	certified, outdated bool
@@ -80,10 +82,13 @@ type row struct {
 	open, connected bool
 	// certifies reports whether only the Cluster's own callers may call it.
 	certifies bool
+	// scales reports whether only the autoscaler of a single Cluster may call it.
+	scales bool
 }
 
 func (c rpc) name() string {
 	name := fmt.Sprintf("%s/%s", strings.TrimPrefix(string(c.method.Parent().FullName()), "capi.agent.v1alpha1."), c.method.Name())
+	name = strings.TrimPrefix(name, "clusterautoscaler.cloudprovider.v1.")
 	if c.holder != "" {
 		name += ", holder " + c.holder
 	}
@@ -106,6 +111,10 @@ func wanted(by caller, of rpc) string {
 		return codes.Unauthenticated.String()
 	case of.connected:
 		return admitted
+	case of.scales && by.scales:
+		return admitted
+	case of.scales:
+		return codes.PermissionDenied.String()
 	case by.outdated && (by.reads || of.certifies):
 		return codes.Unauthenticated.String()
 	case of.certifies && by.certified:
@@ -123,8 +132,8 @@ func wanted(by caller, of rpc) string {
 var holders = []string{"karpenter", "cluster-autoscaler", "another-tool"}
 
 // requests has the request of every method in JSON, by name. $CLUSTER is the Cluster, $GROUP its
-// node group, $ID the ID of a claim, $HOLDER its holder, and $TOKEN the token of that holder's
-// listing.
+// node group, $HELD the one of the cluster-autoscaler, $ID the ID of a claim, $HOLDER its holder, and
+// $TOKEN the token of that holder's listing.
 var requests = map[protoreflect.FullName]row{
 	"capi.agent.v1alpha1.NodeGroupService.ListNodeGroups":  {json: `{"cluster": $CLUSTER}`},
 	"capi.agent.v1alpha1.NodeGroupService.GetNodeGroup":    {json: `{"cluster": $CLUSTER, "id": "$GROUP"}`},
@@ -149,6 +158,23 @@ var requests = map[protoreflect.FullName]row{
 
 	"capi.agent.v1alpha1.StatusService.GetStatus": {json: `{}`, connected: true},
 
+	scaling + "NodeGroups":           {json: `{}`, scales: true},
+	scaling + "NodeGroupForNode":     {json: `{"node": {"providerID": "test://a", "name": "a"}}`, scales: true},
+	scaling + "PricingNodePrice":     {json: `{"node": {"name": "template-node-for-$HELD-1"}}`, scales: true},
+	scaling + "PricingPodPrice":      {json: `{}`, scales: true},
+	scaling + "GPULabel":             {json: `{}`, scales: true},
+	scaling + "GetAvailableGPUTypes": {json: `{}`, scales: true},
+	scaling + "Cleanup":              {json: `{}`, scales: true},
+	scaling + "Refresh":              {json: `{}`, scales: true},
+
+	scaling + "NodeGroupTargetSize":         {json: `{"id": "$HELD"}`, scales: true},
+	scaling + "NodeGroupIncreaseSize":       {json: `{"id": "$HELD", "delta": 1}`, scales: true},
+	scaling + "NodeGroupDeleteNodes":        {json: `{"id": "$HELD", "nodes": [{"name": "a"}]}`, scales: true, also: codes.FailedPrecondition},
+	scaling + "NodeGroupDecreaseTargetSize": {json: `{"id": "$HELD", "delta": -1}`, scales: true},
+	scaling + "NodeGroupNodes":              {json: `{"id": "$HELD"}`, scales: true},
+	scaling + "NodeGroupTemplateNodeInfo":   {json: `{"id": "$HELD"}`, scales: true},
+	scaling + "NodeGroupGetOptions":         {json: `{"id": "$HELD"}`, scales: true},
+
 	"grpc.health.v1.Health.Check": {json: `{}`, open: true},
 	"grpc.health.v1.Health.List":  {json: `{}`, open: true},
 	"grpc.health.v1.Health.Watch": {json: `{}`, open: true},
@@ -156,6 +182,9 @@ var requests = map[protoreflect.FullName]row{
 	"grpc.reflection.v1.ServerReflection.ServerReflectionInfo":      {json: `{"listServices": ""}`, connected: true},
 	"grpc.reflection.v1alpha.ServerReflection.ServerReflectionInfo": {json: `{"listServices": ""}`, connected: true},
 }
+
+// scaling is the service of the cluster-autoscaler.
+const scaling = "clusterautoscaler.cloudprovider.v1.externalgrpc.CloudProvider."
 
 // present is the current onboarding of the Cluster.
 const present = "0123456789abcdef"
@@ -171,7 +200,10 @@ func TestAccessMatrix(t *testing.T) {
 	plane.Create(t, onboarded, capitest.NewCluster(namespace, "other"),
 		capitest.NewInfrastructureTemplate(namespace, "workers", nil),
 		capitest.NewMachineDeployment(namespace, "workers", "spoke", 0, capitest.Sized("0", "1000"),
-			capitest.Annotated(capacity.MemoryAnnotation, "16Gi"), capitest.Annotated(capacity.CPUAnnotation, "4")))
+			capitest.Annotated(capacity.MemoryAnnotation, "16Gi"), capitest.Annotated(capacity.CPUAnnotation, "4")),
+		capitest.NewMachineDeployment(namespace, "held", "spoke", 0, capitest.Sized("0", "1000"),
+			capitest.Annotated(capacity.MemoryAnnotation, "16Gi"), capitest.Annotated(capacity.CPUAnnotation, "4"),
+			capitest.Annotated(v1alpha1.HolderAnnotation, v1alpha1.ClusterAutoscaler)))
 	callers := serveEveryWay(t, namespace)
 	admin := callers[len(callers)-1].conn
 	eventually(t, "the node group takes claims", func(ctx context.Context) (bool, error) {
@@ -218,6 +250,7 @@ identities:
 - {id: spiffe://karpenter-capi/reader, roles: [reader], clusters: ["%[1]s/spoke"]}
 - {id: spiffe://karpenter-capi/reader-of-other, roles: [reader], clusters: ["%[1]s/other"]}
 - {id: spiffe://karpenter-capi/autoscaler, roles: [autoscaler], clusters: ["%[1]s/spoke"]}
+- {id: spiffe://karpenter-capi/autoscaler-of-both, roles: [autoscaler], clusters: ["%[1]s/spoke", "%[1]s/other"]}
 - {id: spiffe://karpenter-capi/admin, roles: [admin], allClusters: true}
 - {id: spiffe://karpenter-capi/denied, roles: [admin], allClusters: true}
 clusters: ["%[1]s/spoke", "%[1]s/other"]
@@ -300,6 +333,10 @@ deny:
 		{name: "reader", conn: as("spiffe://karpenter-capi/reader"), connects: true, identified: true, reads: true},
 		{
 			name: "autoscaler", conn: as("spiffe://karpenter-capi/autoscaler"), connects: true, identified: true, reads: true,
+			acts: []string{"cluster-autoscaler"}, scales: true,
+		},
+		{
+			name: "autoscaler, of several Clusters", conn: as("spiffe://karpenter-capi/autoscaler-of-both"), connects: true, identified: true, reads: true,
 			acts: []string{"cluster-autoscaler"},
 		},
 		{
@@ -358,7 +395,8 @@ func served(tb testing.TB, admin grpc.ClientConnInterface, namespace string) []r
 			row, has := requests[method.FullName()]
 			require.True(tb, has, "%s has no row in requests", method.FullName())
 			known++
-			text := strings.NewReplacer("$CLUSTER", fmt.Sprintf(`{"namespace": %q, "name": "spoke"}`, namespace), "$GROUP", namespace+"/workers").
+			text := strings.NewReplacer("$CLUSTER", fmt.Sprintf(`{"namespace": %q, "name": "spoke"}`, namespace), "$GROUP", namespace+"/workers",
+				"$HELD", namespace+"/held").
 				Replace(row.json)
 			text = strings.ReplaceAll(text, "$CSR", base64.StdEncoding.EncodeToString(testpki.SigningRequest(tb)))
 			of := rpc{method: method, request: text, row: row}

@@ -22,6 +22,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/autoscaler"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/configmap"
@@ -92,6 +93,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	nodeGroups := newFeed(o, catalogue.Equal)
 	machines := newFeed(o, inventory.EqualMachines)
 	shownClaims := newFeed(o, inventory.EqualClaims)
+	held := newFeed(o, catalogue.EqualHeld)
 
 	var groups *catalogue.Catalogue
 	engine := claims.New(claims.Config{
@@ -128,7 +130,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		return nil, err
 	}
 	groups, err = catalogue.New(catalogue.Config{
-		Feed: nodeGroups, Scope: scope, SyncedLabels: o.SyncedLabels(),
+		Feed: nodeGroups, Held: held, Scope: scope, SyncedLabels: o.SyncedLabels(),
 		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock, Observed: nodes, Pricing: o.Pricing(), PriceList: prices,
 	})
@@ -175,7 +177,8 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Issuing: a.issuing(o, keeper), Note: a.noteOn(keeper),
 		Contact: probe,
 		Engine:  engine, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
-		Scope: scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
+		Autoscaler: autoscaler.New(autoscaler.Config{Engine: engine, Groups: held, Claims: shownClaims}),
+		Scope:      scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
 		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,
 		TracerProvider: c.TracerProvider,
 	})

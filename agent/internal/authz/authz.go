@@ -124,6 +124,33 @@ func (c Caller) MayCallFor(rule Rule, cluster types.NamespacedName) bool {
 	return slices.ContainsFunc(c.Grants, func(g Grant) bool { return slices.Contains(rule.Roles, g.Role) && g.covers(cluster) })
 }
 
+// OnlyCluster returns the Cluster that a call is for whose request names none: the only one that the
+// caller was granted one of the rule's roles for. The error reports that there is none, or more than
+// one; a pattern may match more than one.
+func (c Caller) OnlyCluster(rule Rule) (types.NamespacedName, error) {
+	var only types.NamespacedName
+	for _, g := range c.Grants {
+		if !slices.Contains(rule.Roles, g.Role) {
+			continue
+		}
+		for _, cluster := range g.Clusters {
+			if only != (types.NamespacedName{}) && only != cluster {
+				return types.NamespacedName{}, fmt.Errorf("the requests of this method name no Cluster, and this identity is for several, %s and %s among them; "+
+					"give it the role for one", only, cluster)
+			}
+			only = cluster
+		}
+		if g.AllClusters || strings.Contains(only.String(), "*") {
+			return types.NamespacedName{}, errors.New("the requests of this method name no Cluster, and this identity is for any number of them; " +
+				"give it the role for one, by its name")
+		}
+	}
+	if only == (types.NamespacedName{}) {
+		return only, errors.New("this identity may not call this method")
+	}
+	return only, nil
+}
+
 // MaySeeAll reports whether the caller may call a method for every Cluster, and may therefore learn
 // which Clusters do not exist.
 func (c Caller) MaySeeAll(rule Rule) bool {

@@ -25,6 +25,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/proto/clusterautoscaler/externalgrpc"
 )
 
 var (
@@ -163,6 +164,33 @@ identities:
 	nobody := get("spiffe://karpenter-capi/team/unknown")
 	g.Expect(nobody.MayCall(read)).To(BeFalse())
 	g.Expect(nobody.MayCall(authz.Rule{Everyone: true})).To(BeTrue())
+}
+
+func TestTheOnlyClusterOfARole(t *testing.T) {
+	rule := authz.Methods[externalgrpc.CloudProvider_NodeGroups_FullMethodName]
+	for name, c := range map[string]struct{ identities, wrong string }{
+		"one":                       {"{id: ID, roles: [autoscaler], clusters: [fleet/spoke]}", ""},
+		"one, and others to read":   {"{id: ID, roles: [autoscaler, reader], clusters: [fleet/spoke]}", ""},
+		"the same twice":            {"{id: ID, roles: [autoscaler], clusters: [fleet/spoke, fleet/spoke]}", ""},
+		"two":                       {"{id: ID, roles: [autoscaler], clusters: [fleet/spoke, fleet/other]}", "several, fleet/spoke and fleet/other"},
+		"a pattern":                 {"{id: ID, roles: [autoscaler], clusters: [fleet/sp*]}", "any number"},
+		"all":                       {"{id: ID, roles: [autoscaler], allClusters: true}", "any number"},
+		"none, as an administrator": {"{id: ID, roles: [admin], clusters: [fleet/spoke]}", "may not call"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			policy := "identities:\n- " + strings.ReplaceAll(c.identities, "ID", "spiffe://karpenter-capi/x") + "\n"
+			caller, err := authorizer(t, policy).FromChains(chain(t, "spiffe://karpenter-capi/x"))
+			g.Expect(err).NotTo(HaveOccurred())
+			only, err := caller.OnlyCluster(rule)
+			if c.wrong != "" {
+				g.Expect(err).To(MatchError(ContainSubstring(c.wrong)))
+				return
+			}
+			g.Expect(err).NotTo(HaveOccurred())
+			g.Expect(only).To(Equal(spoke))
+		})
+	}
 }
 
 func authority(name string) *x509.Certificate {
@@ -406,7 +434,7 @@ func TestEveryMethodHasARule(t *testing.T) {
 	methods := map[string]protoreflect.MethodDescriptor{}
 	protoregistry.GlobalFiles.RangeFiles(func(file protoreflect.FileDescriptor) bool {
 		switch file.Package() {
-		case "capi.agent.v1alpha1", "grpc.health.v1", "grpc.reflection.v1", "grpc.reflection.v1alpha":
+		case "capi.agent.v1alpha1", "clusterautoscaler.cloudprovider.v1.externalgrpc", "grpc.health.v1", "grpc.reflection.v1", "grpc.reflection.v1alpha":
 		default:
 			return true
 		}
@@ -426,6 +454,7 @@ func TestEveryMethodHasARule(t *testing.T) {
 		field := method.Input().Fields().ByName("cluster")
 		namesCluster := field != nil && field.Message() != nil && field.Message().FullName() == proto.MessageName(&agentv1alpha1.ClusterRef{})
 		g.Expect(rule.OfCluster).To(Equal(namesCluster), "%s", name)
+		g.Expect(rule.OneCluster).To(Equal(strings.HasPrefix(name, "/clusterautoscaler.")), "%s", name)
 		if rule.OfCluster {
 			g.Expect(rule.Anyone || rule.Everyone).To(BeFalse(), "%s", name)
 			// A Cluster's certificate is for the Cluster's own callers only: it would outlive an

@@ -6,6 +6,7 @@ import (
 	"google.golang.org/grpc/reflection/grpc_reflection_v1alpha"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/proto/clusterautoscaler/externalgrpc"
 )
 
 // Rule specifies who may call a method.
@@ -19,6 +20,9 @@ type Rule struct {
 	// OfCluster means that the request names a Cluster, and that the role must have been granted
 	// for it.
 	OfCluster bool
+	// OneCluster means that the request names no Cluster: it is for the only one that the caller was
+	// granted one of the roles for; see [Caller.OnlyCluster].
+	OneCluster bool
 	// AsHolder means that the request names the holder that the caller acts as. One of the caller's
 	// roles must allow this holder; see [Holders].
 	AsHolder bool
@@ -30,6 +34,9 @@ type Rule struct {
 var (
 	readers  = []Role{RoleCluster, RoleReader, RoleAutoscaler, RoleAdmin}
 	claimers = []Role{RoleCluster, RoleAutoscaler, RoleAdmin}
+
+	// autoscaler is the rule of the cluster-autoscaler's protocol, whose requests name no Cluster.
+	autoscaler = Rule{Roles: []Role{RoleAutoscaler}, OneCluster: true}
 )
 
 // Methods has a rule for the full name of every served method. Other methods are rejected.
@@ -54,6 +61,22 @@ var Methods = map[string]Rule{
 	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName: {
 		Roles: []Role{RoleCluster, RoleBootstrap}, OfCluster: true, AsksOnboarding: true,
 	},
+
+	externalgrpc.CloudProvider_NodeGroups_FullMethodName:                  autoscaler,
+	externalgrpc.CloudProvider_NodeGroupForNode_FullMethodName:            autoscaler,
+	externalgrpc.CloudProvider_PricingNodePrice_FullMethodName:            autoscaler,
+	externalgrpc.CloudProvider_PricingPodPrice_FullMethodName:             autoscaler,
+	externalgrpc.CloudProvider_GPULabel_FullMethodName:                    autoscaler,
+	externalgrpc.CloudProvider_GetAvailableGPUTypes_FullMethodName:        autoscaler,
+	externalgrpc.CloudProvider_Cleanup_FullMethodName:                     autoscaler,
+	externalgrpc.CloudProvider_Refresh_FullMethodName:                     autoscaler,
+	externalgrpc.CloudProvider_NodeGroupTargetSize_FullMethodName:         autoscaler,
+	externalgrpc.CloudProvider_NodeGroupIncreaseSize_FullMethodName:       autoscaler,
+	externalgrpc.CloudProvider_NodeGroupDeleteNodes_FullMethodName:        autoscaler,
+	externalgrpc.CloudProvider_NodeGroupDecreaseTargetSize_FullMethodName: autoscaler,
+	externalgrpc.CloudProvider_NodeGroupNodes_FullMethodName:              autoscaler,
+	externalgrpc.CloudProvider_NodeGroupTemplateNodeInfo_FullMethodName:   autoscaler,
+	externalgrpc.CloudProvider_NodeGroupGetOptions_FullMethodName:         autoscaler,
 
 	agentv1alpha1.StatusService_GetStatus_FullMethodName: {Everyone: true},
 

@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"reflect"
 	"regexp"
 	"strings"
 	"sync"
@@ -59,6 +60,9 @@ const templateRetry = 30 * time.Second
 type Config struct {
 	// Feed receives the node groups, by ID. REQUIRED.
 	Feed *feed.Feed[*agentv1alpha1.NodeGroup]
+	// Held receives the node groups of the holder [v1alpha1.ClusterAutoscaler], by ID. Nil leaves
+	// them out.
+	Held *feed.Feed[nodegroup.NodeGroup]
 	// Scope determines which Clusters are served.
 	Scope hub.Scope
 	// SyncedLabels are the patterns of additional labels that Cluster API copies to Nodes.
@@ -105,7 +109,7 @@ type entry struct {
 func New(c Config) (*Catalogue, error) {
 	catalogue := &Catalogue{
 		Config: c,
-		warmup: warmup.New(c.Feed.SetReady),
+		warmup: warmup.New(c.complete),
 		groups: map[types.NamespacedName]*entry{},
 		problems: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "capi_agent_node_group_problems",
@@ -118,6 +122,34 @@ func New(c Config) (*Catalogue, error) {
 		}
 	}
 	return catalogue, nil
+}
+
+// complete marks the views as complete.
+func (c Config) complete() {
+	if c.Held != nil {
+		c.Held.SetReady()
+	}
+	c.Feed.SetReady()
+}
+
+// set puts a group into the views.
+func (c Config) set(group nodegroup.NodeGroup) {
+	switch {
+	case c.Held == nil:
+	case group.Limits.Holder == v1alpha1.ClusterAutoscaler:
+		c.Held.Set(group.Cluster, group.ID(), group)
+	default:
+		c.Held.Remove(group.Cluster, group.ID())
+	}
+	c.Feed.Set(group.Cluster, group.ID(), messages.NodeGroup(group))
+}
+
+// remove takes a group of a Cluster out of the views.
+func (c Config) remove(cluster types.NamespacedName, id string) {
+	if c.Held != nil {
+		c.Held.Remove(cluster, id)
+	}
+	c.Feed.Remove(cluster, id)
 }
 
 // SetupWithManager adds the catalogue to the manager. The indexes of package hub must have been
@@ -347,13 +379,13 @@ func (c *Catalogue) publish(md *clusterv1.MachineDeployment, group nodegroup.Nod
 	known := c.groups[group.Key]
 	if known == nil || known.uid != md.UID {
 		if known != nil && known.cluster != group.Cluster {
-			c.Feed.Remove(known.cluster, group.ID())
+			c.remove(known.cluster, group.ID())
 		}
 		known = &entry{uid: md.UID, reported: map[capacity.Problem]struct{}{}}
 		c.groups[group.Key] = known
 	}
 	if known.cluster != group.Cluster {
-		c.Feed.Remove(known.cluster, group.ID())
+		c.remove(known.cluster, group.ID())
 		known.cluster = group.Cluster
 	}
 	present := make(map[capacity.Problem]struct{}, len(group.Problems))
@@ -367,7 +399,7 @@ func (c *Catalogue) publish(md *clusterv1.MachineDeployment, group nodegroup.Nod
 	known.reported = present
 	c.mu.Unlock()
 
-	c.Feed.Set(group.Cluster, group.ID(), messages.NodeGroup(group))
+	c.set(group)
 	c.problems.WithLabelValues(group.Key.Namespace, group.Key.Name).Set(float64(len(present)))
 	for _, problem := range fresh {
 		c.Recorder.Eventf(md, nil, corev1.EventTypeWarning, eventReason(problem.Field), "DescribeNodeGroup", "%s: %.256q %s",
@@ -398,9 +430,12 @@ func (c *Catalogue) forget(key types.NamespacedName) {
 	if known == nil {
 		return
 	}
-	c.Feed.Remove(known.cluster, nodegroup.ID(key))
+	c.remove(known.cluster, nodegroup.ID(key))
 	c.problems.DeleteLabelValues(key.Namespace, key.Name)
 }
 
 // Equal reports whether two node groups are the same to watchers.
 func Equal(a, b *agentv1alpha1.NodeGroup) bool { return proto.Equal(a, b) }
+
+// EqualHeld reports whether two node groups are the same to the cluster-autoscaler.
+func EqualHeld(a, b nodegroup.NodeGroup) bool { return reflect.DeepEqual(a, b) }

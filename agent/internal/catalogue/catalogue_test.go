@@ -39,6 +39,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
@@ -73,6 +74,7 @@ type fixture struct {
 	namespace string
 	cluster   types.NamespacedName
 	feed      *feed.Feed[*agentv1alpha1.NodeGroup]
+	held      *feed.Feed[nodegroup.NodeGroup]
 	registry  *prometheus.Registry
 	prices    *prometheus.Registry // metrics of the price list
 	nodes     *observed.Nodes
@@ -89,6 +91,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	}
 	f.cluster = types.NamespacedName{Namespace: f.namespace, Name: "spoke"}
 	f.feed = feed.New(feed.Options[*agentv1alpha1.NodeGroup]{Equal: catalogue.Equal, Buffer: 100, Heartbeat: time.Minute})
+	f.held = feed.New(feed.Options[nodegroup.NodeGroup]{Equal: catalogue.EqualHeld, Buffer: 100, Heartbeat: time.Minute})
 	plane.Create(t, capitest.NewCluster(f.namespace, "spoke"))
 	for _, do := range before {
 		do(f)
@@ -117,7 +120,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	require.NoError(t, err)
 	f.nodes = nodes
 	c, err := catalogue.New(catalogue.Config{
-		Feed: f.feed, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
+		Feed: f.feed, Held: f.held, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock,
 		Observed: nodes, PriceList: prices, Pricing: pricing.Policy{Coefficients: pricing.DefaultCoefficients},
 	})
@@ -163,6 +166,35 @@ func TestAGroupIsUnavailableWhileItCoolsDown(t *testing.T) {
 	require.Contains(t, available().GetMessage(), "no hosts left")
 	require.NotNil(t, available().GetRetryAt())
 	require.Eventually(t, func() bool { return available().GetAvailable() }, patience, 10*time.Millisecond, "and available again by itself")
+}
+
+func TestTheClusterAutoscalersGroupsAreAView(t *testing.T) {
+	f := start(t)
+	md := capitest.NewMachineDeployment(f.namespace, "small", "spoke", 1, described, capitest.Annotated(v1alpha1.HolderAnnotation, "cluster-autoscaler"))
+	plane.Create(t, md)
+	held := func() (nodegroup.NodeGroup, bool) {
+		group, found, err := f.held.Get(f.cluster, f.namespace+"/small")
+		require.NoError(t, err)
+		return group, found
+	}
+	reserved := func(g *agentv1alpha1.NodeGroup) bool {
+		return g.GetAvailability().GetReason() == agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED
+	}
+	require.Equal(t, "cluster-autoscaler", f.until("small", reserved).GetHolder())
+	group, found := held()
+	require.True(t, found)
+	require.Nil(t, group.Limits.Refusal(), "to its holder it is open")
+	require.Equal(t, "4", group.Machine.Resources.Cpu().String())
+	f.change(md, func() { delete(md.Annotations, v1alpha1.HolderAnnotation) })
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetHolder() == "" })
+	_, found = held()
+	require.False(t, found)
+	f.change(md, func() { md.Annotations[v1alpha1.HolderAnnotation] = "cluster-autoscaler" })
+	f.until("small", reserved)
+	require.NoError(t, plane.Client.Delete(t.Context(), md))
+	f.until("small", hidden)
+	_, found = held()
+	require.False(t, found)
 }
 
 func (f *fixture) group(name string) *agentv1alpha1.NodeGroup {

@@ -208,6 +208,9 @@ func (e *Engine) refusal(
 		return newer(name, err), nil
 	}
 	group := eligibility.Of(md, cluster)
+	if reserved := group.For(name, r.Holder); reserved != nil {
+		return reserved, nil
+	}
 	switch refusal := group.Refusal(); {
 	case refusal != nil:
 		return refusal, nil

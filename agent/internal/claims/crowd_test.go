@@ -107,8 +107,11 @@ func TestALedgerThatTheHubRefusesIsNotRetriedAsALostRace(t *testing.T) {
 			_, err = e.Create(t.Context(), request)
 			var refused *RefusedError
 			require.ErrorAs(t, err, &refused)
-			require.ErrorContains(t, err, refusal.Error())
-			assert.Contains(t, <-recorder.Events, "Warning WriteRefused")
+			require.ErrorContains(t, err, "WriteRefused on its MachineDeployment has the reason")
+			require.NotContains(t, err.Error(), refusal.Error(), "it is for users of the hub alone")
+			told := <-recorder.Events
+			assert.Contains(t, told, "Warning WriteRefused")
+			assert.Contains(t, told, refusal.Error())
 		})
 	}
 }

@@ -195,6 +195,13 @@ func (f *Feed[T]) GenerationOf(among func(cluster types.NamespacedName) bool) in
 	return sum
 }
 
+// GenerationIn returns the number of changes of a Cluster's objects.
+func (f *Feed[T]) GenerationIn(cluster types.NamespacedName) int64 {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	return f.generations[cluster]
+}
+
 // Stats are counts for metrics.
 type Stats struct {
 	Objects, Subscribers int

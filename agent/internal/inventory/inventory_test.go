@@ -356,7 +356,8 @@ func TestAMachineOfTheSameNameIsNotTheClaims(t *testing.T) {
 
 func TestAPanicCostsOneMachineAlone(t *testing.T) {
 	f := start(t)
-	plane.Create(t, f.machine(panics), f.machine("healthy"))
+	f.machine(panics)
+	f.machine("healthy")
 	require.Eventually(t, func() bool {
 		_, found := f.machines.Peek(f.cluster, "healthy")
 		return found

@@ -105,6 +105,10 @@ const (
 	// once. The exporter's queue can hold the spans of that many calls. Further calls are not
 	// traced.
 	tracesPerSecond, traceBurst = 10, 100
+	// lightPerCall is how many calls of light methods count as one call. Such a call is answered from
+	// memory in less than a tenth of a millisecond. framesOfLight is how many frames each may send
+	// that do not count, and lightFrames how many of them a caller may have left over.
+	lightPerCall, framesOfLight, lightFrames = 20, 5, 10000
 	// enough is the number of remembered callers from which idle ones are forgotten.
 	enough = 1000
 )
@@ -143,12 +147,14 @@ type Limiter struct {
 	mu            sync.Mutex
 	callers       map[string]*caller
 	bytes, unread int64
+	light         map[string]bool
 }
 
 type caller struct {
 	rate, hubRate              *rate.Limiter
 	refusals, frames, traces   *rate.Limiter
 	slowSince                  time.Time // zero unless its connections are read slowly
+	lightCalls, unpaidFrames   int
 	calls, watches             int
 	connections                int
 	bytes, unread              int64
@@ -195,6 +201,12 @@ type Call struct {
 	hubRequests atomic.Int64
 }
 
+// Light makes calls of these methods cost a fraction of others: callers have no choice but to make
+// many of them, and each is answered from memory. It must be called before any other method.
+func (l *Limiter) Light(methods ...string) {
+	l.light = lo.SliceToMap(methods, func(method string) (string, bool) { return method, true })
+}
+
 // Begin admits a call. The error is a [*RefusedError].
 func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	l.mu.Lock()
@@ -208,7 +220,14 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	case watch && c.watches >= l.WatchesAtOnce:
 		return nil, l.refuse(c, method, ReasonWatches, 5*time.Second, "this identity has %d streams open, as many as it may", c.watches)
 	}
-	if err := l.spend(c, method, 1); err != nil {
+	tokens := 1
+	if l.light[method] {
+		if c.lightCalls = (c.lightCalls + 1) % lightPerCall; c.lightCalls != 0 {
+			tokens = 0
+		}
+		c.unpaidFrames = min(c.unpaidFrames+framesOfLight, lightFrames)
+	}
+	if err := l.spend(c, method, tokens); err != nil {
 		return nil, err
 	}
 	if watch {
@@ -321,7 +340,9 @@ func (l *Limiter) Frames(identity string, n int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	c, now := l.caller(identity), l.clock.Now()
-	n = min(n, int(c.frames.TokensAt(now)+l.framesPerSecond()*frameDebt))
+	free := min(n, c.unpaidFrames)
+	c.unpaidFrames -= free
+	n = min(n-free, int(c.frames.TokensAt(now)+l.framesPerSecond()*frameDebt))
 	for n > 0 { // a reservation of more than the burst would be none
 		part := min(n, l.frameBurst())
 		c.frames.ReserveN(now, part)

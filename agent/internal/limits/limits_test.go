@@ -58,6 +58,25 @@ capi_agent_calls_refused_total{method="/m",reason="rate"} 1
 `)))
 }
 
+func TestLightCallsCostLess(t *testing.T) {
+	l, _, _ := limiter(t, func(o *limits.Options) { o.CallsPerSecond, o.CallBurst = 1, 2 })
+	l.Light("/light")
+	lightly := func() error {
+		call, err := l.Begin("a", "/light", false)
+		if err == nil {
+			call.End()
+		}
+		return err
+	}
+	for range 59 {
+		require.NoError(t, lightly())
+		l.Frames("a", 4)
+	}
+	pause, _ := l.Pause("a")
+	require.Zero(t, pause, "236 frames, of which 20 would do for two calls")
+	requireRefused(t, lightly(), limits.ReasonRate, time.Second)
+}
+
 func TestACallerThatGoesOnWhileItIsRefusedIsReadSlowly(t *testing.T) {
 	l, clock, _ := limiter(t, func(o *limits.Options) { o.CallsAtOnce = 1 })
 	begin(t, l, "a", false)

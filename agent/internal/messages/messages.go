@@ -67,7 +67,8 @@ func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 		MaxSize:           g.Limits.Max,
 		Replicas:          g.Limits.Replicas,
 		FloorReplicas:     g.Floor,
-		Availability:      availability(g.Limits),
+		Holder:            text(g.Limits.Holder),
+		Availability:      availability(g.Limits.With(g.Limits.For(g.Key.Name, ""))),
 		KubernetesVersion: text(g.KubernetesVersion),
 		TemplateRevision:  g.TemplateRevision,
 		RolloutStrategy:   strategy,
@@ -141,6 +142,8 @@ func UnavailableReason(reason eligibility.Reason) agentv1alpha1.UnavailableReaso
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED
 	case eligibility.MachinesBlocked:
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED
+	case eligibility.Reserved:
+		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED
 	case eligibility.NotMember, eligibility.Gone, eligibility.NotAdoptable:
 	}
 	return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED

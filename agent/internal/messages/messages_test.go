@@ -90,6 +90,14 @@ func TestAvailability(t *testing.T) {
 			eligibility.Group{Max: ptr.To[int32](0), Refusals: []eligibility.Refusal{{Reason: eligibility.Paused, Message: "by hand"}}},
 			&agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, Message: "by hand"},
 		},
+		"another holder's": {
+			eligibility.Group{Holder: "cluster-autoscaler"},
+			&agentv1alpha1.Availability{
+				Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED,
+				Message: `the node group takes claims of the holder "cluster-autoscaler" only (annotation ` +
+					v1alpha1.HolderAnnotation + ` of the MachineDeployment)`,
+			},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			shown := messages.NodeGroup(nodegroup.NodeGroup{Limits: c.limits}).GetAvailability()
@@ -104,7 +112,7 @@ func TestAvailability(t *testing.T) {
 func TestEveryRefusalOfAGroupThatExistsHasItsReason(t *testing.T) {
 	for _, reason := range []eligibility.Reason{
 		eligibility.AtMaxSize, eligibility.CoolingDown, eligibility.Paused, eligibility.Deleting, eligibility.ReplicasOwned,
-		eligibility.ReplicasLowered, eligibility.Invalid,
+		eligibility.ReplicasLowered, eligibility.Invalid, eligibility.Reserved,
 	} {
 		require.NotZero(t, messages.UnavailableReason(reason), reason)
 	}

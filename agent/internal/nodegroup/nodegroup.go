@@ -36,6 +36,9 @@ type NodeGroup struct {
 	Limits eligibility.Group
 	// Floor is how many of the replicas are the user's. It is 0 if the ledger cannot be read.
 	Floor int32
+	// Autoscaling are the options of the group for the cluster-autoscaler. They are only read where
+	// the group is held by it.
+	Autoscaling AutoscalingOptions
 	// KubernetesVersion is the version of new machines. It may be empty.
 	KubernetesVersion string
 	// TemplateRevision changes when new machines will differ from the existing ones.
@@ -108,6 +111,11 @@ func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 	}
 	price, problems := from.Pricing.Of(md, g.Machine)
 	g.Price = price
+	if g.Limits.Holder == v1alpha1.ClusterAutoscaler {
+		var unusable []capacity.Problem
+		g.Autoscaling, unusable = autoscalingOptions(md.Annotations)
+		g.Problems = append(g.Problems, unusable...)
+	}
 	g.Problems = append(g.Problems, g.Machine.Problems...)
 	g.Problems = append(g.Problems, problems...)
 	for _, p := range g.Limits.Problems {

@@ -91,7 +91,7 @@ func (s *Server) followContact(ctx context.Context) {
 		if lost != nil {
 			status = grpc_health_v1.HealthCheckResponse_NOT_SERVING
 		}
-		for _, service := range append(services(), "") {
+		for _, service := range append(s.services(), "") {
 			s.health.SetServingStatus(service, status)
 		}
 		select {

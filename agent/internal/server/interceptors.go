@@ -216,6 +216,9 @@ func (s *Server) admitStream(service any, stream grpc.ServerStream, info *grpc.S
 // has not been looked up yet, so the response cannot reveal whether it exists.
 func (s *Server) authorize(ctx context.Context, method string, request any) error {
 	rule := authz.Methods[method]
+	if rule.OneCluster {
+		return s.authorizeOnly(ctx, rule)
+	}
 	if !rule.OfCluster {
 		return nil
 	}
@@ -246,6 +249,18 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 		return agenterrors.PermissionDenied(fmt.Sprintf("this identity may not act as the holder %q; it may as: %s", held.GetHolder(), may))
 	}
 	return nil
+}
+
+// authorizeOnly rejects callers of methods whose requests name no Cluster, unless they are for exactly
+// one.
+func (s *Server) authorizeOnly(ctx context.Context, rule authz.Rule) error {
+	cluster, err := callerOf(ctx).OnlyCluster(rule)
+	if err != nil {
+		return agenterrors.PermissionDenied(err.Error())
+	}
+	logging.AddFields(ctx, logging.Fields{"cluster", cluster.String()})
+	annotate(ctx, "cluster", cluster.String())
+	return s.onboarded(ctx, callerOf(ctx))
 }
 
 // holdersFor returns the holders whose claims the caller of a method may act on.
@@ -322,7 +337,10 @@ func loggingOptions() []logging.Option {
 }
 
 // changing lists the methods whose successful calls are logged at the default level.
-var changing = []string{"CreateClaim", "ReleaseClaim", "ReturnMachine", "IssueCertificate"}
+var changing = []string{
+	"CreateClaim", "ReleaseClaim", "ReturnMachine", "IssueCertificate",
+	"NodeGroupIncreaseSize", "NodeGroupDeleteNodes", "NodeGroupDecreaseTargetSize",
+}
 
 // logger logs the end of a call.
 func (s *Server) logger() logging.Logger {

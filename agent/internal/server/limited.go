@@ -19,6 +19,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/proto/clusterautoscaler/externalgrpc"
 )
 
 // askingHub lists the methods that query the hub's API server.
@@ -27,12 +28,30 @@ var askingHub = []string{
 	agentv1alpha1.ClaimService_ReturnMachine_FullMethodName, agentv1alpha1.ClaimService_GetClaim_FullMethodName,
 	agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.ClaimService_SyncClaims_FullMethodName,
 	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName,
+	externalgrpc.CloudProvider_Refresh_FullMethodName, externalgrpc.CloudProvider_NodeGroupIncreaseSize_FullMethodName,
+	externalgrpc.CloudProvider_NodeGroupDeleteNodes_FullMethodName, externalgrpc.CloudProvider_NodeGroupDecreaseTargetSize_FullMethodName,
+}
+
+// severalAtOnce lists those of them that send several requests at once, and keep their turn until
+// they end.
+var severalAtOnce = []string{
+	externalgrpc.CloudProvider_NodeGroupIncreaseSize_FullMethodName, externalgrpc.CloudProvider_NodeGroupDeleteNodes_FullMethodName,
+	externalgrpc.CloudProvider_NodeGroupDecreaseTargetSize_FullMethodName,
+}
+
+// lightMethods lists the methods that the cluster-autoscaler calls several times for each node and
+// each group in every loop, one after the other, and that are answered from memory.
+var lightMethods = []string{
+	externalgrpc.CloudProvider_NodeGroupForNode_FullMethodName, externalgrpc.CloudProvider_NodeGroupTargetSize_FullMethodName,
+	externalgrpc.CloudProvider_NodeGroupNodes_FullMethodName, externalgrpc.CloudProvider_NodeGroupGetOptions_FullMethodName,
+	externalgrpc.CloudProvider_NodeGroupTemplateNodeInfo_FullMethodName, externalgrpc.CloudProvider_PricingNodePrice_FullMethodName,
+	externalgrpc.CloudProvider_PricingPodPrice_FullMethodName,
 }
 
 // lists names the methods whose responses grow with the size of a Cluster.
 var lists = []string{
 	agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.MachineService_ListMachines_FullMethodName,
-	agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName,
+	agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, externalgrpc.CloudProvider_NodeGroups_FullMethodName,
 }
 
 type cutKey struct{}
@@ -152,7 +171,9 @@ func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, ha
 		if err := call.AskHub(ctx); err != nil {
 			return nil, throttled(err)
 		}
-		ctx = claims.WithTurn(ctx, call)
+		if !slices.Contains(severalAtOnce, info.FullMethod) {
+			ctx = claims.WithTurn(ctx, call)
+		}
 	}
 	return handler(ctx, request)
 }

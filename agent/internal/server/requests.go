@@ -19,6 +19,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/proto/clusterautoscaler/externalgrpc"
 )
 
 // The generated handlers of unary calls decode a request before they call any interceptor, and a
@@ -38,7 +39,11 @@ const (
 )
 
 // largeRequests lists the methods whose requests grow with the size of a Cluster.
-var largeRequests = []string{agentv1alpha1.ClaimService_SyncClaims_FullMethodName}
+var largeRequests = []string{
+	agentv1alpha1.ClaimService_SyncClaims_FullMethodName,
+	// The nodes come with all their labels and annotations.
+	externalgrpc.CloudProvider_NodeGroupDeleteNodes_FullMethodName,
+}
 
 // body is a request as received, which [codec] does not decode.
 type body struct{ mem.Buffer }

@@ -28,6 +28,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/autoscaler"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
@@ -37,6 +38,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/proto/clusterautoscaler/externalgrpc"
 )
 
 // Engine creates, releases and finds claims. [claims.Engine] implements it.
@@ -72,6 +74,8 @@ type Config struct {
 	Note func(ctx context.Context, cluster types.NamespacedName, contact spokes.Contact)
 	// Contact reports whether the hub's API server responds. Nil means that it always does.
 	Contact Contact
+	// Autoscaler scales for the cluster-autoscaler. Nil does not serve its protocol.
+	Autoscaler *autoscaler.Scaler
 	// Scope determines which Clusters are served.
 	Scope hub.Scope
 	// Authorizer derives callers from certificates. REQUIRED.
@@ -166,6 +170,7 @@ func New(c Config) (*Server, error) {
 		return nil, err
 	}
 	s.load = newLoad(s.servedCluster)
+	s.limits.Light(lightMethods...)
 	s.metrics = grpcprometheus.NewServerMetrics(grpcprometheus.WithServerHandlingTimeHistogram(
 		grpcprometheus.WithHistogramBuckets(prometheus.ExponentialBuckets(0.001, 2, 15))))
 	if c.Registerer != nil {
@@ -198,18 +203,22 @@ func New(c Config) (*Server, error) {
 	if c.TracerProvider != nil {
 		s.options = append(s.options, grpc.StatsHandler(tracing.ServerHandler(c.TracerProvider, traces, s.mayTrace)))
 	}
-	for _, service := range append(services(), "") {
+	for _, service := range append(s.services(), "") {
 		s.health.SetServingStatus(service, grpc_health_v1.HealthCheckResponse_NOT_SERVING)
 	}
 	s.health.SetServingStatus(agentv1alpha1.StatusService_ServiceDesc.ServiceName, grpc_health_v1.HealthCheckResponse_SERVING)
 	return s, nil
 }
 
-func services() []string {
-	return []string{
+func (s *Server) services() []string {
+	names := []string{
 		agentv1alpha1.NodeGroupService_ServiceDesc.ServiceName, agentv1alpha1.ClaimService_ServiceDesc.ServiceName,
 		agentv1alpha1.MachineService_ServiceDesc.ServiceName, agentv1alpha1.CertificateService_ServiceDesc.ServiceName,
 	}
+	if s.config.Autoscaler != nil {
+		names = append(names, externalgrpc.CloudProvider_ServiceDesc.ServiceName)
+	}
+	return names
 }
 
 // Synced reports whether every view is complete.
@@ -311,10 +320,9 @@ func (s *Server) followReadiness(ctx context.Context) {
 			}
 		}
 	}
-	s.serving(agentv1alpha1.MachineService_ServiceDesc.ServiceName)
-	s.serving(agentv1alpha1.ClaimService_ServiceDesc.ServiceName)
-	s.serving(agentv1alpha1.CertificateService_ServiceDesc.ServiceName)
-	s.serving("")
+	for _, service := range append(s.services(), "") {
+		s.serving(service)
+	}
 	s.config.Log.Info("the view of the hub is complete", "nodeGroups", s.config.NodeGroups.Stats().Objects,
 		"machines", s.config.Machines.Stats().Objects, "claims", s.config.Claims.Stats().Objects)
 	s.followContact(ctx)
@@ -359,6 +367,9 @@ func (s *Server) register(server registrar) {
 	agentv1alpha1.RegisterMachineServiceServer(server, &machines{Server: s})
 	agentv1alpha1.RegisterStatusServiceServer(server, &status{Server: s})
 	agentv1alpha1.RegisterCertificateServiceServer(server, &certificateService{Server: s})
+	if s.config.Autoscaler != nil {
+		externalgrpc.RegisterCloudProviderServer(server, &autoscalerService{Server: s})
+	}
 	grpc_health_v1.RegisterHealthServer(server, s.health)
 	reflection.Register(server)
 	s.metrics.InitializeMetrics(server)

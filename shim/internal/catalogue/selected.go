@@ -93,6 +93,8 @@ func reasonOf(reason agentv1alpha1.UnavailableReason) string {
 		return "QuotaExceeded"
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED:
 		return "MachinesBlocked"
+	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED:
+		return "Reserved"
 	default:
 		return v1alpha1.ReasonOther
 	}

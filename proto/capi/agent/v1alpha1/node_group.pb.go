@@ -159,21 +159,24 @@ const (
 	// Cluster API makes no Machines for the MachineDeployment now, for example because its version does not fit the control plane's. The
 	// message gives its reasons. Known only while replicas lack their Machine: of a claim that waits, or of a size that the user asked for.
 	UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED UnavailableReason = 9
+	// The group takes the claims of another holder only; see NodeGroup.holder.
+	UnavailableReason_UNAVAILABLE_REASON_RESERVED UnavailableReason = 10
 )
 
 // Enum value maps for UnavailableReason.
 var (
 	UnavailableReason_name = map[int32]string{
-		0: "UNAVAILABLE_REASON_UNSPECIFIED",
-		1: "UNAVAILABLE_REASON_AT_MAX_SIZE",
-		2: "UNAVAILABLE_REASON_COOLING_DOWN",
-		3: "UNAVAILABLE_REASON_PAUSED",
-		4: "UNAVAILABLE_REASON_DELETING",
-		5: "UNAVAILABLE_REASON_REPLICAS_OWNED",
-		6: "UNAVAILABLE_REASON_INVALID",
-		7: "UNAVAILABLE_REASON_QUOTA_EXCEEDED",
-		8: "UNAVAILABLE_REASON_REPLICAS_LOWERED",
-		9: "UNAVAILABLE_REASON_MACHINES_BLOCKED",
+		0:  "UNAVAILABLE_REASON_UNSPECIFIED",
+		1:  "UNAVAILABLE_REASON_AT_MAX_SIZE",
+		2:  "UNAVAILABLE_REASON_COOLING_DOWN",
+		3:  "UNAVAILABLE_REASON_PAUSED",
+		4:  "UNAVAILABLE_REASON_DELETING",
+		5:  "UNAVAILABLE_REASON_REPLICAS_OWNED",
+		6:  "UNAVAILABLE_REASON_INVALID",
+		7:  "UNAVAILABLE_REASON_QUOTA_EXCEEDED",
+		8:  "UNAVAILABLE_REASON_REPLICAS_LOWERED",
+		9:  "UNAVAILABLE_REASON_MACHINES_BLOCKED",
+		10: "UNAVAILABLE_REASON_RESERVED",
 	}
 	UnavailableReason_value = map[string]int32{
 		"UNAVAILABLE_REASON_UNSPECIFIED":      0,
@@ -186,6 +189,7 @@ var (
 		"UNAVAILABLE_REASON_QUOTA_EXCEEDED":   7,
 		"UNAVAILABLE_REASON_REPLICAS_LOWERED": 8,
 		"UNAVAILABLE_REASON_MACHINES_BLOCKED": 9,
+		"UNAVAILABLE_REASON_RESERVED":         10,
 	}
 )
 
@@ -742,6 +746,9 @@ type NodeGroup struct {
 	// How many of `replicas` belong to the user, machines: those that were there before the first claim, those that others than claims have added
 	// since, and at least min_size. No claim and no release touches them. What is neither these nor a claim's is spare.
 	FloorReplicas int32 `protobuf:"varint,29,opt,name=floor_replicas,json=floorReplicas,proto3" json:"floor_replicas,omitempty"`
+	// The holder whose claims alone the group takes: the annotation `agent.karpenter.cluster.x-k8s.io/holder` of the MachineDeployment. Empty if it
+	// takes those of every holder. `availability` is then what every other holder meets: UNAVAILABLE_REASON_RESERVED, and what else is in the way.
+	Holder        string `protobuf:"bytes,30,opt,name=holder,proto3" json:"holder,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -977,6 +984,13 @@ func (x *NodeGroup) GetFloorReplicas() int32 {
 		return x.FloorReplicas
 	}
 	return 0
+}
+
+func (x *NodeGroup) GetHolder() string {
+	if x != nil {
+		return x.Holder
+	}
+	return ""
 }
 
 // DeviceCount is how many devices a machine offers through one driver for dynamic resource allocation.
@@ -1318,7 +1332,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\xf7\x0e\n" +
+	"\x05event\"\x8f\x0f\n" +
 	"\tNodeGroup\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x129\n" +
 	"\acluster\x18\x02 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x12\n" +
@@ -1352,7 +1366,8 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\adevices\x18\x1b \x03(\v2 .capi.agent.v1alpha1.DeviceCountR\adevices\x12\x1f\n" +
 	"\vrolling_out\x18\x1c \x01(\bR\n" +
 	"rollingOut\x12%\n" +
-	"\x0efloor_replicas\x18\x1d \x01(\x05R\rfloorReplicas\x1a9\n" +
+	"\x0efloor_replicas\x18\x1d \x01(\x05R\rfloorReplicas\x12\x16\n" +
+	"\x06holder\x18\x1e \x01(\tR\x06holder\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +
@@ -1399,7 +1414,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x0fRolloutStrategy\x12 \n" +
 	"\x1cROLLOUT_STRATEGY_UNSPECIFIED\x10\x00\x12#\n" +
 	"\x1fROLLOUT_STRATEGY_ROLLING_UPDATE\x10\x01\x12\x1e\n" +
-	"\x1aROLLOUT_STRATEGY_ON_DELETE\x10\x02*\x80\x03\n" +
+	"\x1aROLLOUT_STRATEGY_ON_DELETE\x10\x02*\xa1\x03\n" +
 	"\x11UnavailableReason\x12\"\n" +
 	"\x1eUNAVAILABLE_REASON_UNSPECIFIED\x10\x00\x12\"\n" +
 	"\x1eUNAVAILABLE_REASON_AT_MAX_SIZE\x10\x01\x12#\n" +
@@ -1410,7 +1425,9 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x1aUNAVAILABLE_REASON_INVALID\x10\x06\x12%\n" +
 	"!UNAVAILABLE_REASON_QUOTA_EXCEEDED\x10\a\x12'\n" +
 	"#UNAVAILABLE_REASON_REPLICAS_LOWERED\x10\b\x12'\n" +
-	"#UNAVAILABLE_REASON_MACHINES_BLOCKED\x10\t*\xf8\x01\n" +
+	"#UNAVAILABLE_REASON_MACHINES_BLOCKED\x10\t\x12\x1f\n" +
+	"\x1bUNAVAILABLE_REASON_RESERVED\x10\n" +
+	"*\xf8\x01\n" +
 	"\n" +
 	"SourceKind\x12\x1b\n" +
 	"\x17SOURCE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n" +

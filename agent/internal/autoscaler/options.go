@@ -1,0 +1,42 @@
+package autoscaler
+
+import (
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Options are the cluster-autoscaler's options for the nodes of a group.
+type Options struct {
+	UtilizationThreshold, GPUUtilizationThreshold   float64
+	UnneededTime, UnreadyTime, MaxNodeProvisionTime time.Duration
+	ZeroOrMaxNodeScaling, IgnoreDaemonSets          bool
+}
+
+// Options returns the options of a group: the defaults, with those that the MachineDeployment's
+// annotations replace. replaced is false if they replace none. Errors: [*UnknownGroupError],
+// [feed.ErrNotReady], [feed.ErrClosed].
+func (s *Scaler) Options(name types.NamespacedName, id string, defaults Options) (o Options, replaced bool, err error) {
+	err = s.inGroup(name, id, func(_ *cluster, g *group) error {
+		of := g.Autoscaling
+		replaced = !of.Empty()
+		o = Options{
+			UtilizationThreshold:    or(of.UtilizationThreshold, defaults.UtilizationThreshold),
+			GPUUtilizationThreshold: or(of.GPUUtilizationThreshold, defaults.GPUUtilizationThreshold),
+			UnneededTime:            or(of.UnneededTime, defaults.UnneededTime),
+			UnreadyTime:             or(of.UnreadyTime, defaults.UnreadyTime),
+			MaxNodeProvisionTime:    or(of.MaxNodeProvisionTime, defaults.MaxNodeProvisionTime),
+			ZeroOrMaxNodeScaling:    defaults.ZeroOrMaxNodeScaling,
+			IgnoreDaemonSets:        defaults.IgnoreDaemonSets,
+		}
+		return nil
+	})
+	return o, replaced, err
+}
+
+func or[T any](value *T, otherwise T) T {
+	if value != nil {
+		return *value
+	}
+	return otherwise
+}

@@ -1,0 +1,215 @@
+package autoscaler
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/google/uuid"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+)
+
+// Origin identifies a call in the records of the claims that it makes. It may be empty.
+type Origin struct{ RequestID, TraceID string }
+
+// Increase makes delta claims on a group, and returns when all of them are durable. The request has
+// no ID, so a repeated call adds as many again: a caller that got no answer must read the target
+// size first. If one claim cannot be made, those that were made are released, and the target size
+// is as before; only an agent that ends meanwhile leaves some of them. Errors: [*InvalidError],
+// [*UnknownGroupError], [*NoRoomError], and those of [claims.Engine.Create].
+func (s *Scaler) Increase(ctx context.Context, name types.NamespacedName, id string, delta int32, origin Origin) error {
+	if delta <= 0 {
+		return &InvalidError{Field: "delta", Message: "must be 1 or more"}
+	}
+	var deployment string
+	err := s.inGroup(name, id, func(c *cluster, g *group) error {
+		deployment = g.Key.Name
+		if err := refused(g); err != nil {
+			return err
+		}
+		if target := c.target(id); int64(target)+int64(delta) > int64(g.max()) {
+			return &NoRoomError{Message: fmt.Sprintf("node group %s has room for %d nodes of the cluster-autoscaler and has %d; %d more were asked for",
+				id, g.max(), target, delta)}
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+
+	ids := make([]string, 0, delta)
+	for range delta {
+		ids = append(ids, uuid.NewString())
+	}
+	var (
+		mu        sync.Mutex
+		uncertain []string // made, or maybe made
+	)
+	work, running := errgroup.WithContext(ctx)
+	work.SetLimit(atOnce)
+	for _, claim := range ids {
+		work.Go(func() error {
+			if running.Err() != nil {
+				return running.Err()
+			}
+			_, err := s.config.Engine.Create(running, claims.Request{
+				Namespace: name.Namespace, Cluster: name.Name, ID: claim, Holder: Holder, DisplayName: "cluster-autoscaler",
+				Candidates: []string{deployment}, Holders: own, RequestID: origin.RequestID, TraceID: origin.TraceID,
+			})
+			if !isRefusal(err) {
+				mu.Lock()
+				defer mu.Unlock()
+				uncertain = append(uncertain, claim)
+			}
+			return err
+		})
+	}
+	if err := work.Wait(); err != nil {
+		s.undo(ctx, name, id, uncertain)
+		return err
+	}
+	s.note(name, id, ids, false)
+	return nil
+}
+
+// isRefusal reports whether an error says that the claim was not made.
+func isRefusal(err error) bool {
+	var (
+		noRoom  *claims.NoRoomError
+		refused *claims.RefusedError
+		unknown *claims.UnknownGroupError
+		tooMany *claims.TooManyError
+	)
+	return errors.As(err, &noRoom) || errors.As(err, &refused) || errors.As(err, &unknown) || errors.As(err, &tooMany)
+}
+
+// undo releases the claims of a call that failed. The call's context may have ended.
+func (s *Scaler) undo(ctx context.Context, name types.NamespacedName, group string, ids []string) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+	defer cancel()
+	if err := s.release(ctx, name, group, ids, "the call that made it failed as a whole"); err != nil {
+		log.FromContext(ctx).Error(err, "releasing the claims of a call that failed; they count for the target size", "nodeGroup", group)
+	}
+}
+
+// Delete releases exactly the claims of the given nodes, all of which must be on the group. Claims
+// that are being released or have ended are left as they are. Cluster API drains the nodes.
+// Errors: [*UnknownGroupError], [*ForeignNodeError], and those of [claims.Engine.Release]: some of
+// the claims may have been released then, and the call can be repeated.
+func (s *Scaler) Delete(ctx context.Context, name types.NamespacedName, id string, nodes []Node) error {
+	var release []string
+	err := s.inGroup(name, id, func(c *cluster, _ *group) error {
+		for _, node := range nodes {
+			claim := c.claimOf(name, node)
+			if claim == "" || c.groupOf(claim) != id || c.view.claims[claim].GetReturned() {
+				return &ForeignNodeError{Node: node.describe(), Group: id}
+			}
+			release = append(release, claim)
+		}
+		for _, claim := range release {
+			if failed := c.view.claims[claim]; failed.GetFailedAt() != nil {
+				c.dismissed[claim] = failed.GetFailedAt().AsTime().Add(failureLife)
+			}
+		}
+		release = slices.DeleteFunc(release, func(claim string) bool {
+			known := c.view.claims[claim]
+			return known != nil && !live(known) || c.recent[claim].released
+		})
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	slices.Sort(release)
+	return s.release(ctx, name, id, slices.Compact(release), "the cluster-autoscaler deleted the node")
+}
+
+func (n Node) describe() string {
+	if n.ProviderID == "" || n.ProviderID == n.Name {
+		return n.Name
+	}
+	return fmt.Sprintf("%s (%s)", n.Name, n.ProviderID)
+}
+
+// Decrease lowers the target size of a group by releasing claims that have no node: those without a
+// machine first, the newest first. delta is negative. Errors: [*InvalidError],
+// [*UnknownGroupError], [*ExistingNodesError], and those of [claims.Engine.Release].
+func (s *Scaler) Decrease(ctx context.Context, name types.NamespacedName, id string, delta int32) error {
+	if delta >= 0 {
+		return &InvalidError{Field: "delta", Message: "must be negative"}
+	}
+	var open []string
+	err := s.inGroup(name, id, func(c *cluster, g *group) error {
+		for claim, r := range c.recent {
+			if r.group == id && c.correction(claim, r) > 0 {
+				open = append(open, claim)
+			}
+		}
+		for _, withMachine := range []bool{false, true} {
+			for _, claim := range slices.Backward(g.claims) {
+				machine := claim.GetMachine()
+				if live(claim) && !c.recent[claim.GetClaimId()].released && (machine != nil) == withMachine && machine.GetNodeName() == "" {
+					open = append(open, claim.GetClaimId())
+				}
+			}
+		}
+		if len(open) < -int(delta) {
+			return &ExistingNodesError{Open: len(open), Asked: -int(delta)}
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return s.release(ctx, name, id, open[:-delta], "the cluster-autoscaler lowered the target size")
+}
+
+// release releases claims of a group. Every one is tried, whatever happens to the others.
+func (s *Scaler) release(ctx context.Context, name types.NamespacedName, group string, ids []string, why string) error {
+	var (
+		work     errgroup.Group
+		mu       sync.Mutex
+		failed   []error
+		released []string
+	)
+	work.SetLimit(atOnce)
+	for _, id := range ids {
+		work.Go(func() error {
+			_, err := s.config.Engine.Release(ctx, claims.Key{Namespace: name.Namespace, Cluster: name.Name, ID: id},
+				claims.ReleaseOptions{Reason: why, Holders: own})
+			mu.Lock()
+			defer mu.Unlock()
+			if err != nil {
+				failed = append(failed, err)
+			} else {
+				released = append(released, id)
+			}
+			return nil
+		})
+	}
+	_ = work.Wait()
+	s.note(name, group, released, true)
+	return errors.Join(failed...)
+}
+
+// note keeps what was done until the view shows it.
+func (s *Scaler) note(name types.NamespacedName, group string, ids []string, released bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c := s.clusters[name]
+	if c == nil {
+		return // the view has been closed
+	}
+	for _, id := range ids {
+		c.recent[id] = recent{group: group, released: released, at: s.config.Clock.Now()}
+	}
+}
+
+// own lets the engine act on the cluster-autoscaler's own claims alone.
+func own(holder string) bool { return holder == Holder }
