@@ -113,6 +113,7 @@ type identifying struct {
 func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	secured, info, err := i.TransportCredentials.ServerHandshake(raw)
 	if err != nil {
+		i.server.failed.note(raw.RemoteAddr(), err)
 		return nil, nil, err
 	}
 	accepted, ok := raw.(*connection)

@@ -133,6 +133,7 @@ type Server struct {
 	receiver receiver
 	limits   *limits.Limiter
 	remote   openConnections
+	failed   *handshakeFailures
 }
 
 // New returns a server.
@@ -158,13 +159,14 @@ func New(c Config) (*Server, error) {
 		remote:   openConnections{all: map[*connection]struct{}{}},
 		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout},
 	}
+	s.failed = newHandshakeFailures(c.Log)
 	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {
 		return nil, err
 	}
 	s.metrics = grpcprometheus.NewServerMetrics(grpcprometheus.WithServerHandlingTimeHistogram(
 		grpcprometheus.WithHistogramBuckets(prometheus.ExponentialBuckets(0.001, 2, 15))))
 	if c.Registerer != nil {
-		for _, collector := range append(s.collectors(), s.metrics) {
+		for _, collector := range append(s.collectors(), s.metrics, s.failed.total) {
 			if err := c.Registerer.Register(collector); err != nil {
 				return nil, fmt.Errorf("registering metrics: %w", err)
 			}
@@ -363,6 +365,10 @@ func (s *Server) collectors() []prometheus.Collector {
 		)
 	}
 	return append(all,
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "capi_agent_build_info", Help: "1, with the version of the agent as labels.",
+			ConstLabels: prometheus.Labels{"version": s.config.Version, "commit": s.config.Commit},
+		}, func() float64 { return 1 }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "capi_agent_catalogue_generation", Help: "Changes of any node group since the start.",
 		}, func() float64 { return float64(s.config.NodeGroups.Generation()) }),
