@@ -14,11 +14,12 @@ PROTOC_GEN_GO    := $(BIN)/protoc-gen-go
 PROTOC_GEN_GRPC  := $(BIN)/protoc-gen-go-grpc
 PROTOC_GEN_DOCS  := $(BIN)/protoc-gen-api-docs
 OPTIONS_DOCS     := $(BIN)/options-docs
+METRICS_DOCS     := $(BIN)/metrics-docs
 GOVULNCHECK      := $(BIN)/govulncheck
 CYCLONEDX        := $(BIN)/cyclonedx-gomod
 
 GENERATORS := $(BUF) $(CONTROLLER_GEN) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS) \
-              $(OPTIONS_DOCS)
+              $(OPTIONS_DOCS) $(METRICS_DOCS)
 TOOLS      := $(GENERATORS) $(GOLANGCI_LINT) $(GOTESTSUM) $(GRPCURL) $(HELM) $(JQ)
 
 # $(call tool,<binary>,<module folder>,<package>[,<ldflags>]): the rule that builds a binary, saying what and how long.
@@ -52,5 +53,6 @@ $(eval $(call tool,$(PROTOC_GEN_GO),protoc-gen-go,google.golang.org/protobuf/cmd
 $(eval $(call tool,$(PROTOC_GEN_GRPC),protoc-gen-go,google.golang.org/grpc/cmd/protoc-gen-go-grpc))
 $(eval $(call tool,$(PROTOC_GEN_DOCS),api-docs,.))
 $(eval $(call tool,$(OPTIONS_DOCS),options-docs,.))
+$(eval $(call tool,$(METRICS_DOCS),metrics-docs,.))
 $(eval $(call tool,$(GOVULNCHECK),supply-chain,golang.org/x/vuln/cmd/govulncheck))
 $(eval $(call tool,$(CYCLONEDX),supply-chain,github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod))

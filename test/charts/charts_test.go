@@ -35,6 +35,8 @@ import (
 	"k8s.io/pod-security-admission/policy"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
+
+	"github.com/karpenter-capi/karpenter-capi/test/monitoring"
 )
 
 // Objects of these groups are for operators that the tests' API server does not have.
@@ -234,7 +236,7 @@ func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			g := NewWithT(t)
 			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set",
-				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,tracing=null,networkPolicy=null"+
+				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,metrics.prometheusRule=null,metrics.dashboard=null,tracing=null,networkPolicy=null"+
 					lo.Ternary(c.name == "shim", ",agent.enrollment=null", ""))
 			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
 			g.Expect(pod.Volumes).To(HaveLen(1))
@@ -267,6 +269,56 @@ func TestMetricsAreSecureUnlessTheValuesSayOtherwise(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// The charts say the same as their files, which test/monitoring checks.
+func TestAlertsHaveARunbookAndDashboardsAreForGrafanasSidecar(t *testing.T) {
+	for _, c := range charts {
+		t.Run(c.name, func(t *testing.T) {
+			g := NewWithT(t)
+			defaults := filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml")
+			kinds := func(objects []*unstructured.Unstructured) []string {
+				return lo.Map(objects, func(o *unstructured.Unstructured, _ int) string { return o.GetKind() + "/" + o.GetName() })
+			}
+			g.Expect(kinds(render(t, c, defaults))).NotTo(ContainElement(Or(HavePrefix("PrometheusRule/"), HaveSuffix("-dashboard"))), "they are off")
+
+			all, err := monitoring.Alerts(root(t))
+			g.Expect(err).NotTo(HaveOccurred())
+			first := lo.Ternary(c.name == "agent", "CapiAgentDown", "KarpenterCapiDown")
+			objects := render(t, c, defaults, "--set", "metrics.dashboard.enabled=true,metrics.prometheusRule.enabled=true,"+
+				"metrics.prometheusRule.runbookURL=https://example.com/r,metrics.prometheusRule.disabled={"+first+"}")
+			rule, found := lo.Find(objects, func(o *unstructured.Unstructured) bool { return o.GetKind() == "PrometheusRule" })
+			g.Expect(found).To(BeTrue())
+			var prometheusRule struct {
+				Spec monitoring.Rules `json:"spec"`
+			}
+			g.Expect(runtime.DefaultUnstructuredConverter.FromUnstructured(rule.Object, &prometheusRule)).To(Succeed())
+			alerts := 0
+			for _, group := range prometheusRule.Spec.Groups {
+				for _, rendered := range group.Rules {
+					original, found := lo.Find(all, func(a monitoring.Alert) bool { return a.Alert == rendered.Alert })
+					g.Expect(found).To(BeTrue())
+					g.Expect(rendered.Annotations).To(HaveKeyWithValue("runbook_url", "https://example.com/r#"+strings.ToLower(rendered.Alert)))
+					delete(rendered.Annotations, "runbook_url")
+					g.Expect(rendered).To(Equal(original))
+					g.Expect(rendered.Alert).NotTo(Equal(first), "it is disabled")
+					alerts++
+				}
+			}
+			prefix := strings.TrimSuffix(first, "Down")
+			g.Expect(alerts).To(Equal(lo.CountBy(all, func(a monitoring.Alert) bool { return strings.HasPrefix(a.Alert, prefix) }) - 1))
+
+			dashboard, found := lo.Find(of[corev1.ConfigMap](t, objects, "ConfigMap"), func(m corev1.ConfigMap) bool { return strings.HasSuffix(m.Name, "-dashboard") })
+			g.Expect(found).To(BeTrue())
+			g.Expect(dashboard.Labels).To(HaveKeyWithValue("grafana_dashboard", "1"))
+			g.Expect(dashboard.Data).To(HaveLen(1))
+			for name, content := range dashboard.Data {
+				file, err := os.ReadFile(filepath.Join(chartPath(t, c), "dashboards", name))
+				g.Expect(err).NotTo(HaveOccurred())
+				g.Expect(content).To(MatchJSON(file))
+			}
+		})
 	}
 }
 

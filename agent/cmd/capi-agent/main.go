@@ -47,6 +47,8 @@ func run(arguments []string) error {
 			return onboard(ctx, arguments[1:], os.Stdout, os.Stderr)
 		case "offboard":
 			return offboard(ctx, arguments[1:], os.Stdout)
+		case "metrics-docs": // for make generate-docs
+			return describeMetrics(ctx, os.Stdout)
 		}
 	}
 	o := options.New()

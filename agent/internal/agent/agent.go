@@ -12,6 +12,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -51,6 +52,8 @@ type Config struct {
 	Policy func() *authz.Policy
 	// Log receives the agent's log. Zero discards it.
 	Log logr.Logger
+	// Mapper maps kinds to resources. Nil means what the hub says, which [New] then asks.
+	Mapper meta.RESTMapper
 	// Registerer registers the metrics. Nil registers none.
 	Registerer prometheus.Registerer
 	// TracerProvider records calls and their requests to the hub. Nil records nothing.
@@ -70,7 +73,7 @@ type Agent struct {
 	log     logr.Logger
 }
 
-// New assembles an agent. It sends no requests to the hub before [Agent.Run].
+// New assembles an agent. It asks the hub for nothing but [Config.Mapper] before [Agent.Run].
 func New(ctx context.Context, c Config) (*Agent, error) {
 	if c.Log.GetSink() == nil {
 		c.Log = logr.Discard()
@@ -172,6 +175,11 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err := a.manager.Add(manager.RunnableFunc(keeper.Run)); err != nil {
 		return nil, fmt.Errorf("adding the keeper of Spokes: %w", err)
 	}
+	if c.Registerer != nil {
+		if err := c.Registerer.Register(keeper.Collector()); err != nil {
+			return nil, fmt.Errorf("registering the Spokes' metrics: %w", err)
+		}
+	}
 	a.server, err = server.New(server.Config{
 		Onboarded: onboardingIn(a.manager.GetClient()), OnboardedLive: onboardingIn(a.manager.GetAPIReader()),
 		Issuing: a.issuing(o, keeper), Note: a.noteOn(keeper),
@@ -263,28 +271,32 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock) (manager.Manage
 	if err != nil {
 		return nil, err
 	}
-	rest := rest.CopyConfig(c.Hub)
-	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
+	config := rest.CopyConfig(c.Hub)
+	config.QPS, config.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
 	// The agent runs in the hub, where processor time is scarcer than bandwidth. The API server
 	// compresses each list of a node group's Machines otherwise.
-	rest.DisableCompression = true
+	config.DisableCompression = true
 	if corrected != nil {
-		rest.Wrap(corrected.Transport) // first, because a request that waits here says less of the time
+		config.Wrap(corrected.Transport) // first, because a request that waits here says less of the time
 	}
 	if c.TracerProvider != nil {
 		// Traced comes first, so that its spans do not include the time that requests wait here.
-		rest.Wrap(hub.Traced)
+		config.Wrap(hub.Traced)
 	}
-	rest.Wrap(limits.Transport)
-	rest.Wrap(hub.Lean)
-	rest.Wrap(hub.Served)
+	config.Wrap(limits.Transport)
+	config.Wrap(hub.Lean)
+	config.Wrap(hub.Served)
 	metrics, err := metricsOptions(c.Options)
 	if err != nil {
 		return nil, err
 	}
-	mgr, err := manager.New(rest, manager.Options{
+	mapper := hub.NewMapper
+	if c.Mapper != nil {
+		mapper = func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return c.Mapper, nil }
+	}
+	mgr, err := manager.New(config, manager.Options{
 		Scheme:                 scheme,
-		MapperProvider:         hub.NewMapper,
+		MapperProvider:         mapper,
 		Cache:                  caches,
 		Logger:                 c.Log,
 		Metrics:                metrics,

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -573,15 +574,34 @@ func TestASilentSpokeIsNotConnected(t *testing.T) {
 		require.NoError(t, plane.Client.Get(t.Context(), kubeclient.ObjectKeyFromObject(cluster), &spoke))
 		return meta.FindStatusCondition(spoke.Status.Conditions, v1alpha1.ConnectedCondition)
 	}
-	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1"})
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(keeper.Collector())
+	shown := func(name string, value int64) {
+		families, err := registry.Gather()
+		require.NoError(t, err)
+		for _, family := range families {
+			if family.GetName() == name {
+				require.Len(t, family.GetMetric(), 1)
+				require.InDelta(t, value, family.GetMetric()[0].GetGauge().GetValue(), 0)
+				return
+			}
+		}
+		require.Fail(t, "there is no metric "+name)
+	}
+	until := now.Now().Add(time.Hour)
+	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1", NotAfter: until})
 	require.NoError(t, keeper.Look(t.Context()))
 	require.Equal(t, metav1.ConditionTrue, connected().Status)
+	shown("capi_agent_spoke_connected", 1)
+	shown("capi_agent_spoke_last_sync_timestamp_seconds", now.Now().Unix())
+	shown("capi_agent_spoke_certificate_not_after_seconds", until.Unix())
 	now.Step(14 * time.Minute)
 	require.NoError(t, keeper.Look(t.Context()))
 	require.Equal(t, metav1.ConditionTrue, connected().Status)
 	now.Step(2 * time.Minute)
 	require.NoError(t, keeper.Look(t.Context()))
 	require.Equal(t, v1alpha1.SilentReason, connected().Reason)
+	shown("capi_agent_spoke_connected", 0)
 	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1"})
 	require.Equal(t, v1alpha1.SynchronizedReason, connected().Reason)
 }

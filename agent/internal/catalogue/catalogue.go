@@ -114,7 +114,7 @@ func New(c Config) (*Catalogue, error) {
 		problems: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "capi_agent_node_group_problems",
 			Help: "Values of a node group's description that cannot be used.",
-		}, []string{"namespace", "node_group"}),
+		}, []string{"namespace", "machine_deployment"}),
 	}
 	if c.Registerer != nil {
 		if err := c.Registerer.Register(catalogue.problems); err != nil {

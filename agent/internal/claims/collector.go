@@ -101,8 +101,10 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		log.Log.WithName("claims").Error(err, "listing MachineDeployments for the metrics")
 		return
 	}
+	groups := map[types.NamespacedName]bool{}
 	for i := range deployments.Items {
 		md := &deployments.Items[i]
+		groups[client.ObjectKeyFromObject(md)] = true
 		text, present := md.Annotations[v1alpha1.LedgerAnnotation]
 		if !present {
 			continue
@@ -123,6 +125,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 			gauge(ledgerDescription, n, md.Namespace, md.Name, part)
 		}
 	}
+	groupSeries.keep(groups)
 	var claims v1alpha1.MachineClaimList
 	if err := c.reader.List(ctx, &claims, client.UnsafeDisableDeepCopy); err != nil {
 		log.Log.WithName("claims").Error(err, "listing claims for the metrics")
@@ -167,7 +170,9 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		log.Log.WithName("claims").Error(err, "listing Clusters for the metrics")
 		return
 	}
+	exist := map[types.NamespacedName]bool{}
 	for i := range clusters.Items {
+		exist[client.ObjectKeyFromObject(&clusters.Items[i])] = true
 		own, _ := c.bounds.of(&clusters.Items[i])
 		for bound, n := range map[Bound]int{BoundLive: own.Claims, BoundCreations: own.Creations, BoundReleases: own.Releases} {
 			if _, set := clusters.Items[i].Annotations[annotations[bound]]; set {
@@ -175,6 +180,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 			}
 		}
 	}
+	clusterSeries.keep(exist)
 	for cluster, n := range kept {
 		gauge(keptDescription, n, cluster.Namespace, cluster.Name)
 	}

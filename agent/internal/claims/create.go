@@ -57,7 +57,7 @@ type Request struct {
 // [ErrRestoring], [ErrClusterPaused]. After any other error, such as the API server's or the
 // context's, the claim may or may not exist, and the call can be repeated.
 func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim, error) {
-	defer observeCreate(e.Clock, e.Clock.Now())
+	begun := e.Clock.Now()
 	cluster, err := e.cluster(ctx, r.Namespace, r.Cluster)
 	if err != nil {
 		return nil, err
@@ -65,6 +65,14 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	if cluster == nil {
 		return nil, ErrUnknownCluster
 	}
+	c, err := e.create(ctx, r, cluster)
+	if !r.ValidateOnly {
+		observeCreate(e.Clock, begun, client.ObjectKeyFromObject(cluster), c, err)
+	}
+	return c, err
+}
+
+func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Cluster) (*v1alpha1.MachineClaim, error) {
 	key := Key{Namespace: r.Namespace, Cluster: r.Cluster, ID: r.ID}
 	open, err := e.choose(ctx, r, cluster, r.Candidates)
 	if err != nil {

@@ -135,3 +135,17 @@ func refusedAll(refusals []eligibility.Refusal) error {
 		return &RefusedError{Candidates: refusals}
 	}
 }
+
+// isRefusal reports whether an error of [Engine.Create] answers the request: it cannot be met, and
+// neither the agent nor the hub has failed.
+func isRefusal(err error) bool {
+	var (
+		ended   *EndedError
+		noRoom  *NoRoomError
+		refused *RefusedError
+		unknown *UnknownGroupError
+		tooMany *TooManyError
+	)
+	return errors.As(err, &ended) || errors.As(err, &noRoom) || errors.As(err, &refused) || errors.As(err, &unknown) || errors.As(err, &tooMany) ||
+		errors.Is(err, ErrForeignHolder) || errors.Is(err, ErrClusterPaused)
+}

@@ -1,6 +1,9 @@
 package claims
 
 import (
+	"context"
+	"errors"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -13,20 +16,32 @@ import (
 )
 
 var (
-	createSeconds = prometheus.NewHistogram(prometheus.HistogramOpts{
+	createSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name:    "capi_agent_claim_create_seconds",
-		Help:    "Time that a claim took to become durable, in seconds.",
+		Help:    "Time that a claim of a Cluster took to become durable, in seconds.",
 		Buckets: prometheus.ExponentialBuckets(0.005, 2, 12),
-	})
-	boundSeconds = prometheus.NewHistogram(prometheus.HistogramOpts{
+	}, []string{namespaceLabel, clusterLabel})
+	createsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "capi_agent_claim_creates_total",
+		Help: "Attempts to make a claim of a Cluster, by result (durable; refused: the request cannot be met; cancelled: by the caller; " +
+			"failed: the agent or the hub did not do what was asked for, or not in time).",
+	}, []string{namespaceLabel, clusterLabel, "result"})
+	boundSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name:    "capi_agent_claim_bound_seconds",
-		Help:    "Time from a claim's creation to its Machine, in seconds.",
+		Help:    "Time from the creation of a Cluster's claim to its Machine, in seconds.",
 		Buckets: prometheus.ExponentialBuckets(0.25, 2, 14),
-	})
+	}, []string{namespaceLabel, clusterLabel})
+	joinedSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Name: "capi_agent_claim_node_joined_seconds",
+		Help: "Time from the creation of a Cluster's claim until its shim, which does so each minute, reports the Machine's Node as registered, " +
+			"in seconds.",
+		// From a quarter of a minute to four hours and a quarter.
+		Buckets: prometheus.ExponentialBuckets(15, 2, 11),
+	}, []string{namespaceLabel, clusterLabel})
 	endedTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claims_ended_total",
-		Help: "Claims that ended, by reason.",
-	}, []string{"reason"})
+		Help: "Claims that ended, by Cluster, node group and reason.",
+	}, []string{namespaceLabel, clusterLabel, deploymentLabel, "reason"})
 	refusedTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claims_refused_total",
 		Help: "Claims and releases that were refused because a limit is reached (live: claims that have not ended; ended: ended claims that are " +
@@ -52,7 +67,8 @@ var (
 )
 
 func init() { //nolint:gochecknoinits // the metrics registry is a global of controller-runtime's
-	metrics.Registry.MustRegister(createSeconds, boundSeconds, endedTotal, refusedTotal, writesTotal, loweringsTotal, actionsTotal, panicsTotal)
+	metrics.Registry.MustRegister(createSeconds, createsTotal, boundSeconds, joinedSeconds, endedTotal, refusedTotal, writesTotal, loweringsTotal,
+		actionsTotal, panicsTotal)
 }
 
 func result(err error) string {
@@ -62,21 +78,111 @@ func result(err error) string {
 	return "ok"
 }
 
-func observeCreate(c clock.Clock, begun time.Time) { createSeconds.Observe(c.Since(begun).Seconds()) }
-
-func observeBound(c clock.Clock, claim *v1alpha1.MachineClaim) {
-	boundSeconds.Observe(c.Since(claim.CreationTimestamp.Time).Seconds())
+// observeCreate counts an attempt to make a claim of an existing Cluster, and its duration if the
+// claim is durable.
+func observeCreate(c clock.Clock, begun time.Time, cluster types.NamespacedName, claim *v1alpha1.MachineClaim, err error) {
+	clusterSeries.note(cluster)
+	createsTotal.WithLabelValues(cluster.Namespace, cluster.Name, createResult(err)).Inc()
+	if err != nil {
+		return
+	}
+	createSeconds.WithLabelValues(cluster.Namespace, cluster.Name).Observe(c.Since(begun).Seconds())
+	// A counter that appears with its first increment has no increase that a rule could see.
+	for _, reason := range []string{protocol.ReasonFailed, protocol.ReasonMachineLost} {
+		endedCounter(claim, reason).Add(0)
+	}
+	for _, limit := range []Bound{BoundLive, BoundEnded, BoundQuota, BoundCreations, BoundReleases} {
+		refusedTotal.WithLabelValues(cluster.Namespace, cluster.Name, string(limit)).Add(0)
+	}
 }
 
-func countEnded(reason string) { endedTotal.WithLabelValues(reason).Inc() }
+// createResult returns the value of the label result.
+func createResult(err error) string {
+	switch {
+	case err == nil:
+		return "durable"
+	case isRefusal(err):
+		return "refused"
+	case errors.Is(err, context.Canceled):
+		return "cancelled"
+	default:
+		return "failed"
+	}
+}
+
+func observeBound(c clock.Clock, claim *v1alpha1.MachineClaim) {
+	clusterSeries.note(clusterOf(claim))
+	boundSeconds.WithLabelValues(claim.Namespace, claim.Spec.ClusterName).Observe(c.Since(claim.CreationTimestamp.Time).Seconds())
+}
+
+func observeJoined(c clock.Clock, claim *v1alpha1.MachineClaim) {
+	clusterSeries.note(clusterOf(claim))
+	joinedSeconds.WithLabelValues(claim.Namespace, claim.Spec.ClusterName).Observe(c.Since(claim.CreationTimestamp.Time).Seconds())
+}
+
+func countEnded(claim *v1alpha1.MachineClaim, reason string) { endedCounter(claim, reason).Inc() }
+
+func endedCounter(claim *v1alpha1.MachineClaim, reason string) prometheus.Counter {
+	clusterSeries.note(clusterOf(claim))
+	groupSeries.note(types.NamespacedName{Namespace: claim.Namespace, Name: claim.Spec.NodeGroup})
+	return endedTotal.WithLabelValues(claim.Namespace, claim.Spec.ClusterName, claim.Spec.NodeGroup, reason)
+}
+
 func countRefused(cluster types.NamespacedName, limit Bound) {
+	clusterSeries.note(cluster)
 	refusedTotal.WithLabelValues(cluster.Namespace, cluster.Name, string(limit)).Inc()
 }
 func countWrite(kind string, err error) { writesTotal.WithLabelValues(kind, result(err)).Inc() }
 func countLowering(namespace, deployment string) {
+	groupSeries.note(types.NamespacedName{Namespace: namespace, Name: deployment})
 	loweringsTotal.WithLabelValues(namespace, deployment).Inc()
 }
 
 func countAction(kind protocol.ActionKind, err error) {
 	actionsTotal.WithLabelValues(string(kind), result(err)).Inc()
+}
+
+// The series of Clusters and of node groups, which are dropped with them. Names are their owners'
+// to choose, and an agent runs for months.
+var (
+	clusterSeries = series{label: clusterLabel, of: []vector{createSeconds, createsTotal, boundSeconds, joinedSeconds, endedTotal, refusedTotal}}
+	groupSeries   = series{label: deploymentLabel, of: []vector{endedTotal, loweringsTotal}}
+)
+
+type vector interface {
+	DeletePartialMatch(labels prometheus.Labels) int
+}
+
+// series are the series of metrics that have an owner's namespace and name as labels.
+type series struct {
+	label string
+	of    []vector
+
+	mu     sync.Mutex
+	owners map[types.NamespacedName]struct{}
+}
+
+// note records that the owner has series.
+func (s *series) note(owner types.NamespacedName) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.owners == nil {
+		s.owners = map[types.NamespacedName]struct{}{}
+	}
+	s.owners[owner] = struct{}{}
+}
+
+// keep drops the series of all owners that do not exist.
+func (s *series) keep(exist map[types.NamespacedName]bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for owner := range s.owners {
+		if exist[owner] {
+			continue
+		}
+		for _, v := range s.of {
+			v.DeletePartialMatch(prometheus.Labels{namespaceLabel: owner.Namespace, s.label: owner.Name})
+		}
+		delete(s.owners, owner)
+	}
 }

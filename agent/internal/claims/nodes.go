@@ -190,6 +190,9 @@ func (e *Engine) noteRegistered(c *v1alpha1.MachineClaim) note {
 	return note{of: c, write: func(ctx context.Context) error {
 		return retry.RetryOnConflict(retry.DefaultRetry, func() error {
 			err := write(ctx)
+			if err == nil {
+				observeJoined(e.Clock, c)
+			}
 			if !apierrors.IsConflict(err) {
 				return err
 			}

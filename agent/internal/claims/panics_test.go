@@ -4,7 +4,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/types"
@@ -39,10 +38,10 @@ func asking(id string, candidates ...string) Request {
 
 func TestAPanicCostsOneNodeGroupAlone(t *testing.T) {
 	e, _, _ := panicking(t)
-	before := testutil.ToFloat64(panicsTotal)
+	before := measured(t, "capi_agent_claim_panics_total", nil)
 	_, err := e.Create(t.Context(), asking("a", "broken"))
 	require.ErrorContains(t, err, "a bug of the agent", "the call is answered, and not at its deadline")
-	assert.Greater(t, testutil.ToFloat64(panicsTotal), before)
+	assert.Greater(t, measured(t, "capi_agent_claim_panics_total", nil), before)
 
 	c, err := e.Create(t.Context(), asking("b", "whole"))
 	require.NoError(t, err)

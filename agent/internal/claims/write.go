@@ -683,7 +683,7 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 	if err := e.writeStatus(ctx, c); err != nil {
 		return err
 	}
-	countEnded(why.Reason)
+	countEnded(c, why.Reason)
 	e.event(c, why.Reason, "End", why.Message)
 	log.FromContext(ctx).Info("claim ended", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "reason", why.Reason)
 	return nil

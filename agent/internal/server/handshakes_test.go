@@ -130,7 +130,7 @@ func TestFailedHandshakesAreCountedByReason(t *testing.T) {
 func TestHandshakesThatFailAreCountedWhileServing(t *testing.T) {
 	f := start(t)
 	require.Error(t, f.list(f.signedBy(testpki.New(t), "spiffe://karpenter-capi/cluster/fleet/spoke")))
-	require.Positive(t, handshakeErrors(t, f.registry)["unknown-authority"])
+	require.Positive(t, handshakeErrors(t, f.registry)["unknown-authority"], "capi_agent_handshake_errors_total")
 	require.NoError(t, f.list(f.cluster()))
 	require.Contains(t, f.log.String(), `"reason"="unknown-authority"`)
 }

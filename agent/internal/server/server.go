@@ -400,6 +400,10 @@ func (s *Server) collectors() []prometheus.Collector {
 	}
 	return append(all,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "capi_agent_build_info", Help: "1, with the version of the agent as labels.",
+			ConstLabels: prometheus.Labels{"version": s.config.Version, "commit": s.config.Commit},
+		}, func() float64 { return 1 }),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "capi_agent_catalogue_generation", Help: "Changes of any node group since the start.",
 		}, func() float64 { return float64(s.config.NodeGroups.Generation()) }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{

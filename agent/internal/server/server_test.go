@@ -438,6 +438,11 @@ func TestNothingIsAnsweredBeforeTheViewIsComplete(t *testing.T) {
 	require.NoError(t, err)
 	require.False(t, response.GetCachesSynced())
 	require.ErrorContains(t, f.server.Check(), "not complete")
+	require.NoError(t, testutil.GatherAndCompare(f.registry, strings.NewReader(`
+# HELP capi_agent_synced 1 once the view of the hub is complete.
+# TYPE capi_agent_synced gauge
+capi_agent_synced 0
+`), "capi_agent_synced"))
 	health := grpc_health_v1.NewHealthClient(c.Conn())
 	serving := func(service string) grpc_health_v1.HealthCheckResponse_ServingStatus {
 		response, err := health.Check(f.ctx(), &grpc_health_v1.HealthCheckRequest{Service: service})

@@ -73,6 +73,8 @@ type Spokes struct {
 
 	mu    sync.Mutex
 	noted map[types.NamespacedName]note
+	// seen are the served Spokes, for the metrics.
+	seen map[types.NamespacedName]seen
 	// failed is the error that was logged last.
 	failed string
 }
@@ -273,7 +275,21 @@ func (s *Spokes) Run(ctx context.Context) error {
 // Look marks silent Spokes once.
 func (s *Spokes) Look(ctx context.Context) error {
 	s.forget()
-	return each(ctx, s.Client, s.Namespaces, s.lookAt)
+	all := map[types.NamespacedName]seen{}
+	err := each(ctx, s.Client, s.Namespaces, func(ctx context.Context, spoke *v1alpha1.Spoke) error {
+		if !s.Serves(client.ObjectKeyFromObject(spoke)) {
+			return nil
+		}
+		err := s.lookAt(ctx, spoke)
+		all[client.ObjectKeyFromObject(spoke)] = seenOf(spoke)
+		return err
+	})
+	if err == nil { // else Spokes may be missing
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.seen = all
+	}
+	return err
 }
 
 // forget drops the notes of Clusters that have been silent for a while: they may no longer exist.
@@ -343,7 +359,7 @@ func Remove(
 
 func (s *Spokes) lookAt(ctx context.Context, spoke *v1alpha1.Spoke) error {
 	now := s.Clock.Now()
-	if !s.Serves(client.ObjectKeyFromObject(spoke)) || !meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition) {
+	if !meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition) {
 		return nil
 	}
 	last := spoke.Status.LastSyncTime

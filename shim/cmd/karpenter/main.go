@@ -63,6 +63,13 @@ func main() {
 		}
 		return
 	}
+	if len(os.Args) > 1 && os.Args[1] == "metrics-docs" { // for make generate-docs
+		if err := describeMetrics(os.Stdout); err != nil {
+			fmt.Fprintf(os.Stderr, "karpenter metrics-docs: %v\n", err)
+			os.Exit(1)
+		}
+		return
+	}
 	ctx, err := parse(context.Background(), os.Args[1:])
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "karpenter: %v\n", err)

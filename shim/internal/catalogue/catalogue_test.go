@@ -96,6 +96,7 @@ func TestThereIsNoSnapshotBeforeTheAgentWasHeardOf(t *testing.T) {
 func TestAClusterWithoutNodeGroupsHasAnEmptyCatalogue(t *testing.T) {
 	w := shimtest.New(t, nil)
 	assert.Empty(t, types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)))
+	assert.Zero(t, shimtest.Metric(t, "karpenter_capi_catalogue_node_groups", nil))
 	w.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "first"})
 	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the first group shows")
 }
@@ -189,6 +190,7 @@ func TestProblemsOfSelectedGroupsAreTold(t *testing.T) {
 	assert.Contains(t, all.Problems[0], "default/odd")
 	assert.Contains(t, all.Problems[0], "metadata.annotations[cpu]")
 	assert.Contains(t, all.Problems[1], "default/unusable")
+	assert.InDelta(t, 1, shimtest.Metric(t, "karpenter_capi_catalogue_node_groups_unusable", nil), 0)
 	assert.Len(t, all.Groups, 2, "one bad group disturbs no other")
 	assert.Equal(t, 2, w.Catalogue.Snapshot().Len())
 }

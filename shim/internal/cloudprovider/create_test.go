@@ -79,6 +79,20 @@ func TestCreateClaimsAndReturnsAtOnceWithThePlaceholder(t *testing.T) {
 	assert.Equal(t, "claim", claim.GetDisplayName())
 }
 
+func TestAttemptsToClaimAreCountedByResult(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	attempts := func(result string) float64 {
+		return shimtest.Metric(t, "karpenter_capi_claims_total", map[string]string{"result": result})
+	}
+	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("first"))
+	require.NoError(t, err)
+	assert.Positive(t, attempts("claimed"))
+	w.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, "full", time.Time{})
+	_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("second"))
+	require.Error(t, err)
+	assert.Positive(t, attempts("no_capacity"))
+}
+
 func TestCreateAgainIsTheSameClaim(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	nodeClaim := w.NodeClaim("claim")

@@ -35,6 +35,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
 // patience is the timeout of every wait.
@@ -496,10 +497,13 @@ func TestARefusalIsToldOnceWithWhatToDo(t *testing.T) {
 			w.put(bootstrapSecret, w.agent.onboard("first"))
 			r := w.replica()
 			w.agent.answers(refusal, nil)
+			refused := map[string]string{"result": "refused"}
+			before := shimtest.Metric(t, "karpenter_capi_agent_certificate_requests_total", refused)
 			for range 20 {
 				r.looks()
 				w.clock.Step(time.Minute)
 			}
+			require.Greater(t, shimtest.Metric(t, "karpenter_capi_agent_certificate_requests_total", refused), before)
 			require.Len(t, r.announced, 1)
 			require.Contains(t, r.announced[0], "AgentCertificateRefused: The agent issues no client certificate with the bootstrap certificate in the "+
 				"secret karpenter/karpenter-agent-bootstrap")

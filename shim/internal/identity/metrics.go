@@ -28,3 +28,12 @@ var requestsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheu
 func count(purpose, result string) {
 	requestsTotal.Inc(map[string]string{"purpose": purpose, "result": result})
 }
+
+// A counter that appears with its first increment has no increase that a rule could see.
+func init() { //nolint:gochecknoinits // the registry is a global, too
+	for _, purpose := range []string{enrolling, renewing} {
+		for _, result := range []string{resultIssued, resultRefused, resultFailed} {
+			requestsTotal.Add(0, map[string]string{"purpose": purpose, "result": result})
+		}
+	}
+}

@@ -315,9 +315,11 @@ func TestNothingIsSettledWhileTheAgentIsSilent(t *testing.T) {
 	e.start()
 	assert.Positive(t, e.reconcile(left).RequeueAfter)
 	assert.Never(t, e.controller.Settled, 300*time.Millisecond, 20*time.Millisecond)
+	assert.InDelta(t, 1, shimtest.Metric(t, "karpenter_capi_node_claims_awaited", nil), 0)
 	e.Reconnect()
 	e.reconcile(left)
 	e.Eventually(e.controller.Settled, "it answers")
+	assert.Zero(t, shimtest.Metric(t, "karpenter_capi_node_claims_awaited", nil))
 	assert.NotNil(t, e.claim(left))
 }
 

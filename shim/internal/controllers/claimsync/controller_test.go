@@ -159,6 +159,17 @@ func TestTheAgentBeingAwayIsAnErrorAndTheNextRoundTakesANewToken(t *testing.T) {
 	assert.Equal(t, before+1, w.Agent.Calls("ListClaims"))
 }
 
+func TestNodeClaimsWithoutAClaimAreCounted(t *testing.T) {
+	w, c := world(t)
+	w.Launched("claimed")
+	sync(t, w, c)
+	assert.InDelta(t, 0, shimtest.Metric(t, "karpenter_capi_node_claims_without_claim", nil), 0)
+	assert.InDelta(t, time.Now().Unix(), shimtest.Metric(t, "karpenter_capi_claim_sync_last_success_timestamp_seconds", nil), 60)
+	w.Create(w.NodeClaim("unclaimed"))
+	sync(t, w, c)
+	assert.InDelta(t, 1, shimtest.Metric(t, "karpenter_capi_node_claims_without_claim", nil), 0)
+}
+
 func TestForeignNodeClaimsAreNotInTheSet(t *testing.T) {
 	w, c := world(t)
 	ours := w.Launched("ours")
@@ -413,6 +424,7 @@ func TestClaimsWhoseNodesWereRegisteredAreReportedAndKept(t *testing.T) {
 	sync(t, w, c)
 	assert.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, phase(w, lost))
 	assert.Contains(t, w.Recorder.Reasons(), "ClaimsKept")
+	assert.InDelta(t, 1, shimtest.Metric(t, "karpenter_capi_claims_kept_without_node_claim", nil), 0)
 	assert.Contains(t, strings.Join(w.Recorder.Messages(), "\n"), string(lost.UID), "so that a person finds it")
 }
 

@@ -81,6 +81,7 @@ func TestAClaimThatEndsCostsItsNodeClaimAtOnce(t *testing.T) {
 	e.lose(nodeClaim)
 	e.reconcile(nodeClaim)
 	assert.False(t, e.Exists(nodeClaim))
+	assert.Positive(t, shimtest.Metric(t, "karpenter_capi_node_claims_given_up_total", map[string]string{"reason": "MachineLost"}))
 	assert.Equal(t, []string{"MachineLost"}, e.Recorder.Reasons())
 	assert.Contains(t, e.Recorder.Messages()[0], "default/a")
 }

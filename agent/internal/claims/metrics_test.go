@@ -1,0 +1,154 @@
+package claims
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clocktesting "k8s.io/utils/clock/testing"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+)
+
+// measured returns the sum of the values of counters and gauges, and of the counts of histograms,
+// whose series have the labels; -1 if there is none.
+func measured(t *testing.T, name string, labels prometheus.Labels, more ...prometheus.Collector) float64 {
+	t.Helper()
+	own := prometheus.NewRegistry()
+	own.MustRegister(more...)
+	families, err := prometheus.Gatherers{metrics.Registry, own}.Gather()
+	require.NoError(t, err)
+	sum, found := 0.0, false
+	for _, family := range families {
+		if family.GetName() != name {
+			continue
+		}
+		for _, m := range family.GetMetric() {
+			has := prometheus.Labels{}
+			for _, l := range m.GetLabel() {
+				has[l.GetName()] = l.GetValue()
+			}
+			matches := true
+			for label, value := range labels {
+				matches = matches && has[label] == value
+			}
+			if matches {
+				found = true
+				sum += m.GetCounter().GetValue() + m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
+			}
+		}
+	}
+	if !found {
+		return -1
+	}
+	return sum
+}
+
+// measuredCluster is a Cluster of its own, as the metrics belong to the process.
+const measuredCluster = "measured"
+
+func askingMeasured(id string, candidates ...string) Request {
+	return Request{Namespace: namespace, Cluster: measuredCluster, ID: id, Holder: "karpenter", Candidates: candidates}
+}
+
+func measuring(t *testing.T) (*Engine, *clocktesting.FakeClock) {
+	t.Helper()
+	group := groupOf("measured-workers", 0, nil)
+	group.Spec.ClusterName = measuredCluster
+	e := engineWith(t, group, &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: measuredCluster}})
+	now := clocktesting.NewFakeClock(newTestTime())
+	e.Clock = now
+	return e, now
+}
+
+func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
+	of := prometheus.Labels{"namespace": namespace, "cluster": measuredCluster}
+	with := func(label, value string) prometheus.Labels {
+		return prometheus.Labels{"namespace": namespace, "cluster": measuredCluster, label: value}
+	}
+	e, now := measuring(t)
+	c, err := e.Create(t.Context(), askingMeasured("a", "measured-workers"))
+	require.NoError(t, err)
+	assert.InDelta(t, 1, measured(t, "capi_agent_claim_creates_total", with("result", "durable")), 0)
+	assert.InDelta(t, 1, measured(t, "capi_agent_claim_create_seconds", of), 0)
+	for _, reason := range []string{protocol.ReasonFailed, protocol.ReasonMachineLost} {
+		assert.Zero(t, measured(t, "capi_agent_claims_ended_total", with("reason", reason)), "it increases from zero")
+	}
+
+	_, err = e.Create(t.Context(), askingMeasured("b", "no-such-group"))
+	require.Error(t, err)
+	assert.InDelta(t, 1, measured(t, "capi_agent_claim_creates_total", with("result", "refused")), 0)
+	_, err = e.Create(t.Context(), Request{Namespace: namespace, Cluster: "no-such-cluster", ID: "b", Candidates: []string{"x"}})
+	require.ErrorIs(t, err, ErrUnknownCluster)
+	assert.InDelta(t, -1, measured(t, "capi_agent_claim_creates_total", prometheus.Labels{"cluster": "no-such-cluster"}), 0, "callers make no series")
+
+	hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
+	e.Client = interceptor.NewClient(hub, interceptor.Funcs{
+		Create: func(context.Context, client.WithWatch, client.Object, ...client.CreateOption) error {
+			return errors.New("the hub is full")
+		},
+	})
+	_, err = e.Create(t.Context(), askingMeasured("c", "measured-workers"))
+	require.Error(t, err)
+	assert.InDelta(t, 1, measured(t, "capi_agent_claim_creates_total", with("result", "failed")), 0)
+	assert.InDelta(t, 1, measured(t, "capi_agent_claim_create_seconds", of), 0, "only of what became durable")
+	e.Client = hub
+
+	now.Step(time.Minute)
+	machine := machineOf("measured-machine")
+	require.NoError(t, hub.Create(t.Context(), machine))
+	require.NoError(t, e.label(t.Context(), c, machine))
+	assert.InDelta(t, 1, measured(t, "capi_agent_claim_bound_seconds", of), 0)
+	require.NoError(t, e.noteRegistered(c).write(t.Context()))
+	assert.InDelta(t, 1, measured(t, "capi_agent_claim_node_joined_seconds", of), 0)
+	require.NoError(t, e.endClaim(t.Context(), c, v1alpha1.Event{Reason: protocol.ReasonFailed}))
+	assert.InDelta(t, 1, measured(t, "capi_agent_claims_ended_total", prometheus.Labels{
+		"namespace": namespace, "cluster": measuredCluster, "machine_deployment": "measured-workers", "reason": protocol.ReasonFailed,
+	}), 0)
+
+	// Those of owners that exist stay.
+	kept := measured(t, "capi_agent_claims_ended_total", nil, e.Collector())
+	assert.Positive(t, kept)
+	group := groupOf("measured-workers", 0, nil)
+	require.NoError(t, hub.Delete(t.Context(), group))
+	measured(t, "", nil, e.Collector())
+	assert.InDelta(t, -1, measured(t, "capi_agent_claims_ended_total", prometheus.Labels{"machine_deployment": "measured-workers"}), 0)
+	assert.InDelta(t, 1, measured(t, "capi_agent_claim_bound_seconds", of), 0)
+	require.NoError(t, hub.Delete(t.Context(), &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: measuredCluster}}))
+	measured(t, "", nil, e.Collector())
+	for _, name := range []string{"capi_agent_claim_creates_total", "capi_agent_claim_create_seconds", "capi_agent_claim_bound_seconds"} {
+		assert.InDelta(t, -1, measured(t, name, of), 0, name)
+	}
+}
+
+func TestALimitThatIsReachedIsCounted(t *testing.T) {
+	e, _ := measuring(t)
+	e.Bounds = Bounds{Claims: 1}
+	_, err := e.Create(t.Context(), askingMeasured("a", "measured-workers"))
+	require.NoError(t, err)
+	limit := prometheus.Labels{"cluster": measuredCluster, "limit": "live"}
+	before := measured(t, "capi_agent_claims_refused_total", limit)
+	assert.GreaterOrEqual(t, before, 0.0, "it increases from zero")
+	_, err = e.Create(t.Context(), askingMeasured("b", "measured-workers"))
+	requireTooMany(t, err, BoundLive)
+	assert.InDelta(t, before+1, measured(t, "capi_agent_claims_refused_total", limit), 0)
+}
+
+func TestWhatWaitsForAPersonIsShown(t *testing.T) {
+	frozen := protocol.Ledger{Version: protocol.LedgerVersion, Seq: 1, Lowered: true}
+	kept := heldClaim("kept", newTestTime())
+	kept.Status.Phase, kept.Status.Reason = v1alpha1.PhaseBound, protocol.ReasonOwnerMissing
+	e := engineWith(t, kept, groupOf("frozen", 0, map[string]string{v1alpha1.LedgerAnnotation: frozen.Encode()}), groupOf("a", 0, nil))
+	assert.InDelta(t, 1, measured(t, "capi_agent_node_group_frozen", prometheus.Labels{"machine_deployment": "frozen"}, e.Collector()), 0)
+	assert.InDelta(t, 1, measured(t, "capi_agent_claims_owner_missing", prometheus.Labels{"cluster": clusterName}, e.Collector()), 0)
+}

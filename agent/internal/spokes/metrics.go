@@ -1,0 +1,70 @@
+package spokes
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+var (
+	labels               = []string{"namespace", "cluster"}
+	connectedDescription = prometheus.NewDesc("capi_agent_spoke_connected",
+		"1 for a Cluster whose shim synchronizes its claims with an agent, 0 once none has heard from it for 15 minutes.", labels, nil)
+	lastSyncDescription = prometheus.NewDesc("capi_agent_spoke_last_sync_timestamp_seconds",
+		"When a Cluster's shim last synchronized its claims, to within five minutes, in seconds since 1970.", labels, nil)
+	certificateDescription = prometheus.NewDesc("capi_agent_spoke_certificate_not_after_seconds",
+		"When the certificate that a Cluster's shim last called with ends, in seconds since 1970.", labels, nil)
+)
+
+// seen is what the metrics show of a Spoke.
+type seen struct {
+	connected                  bool
+	lastSync, certificateUntil float64 // zero if unknown
+}
+
+func seenOf(spoke *v1alpha1.Spoke) seen {
+	s := seen{connected: meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition)}
+	if at := spoke.Status.LastSyncTime; at != nil {
+		s.lastSync = float64(at.Unix())
+	}
+	if c := spoke.Status.Certificate; c != nil && c.NotAfter != nil {
+		s.certificateUntil = float64(c.NotAfter.Unix())
+	}
+	return s
+}
+
+// Collector returns metrics of the Spokes, as of the last [Spokes.Look]. All agents report the same
+// Spokes, whichever of them the shims call.
+func (s *Spokes) Collector() prometheus.Collector { return collector{s} }
+
+type collector struct{ *Spokes }
+
+// Describe implements [prometheus.Collector].
+func (collector) Describe(descriptions chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{connectedDescription, lastSyncDescription, certificateDescription} {
+		descriptions <- d
+	}
+}
+
+// Collect implements [prometheus.Collector].
+func (c collector) Collect(metrics chan<- prometheus.Metric) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for name, s := range c.seen {
+		gauge := func(d *prometheus.Desc, value float64) {
+			metrics <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, name.Namespace, name.Name)
+		}
+		connected := 0.0
+		if s.connected {
+			connected = 1
+		}
+		gauge(connectedDescription, connected)
+		if s.lastSync > 0 {
+			gauge(lastSyncDescription, s.lastSync)
+		}
+		if s.certificateUntil > 0 {
+			gauge(certificateDescription, s.certificateUntil)
+		}
+	}
+}

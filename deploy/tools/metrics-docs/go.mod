@@ -1,0 +1,3 @@
+module github.com/karpenter-capi/karpenter-capi/deploy/tools/metrics-docs
+
+go 1.26.9

@@ -1,0 +1,231 @@
+package monitoring_test
+
+// cause is what makes an alert fire.
+type cause struct {
+	// series are what Prometheus has then, in the notation of its own tests, with a sample each
+	// minute of two hours.
+	series string
+	// test is the test of a component that makes the cause and sees the first of the series, as
+	// file:function. Empty if the series is absent, or not ours.
+	test string
+}
+
+var causes = map[string]cause{
+	"CapiAgentDown": {},
+	"CapiAgentHubUnreachable": {
+		`capi_agent_hub_reachable{pod="a"} 1x100 0x20
+		 capi_agent_hub_reachable{pod="b"} 1x100 0x20`,
+		"agent/internal/server/contact_test.go:TestReadinessAndMetricsShowThatTheHubsAPIServerDoesNotAnswer",
+	},
+	"CapiAgentNotSynced": {
+		`capi_agent_synced{pod="a"} 0x120
+		 capi_agent_synced{pod="b"} 1x120`,
+		"agent/internal/server/server_test.go:TestNothingIsAnsweredBeforeTheViewIsComplete",
+	},
+	"CapiAgentPolicyInvalid": {
+		`capi_agent_policy_usable{pod="a"} 0x120`,
+		"agent/internal/agent/policy_test.go:TestAPolicyInTheHubIsInForceAtOnceAndForGood",
+	},
+	"CapiAgentPriceListInvalid": {
+		`capi_agent_price_list_usable{pod="a"} 0x120`,
+		"agent/internal/catalogue/catalogue_test.go:TestPriceListIsFollowedAndABadOneIsNotUsed",
+	},
+	"CapiAgentStepPanicked": {
+		`capi_agent_claim_panics_total{pod="a"} 0x115 1x5`,
+		"agent/internal/claims/panics_test.go:TestAPanicCostsOneNodeGroupAlone",
+	},
+	"CapiAgentCertificateExpiring": {
+		`capi_agent_certificate_not_after_seconds{pod="a",certificate="server"} 600000x120
+		 capi_agent_certificate_not_after_seconds{pod="a",certificate="client-ca"} 10000000x120`,
+		"agent/internal/server/requests_test.go:TestReplacedFilesShowInMetricsAndNotInLogs",
+	},
+	"CapiAgentCertificateUnusable": {
+		`capi_agent_certificate_reload_errors_total{pod="a",certificate="server"} 0+12x120`,
+		"agent/internal/server/requests_test.go:TestReplacedFilesShowInMetricsAndNotInLogs",
+	},
+	"CapiAgentHandshakesFail": {
+		`capi_agent_handshake_errors_total{pod="a",reason="expired"} 0+6x120
+		 capi_agent_handshake_errors_total{pod="a",reason="closed"} 0+60x120`,
+		"agent/internal/server/handshakes_test.go:TestHandshakesThatFailAreCountedWhileServing",
+	},
+	"CapiAgentSpokeCertificateExpiring": {
+		`capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="production"} 20000x120
+		 capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="staging"} 90000x120`,
+		"agent/internal/agent/onboarding_test.go:TestASilentSpokeIsNotConnected",
+	},
+	"CapiAgentSpokeSilent": {
+		`capi_agent_spoke_connected{pod="a",namespace="team-a",cluster="production"} 1x100 0x20
+		 capi_agent_spoke_connected{pod="b",namespace="team-a",cluster="production"} 1x101 0x19
+		 capi_agent_spoke_connected{pod="a",namespace="team-a",cluster="staging"} 1x120`,
+		"agent/internal/agent/onboarding_test.go:TestASilentSpokeIsNotConnected",
+	},
+	"CapiAgentCallsRefused": {
+		`capi_agent_calls_refused_total{pod="a",reason="rate",method="CreateClaim"} 0+600x120`,
+		"agent/internal/limits/limits_test.go:TestACallerThatCallsTooOftenIsRefusedAndNoOther",
+	},
+	"CapiAgentClaimsNotDurable": {
+		`capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="production",result="failed"} 0+1x120
+		 capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="production",result="durable"} 0+9x120
+		 capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="staging",result="failed"} 0x120
+		 capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="staging",result="refused"} 0+9x120
+		 capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="staging",result="durable"} 0+9x120`,
+		"agent/internal/claims/metrics_test.go:TestAClaimsLifeIsMeasuredByCluster",
+	},
+	"CapiAgentClaimsSlow": {
+		`capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="1.28"} 0+8x120
+		 capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="5.12"} 0+10x120
+		 capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="+Inf"} 0+10x120`,
+		"agent/internal/claims/metrics_test.go:TestAClaimsLifeIsMeasuredByCluster",
+	},
+	"CapiAgentMachinesSlow": {
+		`capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="32"} 0+5x120
+		 capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="128"} 0+10x120
+		 capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="+Inf"} 0+10x120`,
+		"agent/internal/claims/metrics_test.go:TestAClaimsLifeIsMeasuredByCluster",
+	},
+	"CapiAgentClaimsFail": {
+		`capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="Failed"} 0+1x120
+		 capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="production",result="durable"} 0+5x120`,
+		"agent/internal/claims/metrics_test.go:TestAClaimsLifeIsMeasuredByCluster",
+	},
+	"CapiAgentMachinesLost": {
+		`capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="MachineLost"} 0x100 5x20
+		 capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="others",reason="MachineLost"} 0x100 1x20`,
+		"agent/internal/claims/metrics_test.go:TestAClaimsLifeIsMeasuredByCluster",
+	},
+	"CapiAgentClaimsOwnerMissing": {
+		`capi_agent_claims_owner_missing{pod="a",namespace="team-a",cluster="production"} 2x120`,
+		"agent/internal/claims/metrics_test.go:TestWhatWaitsForAPersonIsShown",
+	},
+	"CapiAgentClaimsLimited": {
+		`capi_agent_claims_refused_total{pod="a",namespace="team-a",cluster="production",limit="live"} 0x110 1+1x10`,
+		"agent/internal/claims/metrics_test.go:TestALimitThatIsReachedIsCounted",
+	},
+	"CapiAgentNodeGroupFrozen": {
+		`capi_agent_node_group_frozen{pod="a",namespace="team-a",machine_deployment="workers"} 1x120`,
+		"agent/internal/claims/metrics_test.go:TestWhatWaitsForAPersonIsShown",
+	},
+	"CapiAgentLedgerUnreadable": {
+		`capi_agent_ledger_unreadable{pod="a",namespace="team-a",machine_deployment="workers"} 1x120`,
+		"agent/internal/claims/collector_test.go:TestCollectorShowsEveryPartOfTheLedger",
+	},
+	"CapiAgentNodeGroupProblems": {
+		`capi_agent_node_group_problems{pod="a",namespace="team-a",machine_deployment="workers"} 1x120`,
+		"agent/internal/catalogue/catalogue_test.go:TestProblemsAreReportedOnceEachAndCounted",
+	},
+
+	"KarpenterCapiDown": {},
+	"KarpenterCapiAgentUnreachable": {
+		`karpenter_capi_agent_connected{pod="a",stream="claims"} 1x100 0x20
+		 karpenter_capi_agent_connected{pod="b",stream="claims"} 1x100 0x20
+		 karpenter_capi_agent_connected{pod="a",stream="nodegroups"} 1x120`,
+		"shim/internal/agentstate/agentstate_test.go:TestTheConnectionIsAMetric",
+	},
+	"KarpenterCapiClaimSyncStale": {
+		`karpenter_capi_claim_sync_last_success_timestamp_seconds{pod="a"} 0+60x90 5400x30`,
+		"shim/internal/controllers/claimsync/controller_test.go:TestNodeClaimsWithoutAClaimAreCounted",
+	},
+	"KarpenterCapiCertificateExpiring": {
+		`karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="client"} 20000x120`,
+		"shim/internal/agentstate/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
+	},
+	"KarpenterCapiAuthorityExpiring": {
+		`karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="agent-ca"} 600000x120
+		 karpenter_capi_agent_certificate_not_after_seconds{pod="b",certificate="agent-ca"} 0x120`,
+		"shim/internal/agentstate/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
+	},
+	"KarpenterCapiCertificateUnusable": {
+		`karpenter_capi_agent_certificate_reload_errors_total{pod="a",certificate="client"} 0+6x120`,
+		"shim/internal/agentstate/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
+	},
+	"KarpenterCapiCertificateRefused": {
+		`karpenter_capi_agent_certificate_requests_total{pod="a",purpose="renewal",result="refused"} 1+1x120`,
+		"shim/internal/identity/keeper_test.go:TestARefusalIsToldOnceWithWhatToDo",
+	},
+	"KarpenterCapiLaunchesFail": {
+		`karpenter_capi_claims_total{pod="a",result="AgentRefused"} 0+1x120
+		 karpenter_capi_claims_total{pod="a",result="no_capacity"} 0+1x120
+		 karpenter_capi_claims_total{pod="a",result="claimed"} 0+8x120`,
+		"shim/internal/cloudprovider/create_test.go:TestAttemptsToClaimAreCountedByResult",
+	},
+	"KarpenterCapiNoCapacity": {
+		`karpenter_capi_claims_total{pod="a",result="no_capacity"} 0+1x120`,
+		"shim/internal/cloudprovider/create_test.go:TestAttemptsToClaimAreCountedByResult",
+	},
+	"KarpenterCapiNodeClaimsGivenUp": {
+		`karpenter_capi_node_claims_given_up_total{pod="a",reason="Failed"} 0x100 0+1x20`,
+		"shim/internal/controllers/failedmachine/controller_test.go:TestAClaimThatEndsCostsItsNodeClaimAtOnce",
+	},
+	"KarpenterCapiNodeClaimsWithoutClaim": {
+		`karpenter_capi_node_claims_without_claim{pod="a"} 1x120`,
+		"shim/internal/controllers/claimsync/controller_test.go:TestNodeClaimsWithoutAClaimAreCounted",
+	},
+	"KarpenterCapiClaimsKept": {
+		`karpenter_capi_claims_kept_without_node_claim{pod="a"} 1x120`,
+		"shim/internal/controllers/claimsync/controller_test.go:TestClaimsWhoseNodesWereRegisteredAreReportedAndKept",
+	},
+	"KarpenterCapiProviderIDConflicts": {
+		`karpenter_capi_provider_id_conflicts_total{pod="a"} 0x115 1x5`,
+		"shim/internal/controllers/providerid/controller_test.go:TestOneRealIDNeverGoesToTwoNodeClaims",
+	},
+	"KarpenterCapiAdoptionWaits": {
+		`karpenter_capi_node_claims_awaited{pod="a"} 3x120`,
+		"shim/internal/controllers/adoption/controller_test.go:TestNothingIsSettledWhileTheAgentIsSilent",
+	},
+	"KarpenterCapiNoNodeGroups": {
+		`karpenter_capi_catalogue_node_groups{pod="a"} 0x120`,
+		"shim/internal/catalogue/catalogue_test.go:TestAClusterWithoutNodeGroupsHasAnEmptyCatalogue",
+	},
+	"KarpenterCapiNodeGroupsUnusable": {
+		`karpenter_capi_catalogue_node_groups_unusable{pod="a"} 1x120`,
+		"shim/internal/catalogue/catalogue_test.go:TestProblemsOfSelectedGroupsAreTold",
+	},
+}
+
+// healthy is a fleet at work: a machine that fails now and then, a node group without room for a
+// while, a port scan.
+const healthy = `
+	capi_agent_build_info{pod="a"} 1x120
+	capi_agent_hub_reachable{pod="a"} 1x120
+	capi_agent_hub_reachable{pod="b"} 0x3 1x117
+	capi_agent_synced{pod="a"} 0x2 1x118
+	capi_agent_policy_usable{pod="a"} 1x120
+	capi_agent_price_list_usable{pod="a"} 1x120
+	capi_agent_claim_panics_total{pod="a"} 0x120
+	capi_agent_certificate_not_after_seconds{pod="a",certificate="server"} 3000000x120
+	capi_agent_certificate_reload_errors_total{pod="a",certificate="server"} 0x80 1x40
+	capi_agent_handshake_errors_total{pod="a",reason="closed"} 0+60x120
+	capi_agent_handshake_errors_total{pod="a",reason="expired"} 0x115 3x5
+	capi_agent_spoke_connected{pod="a",namespace="team-a",cluster="production"} 1x120
+	capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="production"} 50000x120
+	capi_agent_calls_refused_total{pod="a",reason="rate",method="CreateClaim"} 0+6x120
+	capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="production",result="durable"} 0+10x120
+	capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="production",result="refused"} 0+10x120
+	capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="production",result="failed"} 0x110 1x10
+	capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="1.28"} 0+10x120
+	capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="+Inf"} 0+10x120
+	capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="32"} 0+10x120
+	capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="+Inf"} 0+10x120
+	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="Failed"} 0x100 1x20
+	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="MachineLost"} 0x100 1x20
+	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="Released"} 0+9x120
+	capi_agent_claims_refused_total{pod="a",namespace="team-a",cluster="production",limit="live"} 0x120
+	capi_agent_node_group_problems{pod="a",namespace="team-a",machine_deployment="workers"} 0x120
+	karpenter_build_info{pod="a"} 1x120
+	karpenter_capi_agent_connected{pod="a",stream="claims"} 1x100 0x2 1x18
+	karpenter_capi_agent_connected{pod="b",stream="claims"} 0x100 1x20
+	karpenter_capi_claim_sync_last_success_timestamp_seconds{pod="a"} 0+60x120
+	karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="client"} 50000x120
+	karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="agent-ca"} 30000000x120
+	karpenter_capi_agent_certificate_reload_errors_total{pod="a",certificate="client"} 0x120
+	karpenter_capi_agent_certificate_requests_total{pod="a",purpose="renewal",result="issued"} 0+1x120
+	karpenter_capi_claims_total{pod="a",result="claimed"} 0+10x120
+	karpenter_capi_claims_total{pod="a",result="no_capacity"} 0x100 3x20
+	karpenter_capi_node_claims_given_up_total{pod="a",reason="Failed"} 0x100 1x20
+	karpenter_capi_node_claims_without_claim{pod="a"} 0x120
+	karpenter_capi_claims_kept_without_node_claim{pod="a"} 0x120
+	karpenter_capi_provider_id_conflicts_total{pod="a"} 0x120
+	karpenter_capi_node_claims_awaited{pod="a"} 3x2 0x118
+	karpenter_capi_catalogue_node_groups{pod="a"} 5x120
+	karpenter_capi_catalogue_node_groups_unusable{pod="a"} 0x120
+`
