@@ -109,6 +109,7 @@ func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
 	require.NoError(t, hub.Create(t.Context(), machine))
 	require.NoError(t, e.label(t.Context(), c, machine))
 	assert.InDelta(t, 1, measured(t, "capi_agent_claim_bound_seconds", of), 0)
+	require.NoError(t, hub.Get(t.Context(), client.ObjectKeyFromObject(c), c)) // the agent has written its status
 	require.NoError(t, e.noteRegistered(c).write(t.Context()))
 	assert.InDelta(t, 1, measured(t, "capi_agent_claim_node_joined_seconds", of), 0)
 	require.NoError(t, e.endClaim(t.Context(), c, v1alpha1.Event{Reason: protocol.ReasonFailed}))
