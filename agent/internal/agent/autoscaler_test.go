@@ -118,7 +118,8 @@ func TestTheClusterAutoscalerScalesByClaims(t *testing.T) {
 	require.Equal(t, "blue", node.Labels["team"])
 	require.Equal(t, "4", node.Status.Allocatable.Cpu().String())
 	options, err := provider.NodeGroupGetOptions(ctx, &externalgrpc.NodeGroupAutoscalingOptionsRequest{
-		Id: id, Defaults: &externalgrpc.NodeGroupAutoscalingOptions{ScaleDownUtilizationThreshold: 0.7, MaxNodeProvisionDuration: durationpb.New(time.Hour)},
+		Id:       id,
+		Defaults: &externalgrpc.NodeGroupAutoscalingOptions{ScaleDownUtilizationThreshold: 0.7, MaxNodeProvisionDuration: durationpb.New(time.Hour)},
 	})
 	require.NoError(t, err)
 	require.Equal(t, time.Minute, options.GetNodeGroupAutoscalingOptions().GetScaleDownUnneededDuration().AsDuration())

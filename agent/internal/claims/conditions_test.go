@@ -160,11 +160,7 @@ func TestConditionsFollowFromTheStatus(t *testing.T) {
 // would make no progress.
 func TestEveryConditionHasATimeAndAReason(t *testing.T) {
 	now := metav1.NewTime(time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC))
-	claims := []*v1alpha1.MachineClaim{{}}
-	for _, c := range recordedAs[v1alpha1.MachineClaim](t, "MachineClaim") {
-		claims = append(claims, c)
-	}
-	for _, c := range claims {
+	for _, c := range append(recordedAs[v1alpha1.MachineClaim](t, "MachineClaim"), &v1alpha1.MachineClaim{}) {
 		for _, condition := range conditionsOf(c, now) {
 			assert.False(t, condition.LastTransitionTime.IsZero(), "%s of %+v", condition.Type, c.Status)
 			assert.Regexp(t, reasonFormat, condition.Reason, condition.Type)

@@ -14,7 +14,9 @@ import (
 type Owner func(request reconcile.Request) types.NamespacedName
 
 // Constructor is the type of NewQueue in a controller's options.
-type Constructor func(controller string, limiter workqueue.TypedRateLimiter[reconcile.Request]) workqueue.TypedRateLimitingInterface[reconcile.Request]
+type Constructor func(
+	controller string, limiter workqueue.TypedRateLimiter[reconcile.Request],
+) workqueue.TypedRateLimitingInterface[reconcile.Request]
 
 // New returns a constructor of queues. They behave like a controller's default queue, except that
 // requests of one owner are handed out in order, and owners take turns.

@@ -37,8 +37,9 @@ func TestTheClockFollowsTheAPIServer(t *testing.T) {
 			}))
 			request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://hub/version", http.NoBody)
 			g.Expect(err).NotTo(HaveOccurred())
-			_, err = ask.RoundTrip(request)
+			response, err := ask.RoundTrip(request)
 			g.Expect(err).NotTo(HaveOccurred())
+			g.Expect(response.Body.Close()).To(Succeed())
 
 			g.Expect(c.Offset()).To(Equal(answer.offset))
 			g.Expect(c.Now()).To(Equal(system.Now().Add(answer.offset)))
@@ -58,10 +59,11 @@ func TestAResponseWithoutADateChangesNothing(t *testing.T) {
 	for _, value := range []string{date, "", "yesterday"} {
 		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://hub/version", http.NoBody)
 		g.Expect(err).NotTo(HaveOccurred())
-		_, err = c.Transport(transport(func(*http.Request) (*http.Response, error) {
+		response, err := c.Transport(transport(func(*http.Request) (*http.Response, error) {
 			return &http.Response{StatusCode: http.StatusOK, Header: http.Header{"Date": []string{value}}, Body: http.NoBody}, nil
 		})).RoundTrip(request)
 		g.Expect(err).NotTo(HaveOccurred())
+		g.Expect(response.Body.Close()).To(Succeed())
 		g.Expect(c.Offset()).To(BeNumerically("~", time.Hour, time.Second))
 	}
 }

@@ -169,7 +169,7 @@ func TestEveryConnectionIsVerifiedAnew(t *testing.T) {
 	require.NoError(t, err)
 	cache := &sessions{ClientSessionCache: tls.NewLRUClientSessionCache(10)}
 	config := &tls.Config{
-		MinVersion: tls.VersionTLS13, InsecureSkipVerify: true, NextProtos: []string{"h2"}, //nolint:gosec // the server's side is tested
+		MinVersion: tls.VersionTLS13, InsecureSkipVerify: true, NextProtos: []string{"h2"},
 		Certificates: []tls.Certificate{certificate}, ClientSessionCache: cache,
 	}
 	// connect returns an error unless the server has accepted the certificate and sent its settings,
