@@ -10,8 +10,10 @@ import (
 	"time"
 
 	. "github.com/onsi/gomega"
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -48,6 +50,11 @@ func TestThePluginsPageCanBeFollowed(t *testing.T) {
 	// The certificate is in a secret that the chart mounts.
 	run(ctx, t, servers, `helm install karpenter deploy/charts/shim --namespace karpenter --create-namespace \
 		--set agent.address=`+listener.Addr().String()+`,agent.serverName=capi-agent.hub.svc,cluster.namespace=team-a,cluster.name=production`)
+	// Nothing runs the Deployment's pods here.
+	deployment := &appsv1.Deployment{}
+	g.Expect(spoke.Get(ctx, client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, deployment)).To(Succeed())
+	deployment.Status.Replicas, deployment.Status.ReadyReplicas = *deployment.Spec.Replicas, *deployment.Spec.Replicas
+	g.Expect(spoke.Status().Update(ctx, deployment)).To(Succeed())
 	certificate, key, err = authority.IssueClient("spiffe://" + fakeagent.TrustDomain + "/cluster/team-a/production")
 	g.Expect(err).NotTo(HaveOccurred())
 	g.Expect(spoke.Create(ctx, &corev1.Secret{

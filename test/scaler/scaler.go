@@ -97,7 +97,7 @@ func Dial(address, certFile, keyFile, caFile string) (*grpc.ClientConn, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading the certificate: %w", err)
 	}
-	ca, err := os.ReadFile(caFile) //nolint:gosec // the caller's choice
+	ca, err := os.ReadFile(caFile)
 	if err != nil {
 		return nil, fmt.Errorf("reading the authority: %w", err)
 	}
@@ -192,7 +192,7 @@ func (s *Scaler) RunOnce(ctx context.Context) error {
 	s.askGPUs(ctx)
 	s.groups, s.groupOf = nil, map[string]*externalgrpc.NodeGroup{}
 	if _, err := call(ctx, s.provider.Refresh, &externalgrpc.RefreshRequest{}); err != nil {
-		return fmt.Errorf("Refresh: %w", err)
+		return fmt.Errorf("refreshing: %w", err)
 	}
 	seen := &state{
 		nodes: nodes.Items, pods: pods.Items, templates: map[string]*corev1.Node{}, targets: map[string]int32{},
@@ -350,7 +350,8 @@ func (s *Scaler) removeUnregistered(ctx context.Context, seen *state, now time.T
 	for id, cached := range s.instances {
 		for _, instance := range cached.list {
 			state := instance.GetStatus()
-			if known[instance.GetId()] || state.GetInstanceState() == externalgrpc.InstanceStatus_instanceDeleting || state.GetErrorInfo().GetErrorCode() != "" {
+			if known[instance.GetId()] || state.GetInstanceState() == externalgrpc.InstanceStatus_instanceDeleting ||
+				state.GetErrorInfo().GetErrorCode() != "" {
 				continue
 			}
 			begun, before := s.unregistered[instance.GetId()]
@@ -380,7 +381,8 @@ func (s *Scaler) removeFailed(ctx context.Context, now time.Time) {
 		for _, instance := range cached.list {
 			if failure := instance.GetStatus().GetErrorInfo(); failure.GetErrorCode() != "" &&
 				instance.GetStatus().GetInstanceState() == externalgrpc.InstanceStatus_instanceCreating {
-				s.Log("%s of %s failed (class %d, %s): %s", instance.GetId(), id, failure.GetInstanceErrorClass(), failure.GetErrorCode(), failure.GetErrorMessage())
+				s.Log("%s of %s failed (class %d, %s): %s",
+					instance.GetId(), id, failure.GetInstanceErrorClass(), failure.GetErrorCode(), failure.GetErrorMessage())
 				nodes = append(nodes, fake(instance.GetId(), createError))
 			}
 		}
