@@ -236,7 +236,8 @@ func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			g := NewWithT(t)
 			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set",
-				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,metrics.prometheusRule=null,metrics.dashboard=null,tracing=null,networkPolicy=null"+
+				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,"+
+					"metrics.prometheusRule=null,metrics.dashboard=null,tracing=null,networkPolicy=null"+
 					lo.Ternary(c.name == "shim", ",agent.enrollment=null", ""))
 			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
 			g.Expect(pod.Volumes).To(HaveLen(1))
@@ -309,7 +310,9 @@ func TestAlertsHaveARunbookAndDashboardsAreForGrafanasSidecar(t *testing.T) {
 			prefix := strings.TrimSuffix(first, "Down")
 			g.Expect(alerts).To(Equal(lo.CountBy(all, func(a monitoring.Alert) bool { return strings.HasPrefix(a.Alert, prefix) }) - 1))
 
-			dashboard, found := lo.Find(of[corev1.ConfigMap](t, objects, "ConfigMap"), func(m corev1.ConfigMap) bool { return strings.HasSuffix(m.Name, "-dashboard") })
+			dashboard, found := lo.Find(of[corev1.ConfigMap](t, objects, "ConfigMap"), func(m corev1.ConfigMap) bool {
+				return strings.HasSuffix(m.Name, "-dashboard")
+			})
 			g.Expect(found).To(BeTrue())
 			g.Expect(dashboard.Labels).To(HaveKeyWithValue("grafana_dashboard", "1"))
 			g.Expect(dashboard.Data).To(HaveLen(1))

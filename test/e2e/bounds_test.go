@@ -173,10 +173,15 @@ func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 	scale(t, byClaim, nodes)
 	claimed := up(byClaim, nodes)
 	await(t, 2*time.Minute, running(nodes))
+	await(t, 2*time.Minute, func(s journey.State) string {
+		return lo.Ternary(lo.EveryBy(s.Live(), func(j journey.Journey) bool { return j.Reached(journey.Initialized) }), "", "all Nodes to be initialized")
+	})
 	figure("%d Nodes up after %.1f s; by hand after %.1f s", nodes, claimed.Seconds(), alone.Seconds())
 	made := w.Recorder.State().Journeys[known:]
 	g.Expect(made).To(HaveLen(nodes), "one NodeClaim for each pod, and no more")
-	for _, stage := range []journey.Stage{journey.Created, journey.Launched, journey.Bound, journey.Provisioned, journey.Registered, journey.Initialized} {
+	for _, stage := range []journey.Stage{
+		journey.Created, journey.Launched, journey.Bound, journey.Provisioned, journey.Registered, journey.Initialized,
+	} {
 		at := lo.Map(made, func(j journey.Journey, _ int) time.Duration { return j.At(stage).Sub(began) })
 		slices.Sort(at)
 		figure("%s: the first after %.1f s, the last after %.1f s", stage, at[0].Seconds(), at[nodes-1].Seconds())

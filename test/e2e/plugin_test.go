@@ -154,13 +154,18 @@ func (p *plugin) try(args ...string) (string, error) {
 
 // answer is what `why` says.
 type answer struct {
-	State   string
-	Verdict string
-	Steps   []struct{ Object, Message string }
+	State   string `json:"state"`
+	Verdict string `json:"verdict"`
+	Steps   []step `json:"steps"`
+}
+
+type step struct {
+	Object  string `json:"object"`
+	Message string `json:"message"`
 }
 
 func (a answer) objects() []string {
-	return lo.Map(a.Steps, func(s struct{ Object, Message string }, _ int) string { return s.Object })
+	return lo.Map(a.Steps, func(s step, _ int) string { return s.Object })
 }
 
 // eventually asks until the answer has the state, and its verdict the parts.

@@ -235,8 +235,8 @@ func (r *Recorder) nodeClaimGone(n *karpenterv1.NodeClaim) {
 }
 
 func (r *Recorder) seeClaim(c *agentv1.MachineClaim) {
-	if c.Spec.ClusterName != r.options.Cluster.Name {
-		return
+	if c.Spec.ClusterName != r.options.Cluster.Name || c.Spec.Holder == agentv1.ClusterAutoscaler {
+		return // it has no NodeClaim
 	}
 	j := r.journey(types.UID(c.Spec.ClaimID))
 	if j.NodeClaim == "" {
@@ -277,7 +277,8 @@ func (r *Recorder) seeMachine(m *clusterv1.Machine) {
 	if before == nil || before.Status.Phase != m.Status.Phase {
 		r.tell("Machine", m.Name, "%s", lo.CoalesceOrEmpty(m.Status.Phase, "created"))
 	}
-	if id := m.Labels[agentv1.ClaimLabel]; id != "" && m.Spec.ProviderID != "" {
+	id := m.Labels[agentv1.ClaimLabel]
+	if id != "" && m.Spec.ProviderID != "" && m.Annotations[agentv1.ClaimHolderAnnotation] != agentv1.ClusterAutoscaler {
 		r.reach(r.journey(types.UID(id)), Provisioned)
 	}
 }

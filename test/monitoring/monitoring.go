@@ -11,9 +11,11 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 
+	"github.com/prometheus/common/model"
 	"github.com/prometheus/prometheus/model/histogram"
 	"github.com/prometheus/prometheus/model/labels"
 	"github.com/prometheus/prometheus/promql"
@@ -133,7 +135,7 @@ var labelValues = regexp.MustCompile(`^label_values\((.+), ?([a-z_]+)\)$`)
 type Metrics map[string][]string
 
 // targetLabels are labels that Prometheus adds to every series of a target.
-var targetLabels = []string{labels.MetricName, "instance", "job", "pod"}
+var targetLabels = []string{model.MetricNameLabel, "instance", "job", "pod"}
 
 var row = regexp.MustCompile("^\\| `([a-z_0-9]+)` \\| (counter|gauge|histogram|summary) \\| [a-z]* \\| (?:`(.*)`)? ?\\| ")
 
@@ -183,7 +185,7 @@ func (m Metrics) Check(expr string) error {
 		if !ok {
 			return nil
 		}
-		name, _ := lo.Find(selector.LabelMatchers, func(matcher *labels.Matcher) bool { return matcher.Name == labels.MetricName })
+		name, _ := lo.Find(selector.LabelMatchers, func(matcher *labels.Matcher) bool { return matcher.Name == model.MetricNameLabel })
 		if name == nil || name.Type != labels.MatchEqual {
 			wrong = append(wrong, fmt.Errorf("%s names no metric", selector))
 			return nil
@@ -192,7 +194,7 @@ func (m Metrics) Check(expr string) error {
 		if !exists {
 			wrong = append(wrong, fmt.Errorf("there is no metric %s", name.Value))
 		}
-		of = append(of[:len(of):len(of)], targetLabels...)
+		of = slices.Concat(of, targetLabels)
 		for _, label := range of {
 			known[label] = true
 		}
@@ -210,7 +212,7 @@ func (m Metrics) Check(expr string) error {
 			named = n.Grouping
 		case *parser.BinaryExpr:
 			if n.VectorMatching != nil {
-				named = append(n.VectorMatching.MatchingLabels, n.VectorMatching.Include...)
+				named = slices.Concat(n.VectorMatching.MatchingLabels, n.VectorMatching.Include)
 			}
 		}
 		for _, label := range named {
@@ -349,7 +351,7 @@ func (e Engine) Firing(ctx context.Context, series Series, a Alert, at time.Dura
 			return nil, err
 		}
 		now := lo.Map(vector, func(s promql.Sample, _ int) labels.Labels {
-			return labels.NewBuilder(s.Metric).Del(labels.MetricName).Labels()
+			return labels.NewBuilder(s.Metric).Del(model.MetricNameLabel).Labels()
 		})
 		if since == at-wait {
 			firing = now

@@ -117,9 +117,11 @@ func (a *Access) Hub() (client.Client, error) {
 	return a.hub, err
 }
 
+const kindMachine = "Machine"
+
 // Kinds of the management cluster.
 var (
-	machineKind           = schema.GroupVersionKind{Group: "cluster.x-k8s.io", Version: "v1beta2", Kind: "Machine"}
+	machineKind           = schema.GroupVersionKind{Group: "cluster.x-k8s.io", Version: "v1beta2", Kind: kindMachine}
 	machineDeploymentKind = schema.GroupVersionKind{Group: "cluster.x-k8s.io", Version: "v1beta2", Kind: "MachineDeployment"}
 	machineClaimKind      = schema.GroupVersionKind{Group: "agent.karpenter.cluster.x-k8s.io", Version: "v1alpha1", Kind: "MachineClaim"}
 	spokeKind             = schema.GroupVersionKind{Group: "agent.karpenter.cluster.x-k8s.io", Version: "v1alpha1", Kind: "Spoke"}
@@ -147,8 +149,8 @@ func mapper() meta.RESTMapper {
 	return m
 }
 
-// Deployment returns what Karpenter's Deployment says. It is read once.
-func (a *Access) Deployment(ctx context.Context) (*shim, error) {
+// deployment returns what Karpenter's Deployment says. It is read once.
+func (a *Access) deployment(ctx context.Context) (*shim, error) {
 	a.once.Do(func() { a.shim, a.shimErr = a.findShim(ctx) })
 	return a.shim, a.shimErr
 }
@@ -159,7 +161,7 @@ func (a *Access) Workload(ctx context.Context) *explain.Workload {
 	if !a.needsShim() {
 		return nil
 	}
-	s, err := a.Deployment(ctx)
+	s, err := a.deployment(ctx)
 	if err != nil {
 		return nil
 	}
@@ -185,7 +187,7 @@ func (a *Access) Agent(ctx context.Context) (*Agent, error) {
 	tls := &agentclient.TLS{ServerName: a.ServerName}
 	var cluster *agentv1alpha1.ClusterRef
 	if a.needsShim() {
-		s, err := a.Deployment(ctx)
+		s, err := a.deployment(ctx)
 		if err != nil {
 			return nil, err
 		}
@@ -263,7 +265,7 @@ func (a *Access) HubCluster(ctx context.Context) *agentv1alpha1.ClusterRef {
 	if namespace, name, err := split(a.Cluster); err == nil {
 		return &agentv1alpha1.ClusterRef{Namespace: namespace, Name: name}
 	}
-	if s, err := a.Deployment(ctx); err == nil {
+	if s, err := a.deployment(ctx); err == nil {
 		return s.cluster
 	}
 	return nil

@@ -64,7 +64,7 @@ func (a *Access) setUpCore(ctx context.Context) {
 	if !a.needsShim() {
 		return
 	}
-	if s, err := a.Deployment(ctx); err == nil {
+	if s, err := a.deployment(ctx); err == nil {
 		for key := range strings.SplitSeq(s.labelKeys, ",") {
 			if key = strings.TrimSpace(key); key != "" {
 				karpv1.WellKnownLabels.Insert(key)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -34,8 +35,11 @@ const (
 	stages
 )
 
+// wordGone is said of what no longer exists.
+const wordGone = "gone"
+
 func (s stage) String() string {
-	return [stages]string{"created", "launched", "bound", "provisioned", "joined", "ready", "being deleted", "gone"}[s]
+	return [stages]string{"created", "launched", "bound", "provisioned", "joined", "ready", "being deleted", wordGone}[s]
 }
 
 // journey is what is known of one NodeClaim.
@@ -140,7 +144,7 @@ func (b *board) nodeClaimGone(n *karpv1.NodeClaim) []change {
 	if !b.reach(j, stageGone, time.Time{}) {
 		return nil
 	}
-	return []change{{"NodeClaim", n.Name, "gone"}}
+	return []change{{"NodeClaim", n.Name, wordGone}}
 }
 
 func (b *board) seeClaim(c *agentv1alpha1.Claim) []change {
@@ -167,12 +171,12 @@ func (b *board) seeClaim(c *agentv1alpha1.Claim) []change {
 	b.reach(j, stageBound, time.Time{})
 	if m.GetProviderId() != "" {
 		if j.infrastructure = ""; b.reach(j, stageProvisioned, time.Time{}) {
-			changes = append(changes, change{"Machine", m.GetName(), "has its provider ID " + m.GetProviderId()})
+			changes = append(changes, change{kindMachine, m.GetName(), "has its provider ID " + m.GetProviderId()})
 		}
 	} else if says := joined(m.GetInfrastructureReason(), m.GetInfrastructureMessage()); says != j.infrastructure {
 		j.infrastructure = says
 		if says != "" {
-			changes = append(changes, change{"Machine", m.GetName(), "infrastructure: " + says})
+			changes = append(changes, change{kindMachine, m.GetName(), "infrastructure: " + says})
 		}
 	}
 	if m.GetNodeName() != "" {
@@ -200,7 +204,7 @@ func (b *board) seeGroup(g *agentv1alpha1.NodeGroup) []change {
 
 func (b *board) groupGone(id string) []change {
 	delete(b.groups, id)
-	return []change{{"NodeGroup", id, "gone"}}
+	return []change{{"NodeGroup", id, wordGone}}
 }
 
 func (b *board) seeNode(n *corev1.Node) []change {
@@ -221,7 +225,7 @@ func (b *board) seeNode(n *corev1.Node) []change {
 
 func (b *board) nodeGone(n *corev1.Node) []change {
 	delete(b.nodes, n.Name)
-	return []change{{"Node", n.Name, "gone"}}
+	return []change{{"Node", n.Name, wordGone}}
 }
 
 func (b *board) seePod(p *corev1.Pod) []change {
@@ -306,7 +310,7 @@ func (b *board) groupRows() [][]string {
 		if !g.GetAvailability().GetAvailable() {
 			takes = joined(explain.Word(g.GetAvailability().GetReason()), g.GetAvailability().GetMessage())
 		}
-		rows = append(rows, []string{id, fmt.Sprint(g.GetReplicas()), most(g), fmt.Sprint(claims[id]), price(g), takes})
+		rows = append(rows, []string{id, strconv.Itoa(int(g.GetReplicas())), most(g), strconv.Itoa(claims[id]), price(g), takes})
 	}
 	return rows
 }
@@ -333,7 +337,7 @@ func (b *board) journeyRows() [][]string {
 func (j *journey) fate() string {
 	switch {
 	case !j.at[stageGone].IsZero():
-		return "gone"
+		return wordGone
 	case !j.at[stageDeleting].IsZero():
 		return "going" + prefix(": ", strings.ToLower(j.why))
 	case !j.at[stageReady].IsZero():

@@ -92,8 +92,11 @@ func writeClaim(to io.Writer, c *agentv1alpha1.Claim, now time.Time) error {
 	}
 	fmt.Fprintln(to)
 	for _, line := range []struct{ what, is string }{
-		{"Node group", c.GetNodeGroupId()}, {"Machine", c.GetMachine().GetName()}, {"Provider ID", c.GetMachine().GetProviderId()},
-		{"Node", c.GetMachine().GetNodeName()}, {"Message", c.GetMessage()},
+		{"Node group", c.GetNodeGroupId()},
+		{kindMachine, c.GetMachine().GetName()},
+		{"Provider ID", c.GetMachine().GetProviderId()},
+		{"Node", c.GetMachine().GetNodeName()},
+		{"Message", c.GetMessage()},
 		{"Infrastructure", joined(c.GetMachine().GetInfrastructureReason(), c.GetMachine().GetInfrastructureMessage())},
 	} {
 		if line.is != "" {

@@ -183,7 +183,7 @@ func (h *hub) machine(ctx context.Context, cluster *agentv1alpha1.ClusterRef, na
 
 // telling are the conditions that say something if they have the given status.
 var telling = map[string]map[string]metav1.ConditionStatus{
-	"Machine": {
+	kindMachine: {
 		"BootstrapConfigReady": metav1.ConditionFalse, "InfrastructureReady": metav1.ConditionFalse, "NodeHealthy": metav1.ConditionFalse,
 		"HealthCheckSucceeded": metav1.ConditionFalse, "Deleting": metav1.ConditionTrue, "Paused": metav1.ConditionTrue,
 	},

@@ -296,7 +296,10 @@ func TestThePlugin(t *testing.T) {
 
 	t.Run("every entry leads to the same cause, within a second", func(t *testing.T) {
 		for _, entry := range [][]string{
-			{"why", "pod", "web"}, {"why", "pod/default/web"}, {"why", "nodeclaim", nodeClaim.Name}, {"why", "machine", machine},
+			{"why", "pod", "web"},
+			{"why", "pod/default/web"},
+			{"why", "nodeclaim", nodeClaim.Name},
+			{"why", "machine", machine},
 			{"why", "machine", "default/" + machine},
 		} {
 			began := time.Now()
@@ -339,7 +342,7 @@ func TestThePlugin(t *testing.T) {
 
 	t.Run("adoption", func(t *testing.T) {
 		var plan struct {
-			Left []struct{ Machine string }
+			Left []json.RawMessage `json:"left"`
 		}
 		require.NoError(t, json.Unmarshal([]byte(w.must("adopt", "-o", "json")), &plan))
 		assert.Len(t, plan.Left, 1, "the user's own machine")

@@ -10,21 +10,21 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 )
 
-// Problem is an error with what to do about it.
-type Problem struct {
+// RemediedError is an error with what to do about it.
+type RemediedError struct {
 	Err    error
 	Remedy []string
 }
 
-func (p *Problem) Error() string { return p.Err.Error() }
+func (p *RemediedError) Error() string { return p.Err.Error() }
 
-func (p *Problem) Unwrap() error { return p.Err }
+func (p *RemediedError) Unwrap() error { return p.Err }
 
-func problem(err error, remedy ...string) error { return &Problem{Err: err, Remedy: remedy} }
+func problem(err error, remedy ...string) error { return &RemediedError{Err: err, Remedy: remedy} }
 
 // RemedyOf returns what to do about an error, if that is known.
 func RemedyOf(err error) []string {
-	if p := new(Problem); errors.As(err, &p) {
+	if p := new(RemediedError); errors.As(err, &p) {
 		return p.Remedy
 	}
 	return nil
@@ -58,7 +58,7 @@ func spokeProblem(err error, what string) error {
 func agentProblem(err error, agent *Agent) error {
 	message := status.Convert(err).Message()
 	address := agent.Address
-	switch status.Code(err) { //nolint:exhaustive // the default covers the others
+	switch status.Code(err) {
 	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled:
 		if strings.Contains(message, "handshake failed") || strings.Contains(message, "certificate") {
 			return problem(fmt.Errorf("the agent at %s and this client do not accept each other's certificates: %s", address, message),

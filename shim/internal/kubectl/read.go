@@ -3,6 +3,7 @@ package kubectl
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -269,10 +270,7 @@ func (r *reading) fromPod(ctx context.Context, pod *corev1.Pod) error {
 
 // fromMachine reads the Machine that the user named, and what it refers to.
 func (r *reading) fromMachine(ctx context.Context) error {
-	switch machine, err := r.machine(ctx, r.machineName); {
-	case err != nil:
-		return err
-	case machine != nil:
+	if machine := r.machine(ctx, r.machineName); machine != nil {
 		r.s.Agent.Machine = machine
 	}
 	machine := r.s.Agent.Machine
@@ -294,10 +292,7 @@ func (r *reading) fromMachine(ctx context.Context) error {
 	if machine.GetClaimId() == "" {
 		return nil
 	}
-	claim, err := r.claim(ctx, machine.GetClaimId())
-	if err != nil {
-		return err
-	}
+	claim := r.claim(ctx, machine.GetClaimId())
 	r.s.Agent.Claim = claim
 	r.nodeClaimName = claim.GetDisplayName()
 	return nil
@@ -305,28 +300,28 @@ func (r *reading) fromMachine(ctx context.Context) error {
 
 // machine asks the agent for a Machine. It returns nil if there is none, or if the agent cannot be
 // asked.
-func (r *reading) machine(ctx context.Context, name string) (*agentv1alpha1.Machine, error) {
+func (r *reading) machine(ctx context.Context, name string) *agentv1alpha1.Machine {
 	if r.s.Agent.Err != nil || name == "" {
-		return nil, nil
+		return nil
 	}
 	response, err := r.agent.Machines.GetMachine(ctx, &agentv1alpha1.GetMachineRequest{Cluster: r.agent.Cluster, Name: name})
 	if err != nil && !agenterrors.IsNotFound(err) {
 		r.lost(agentProblem(err, r.agent))
 	}
-	return response.GetMachine(), nil
+	return response.GetMachine()
 }
 
 // claim asks the agent for a claim. It returns nil if there is none, or if the agent cannot be
 // asked.
-func (r *reading) claim(ctx context.Context, id string) (*agentv1alpha1.Claim, error) {
+func (r *reading) claim(ctx context.Context, id string) *agentv1alpha1.Claim {
 	if r.s.Agent.Err != nil || id == "" {
-		return nil, nil
+		return nil
 	}
 	response, err := r.agent.Claims.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: r.agent.Cluster, ClaimId: id})
 	if err != nil && !agenterrors.IsNotFound(err) {
 		r.lost(agentProblem(err, r.agent))
 	}
-	return response.GetClaim(), nil
+	return response.GetClaim()
 }
 
 // lastClaimOf returns the newest claim of a NodeClaim that is gone, or nil.
@@ -400,24 +395,20 @@ func (r *reading) rest(ctx context.Context) error {
 }
 
 func (r *reading) fromAgent(ctx context.Context) error {
-	var err error
 	switch {
 	case r.s.Agent.Claim != nil:
 	case r.s.NodeClaim != nil:
-		r.s.Agent.Claim, err = r.claim(ctx, string(r.s.NodeClaim.UID))
+		r.s.Agent.Claim = r.claim(ctx, string(r.s.NodeClaim.UID))
 	case r.s.Gone != "":
 		r.s.Agent.Claim = r.lastClaimOf(ctx, r.s.Gone)
 		if r.s.Agent.Claim == nil && r.s.Entry == explain.NodeClaim && r.s.Agent.Err == nil {
 			return fmt.Errorf("there is no NodeClaim %s, and the agent remembers no claim of it", r.s.Gone)
 		}
 	}
-	if err != nil {
-		return err
-	}
 	if r.s.Agent.Claim.GetMachine() == nil && r.s.Agent.Machine == nil && r.machineName != "" {
-		r.s.Agent.Machine, err = r.machine(ctx, r.machineName)
+		r.s.Agent.Machine = r.machine(ctx, r.machineName)
 	}
-	return err
+	return nil
 }
 
 // plannedPods finds the pods that Karpenter planned for a NodeClaim.
@@ -462,7 +453,7 @@ func (r *reading) hub(ctx context.Context) (*hub, *agentv1alpha1.ClusterRef, err
 		cluster = r.agent.Cluster
 	}
 	if cluster == nil {
-		return nil, nil, problem(fmt.Errorf("the workload cluster's Cluster is not known"), "Name it: --cluster=<namespace>/<name>.")
+		return nil, nil, problem(errors.New("the workload cluster's Cluster is not known"), "Name it: --cluster=<namespace>/<name>.")
 	}
 	return &hub{kube: kube}, cluster, nil
 }

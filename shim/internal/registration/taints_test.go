@@ -56,8 +56,9 @@ func TestATaintThatStaysOnANodeKeepsPodsAway(t *testing.T) {
 // take a while to become ready.
 func TestPodsArePlannedForAnOutdatedNode(t *testing.T) {
 	registration.ExpectTaints()
-	toleration := corev1.Toleration{Key: outdated.Key, Operator: corev1.TolerationOpExists, Effect: outdated.Effect}
+	tolerated := []corev1.Toleration{{Key: outdated.Key, Operator: corev1.TolerationOpExists, Effect: outdated.Effect}}
 	notReady := corev1.Taint{Key: corev1.TaintNodeNotReady, Effect: corev1.TaintEffectNoSchedule}
+	strict := func(key string) corev1.Taint { return corev1.Taint{Key: key, Effect: corev1.TaintEffectNoSchedule} }
 	for name, c := range map[string]struct {
 		taints      []corev1.Taint
 		tolerations []corev1.Toleration
@@ -65,9 +66,9 @@ func TestPodsArePlannedForAnOutdatedNode(t *testing.T) {
 	}{
 		"outdated":                                              {taints: []corev1.Taint{outdated}, fits: true},
 		"outdated and not ready":                                {taints: []corev1.Taint{outdated, notReady}, fits: true},
-		"outdated, and the pod tolerates it":                    {taints: []corev1.Taint{outdated}, tolerations: []corev1.Toleration{toleration}, fits: true},
-		"outdated, and has another taint":                       {taints: []corev1.Taint{outdated, {Key: "dedicated", Effect: corev1.TaintEffectNoSchedule}}},
-		"has such a taint with an effect that is no preference": {taints: []corev1.Taint{{Key: outdated.Key, Effect: corev1.TaintEffectNoSchedule}}},
+		"outdated, and the pod tolerates it":                    {taints: []corev1.Taint{outdated}, tolerations: tolerated, fits: true},
+		"outdated, and has another taint":                       {taints: []corev1.Taint{outdated, strict("dedicated")}},
+		"has such a taint with an effect that is no preference": {taints: []corev1.Taint{strict(outdated.Key)}},
 		"has somebody's preference":                             {taints: []corev1.Taint{{Key: "dedicated", Effect: corev1.TaintEffectPreferNoSchedule}}},
 	} {
 		t.Run(name, func(t *testing.T) {

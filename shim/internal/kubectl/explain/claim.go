@@ -10,6 +10,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
+const objectClaim = "Claim"
+
 // connection shows that the agent could not be asked.
 func (t *story) connection() {
 	err := t.s.Agent.Err
@@ -46,7 +48,7 @@ func (t *story) claim() {
 		t.noClaim(machine)
 		return
 	}
-	step := Step{Object: "Claim", Name: cmp.Or(claim.GetDisplayName(), claim.GetClaimId()), State: OK}
+	step := Step{Object: objectClaim, Name: cmp.Or(claim.GetDisplayName(), claim.GetClaimId()), State: OK}
 	phase := ClaimPhase(claim.GetPhase())
 	step.Message = joined(" ", phase, since(t, claim))
 	if why := joined(": ", claim.GetReason(), claim.GetMessage()); why != "" && claim.GetReason() != phase {
@@ -96,21 +98,21 @@ func (t *story) noClaim(machine *agentv1alpha1.Machine) {
 	case nodeClaim == nil && machine == nil:
 		return
 	case nodeClaim == nil && machine.GetOwner() == agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR:
-		t.add(Step{Object: "Claim", State: OK, Message: "there is none: the machine is the user's own (the floor's)"})
+		t.add(Step{Object: objectClaim, State: OK, Message: "there is none: the machine is the user's own (the floor's)"})
 		t.conclude(OK, "The machine belongs to the user: it is one of the floor's, which Karpenter neither makes nor removes.",
 			"To give it to Karpenter, set spec.adoption of the ClusterAPINodeClass: kubectl capi adopt")
 	case nodeClaim == nil:
-		t.add(Step{Object: "Claim", State: OK, Message: "there is none: the machine is one of the floor's, or a spare"})
+		t.add(Step{Object: objectClaim, State: OK, Message: "there is none: the machine is one of the floor's, or a spare"})
 		t.conclude(OK, "No claim has the machine: it is the user's own, or a spare that the next claim gets.",
 			"See how many the user has: kubectl capi groups")
 	case !nodeClaim.StatusConditions().IsTrue(karpv1.ConditionTypeLaunched):
-		t.add(Step{Object: "Claim", State: Absent, Message: "there is none yet"})
+		t.add(Step{Object: objectClaim, State: Absent, Message: "there is none yet"})
 	case !launchedHere(nodeClaim):
-		t.add(Step{Object: "Claim", State: Absent, Message: "there is none: another provider launched the NodeClaim"})
+		t.add(Step{Object: objectClaim, State: Absent, Message: "there is none: another provider launched the NodeClaim"})
 		t.conclude(Blocked, "Another provider launched the NodeClaim, and its machine has not been adopted.",
 			"See what would be adopted, and what is in the way: kubectl capi adopt")
 	default:
-		t.add(Step{Object: "Claim", State: Absent, Message: "the agent knows none"})
+		t.add(Step{Object: objectClaim, State: Absent, Message: "the agent knows none"})
 		if nodeClaim.DeletionTimestamp.IsZero() {
 			t.conclude(Blocked, "The NodeClaim was launched, and the agent knows no claim of it.",
 				"See whether the Cluster was moved or restored (docs/disaster-recovery.md), and whether this is the right agent: kubectl capi claims --all")
