@@ -91,9 +91,12 @@ func TestAClusterAutoscalerScales(t *testing.T) {
 	})
 	restartAgent(t)
 	poll(t, 4*time.Minute, podsRun("scaled", floor+nodes))
-	poll(t, soon, nodesRun("scaled", floor+nodes))
+	// An autoscaler whose call was interrupted may order a machine too many, and then removes it.
+	poll(t, 2*time.Minute, func(context.Context) (string, error) {
+		return lo.Ternary(target() == nodes, "", fmt.Sprintf("the target size to be %d", nodes)), nil
+	})
+	poll(t, 2*time.Minute, nodesRun("scaled", floor+nodes))
 	figure("up in %.0f s", time.Since(began).Seconds())
-	g.Expect(target()).To(Equal(nodes))
 	claims := claimsOf(t, "scaled")
 	g.Expect(claims).To(HaveLen(nodes))
 	own := lo.Map(claims, func(c agentv1.MachineClaim, _ int) types.UID {

@@ -91,7 +91,7 @@ func TestThePluginSaysWhy(t *testing.T) {
 	figure("an answer took at most %v (n=%d)", rounded(slowest), len(plugin.took))
 	g.Expect(slowest).To(BeNumerically("<", slow*answerWithin))
 
-	g.Expect(plugin.run("groups")).To(MatchRegexp(`fleet/crowd +crowd +zone-a .* 1 +0 +120 `))
+	g.Expect(plugin.run("groups")).To(MatchRegexp(`fleet/crowd +crowd +- +on-demand +1 +0 +120 `))
 	g.Expect(plugin.run("claims")).To(ContainSubstring(waiting.NodeClaim))
 	g.Expect(plugin.run("spokes", "--hub-kubeconfig="+w.Sandbox.State().Paths.HubKubeconfig)).To(ContainSubstring("True (Synchronized)"))
 	g.Expect(plugin.run("adopt")).NotTo(BeEmpty())
