@@ -18,7 +18,7 @@ import (
 func OwnerOfDeployment(cache client.Reader) Owner {
 	return func(r reconcile.Request) types.NamespacedName {
 		var md clusterv1.MachineDeployment
-		_ = cache.Get(context.Background(), r.NamespacedName, &md) // else the name is empty
+		_ = cache.Get(context.Background(), r.NamespacedName, &md, client.UnsafeDisableDeepCopy) // else the name is empty
 		return types.NamespacedName{Namespace: r.Namespace, Name: md.Spec.ClusterName}
 	}
 }
@@ -27,7 +27,7 @@ func OwnerOfDeployment(cache client.Reader) Owner {
 func OwnerOfMachine(cache client.Reader) Owner {
 	return func(r reconcile.Request) types.NamespacedName {
 		var m clusterv1.Machine
-		_ = cache.Get(context.Background(), r.NamespacedName, &m)
+		_ = cache.Get(context.Background(), r.NamespacedName, &m, client.UnsafeDisableDeepCopy)
 		return types.NamespacedName{Namespace: r.Namespace, Name: m.Spec.ClusterName}
 	}
 }
