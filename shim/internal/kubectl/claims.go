@@ -87,7 +87,7 @@ func age(at *timestamppb.Timestamp, now time.Time) string {
 func writeClaim(to io.Writer, c *agentv1alpha1.Claim, now time.Time) error {
 	fmt.Fprintf(to, "Claim %s of %s, held by %s: %s", c.GetClaimId(), cmp.Or(oneLine(c.GetDisplayName()), "nobody in particular"), c.GetHolder(),
 		explain.ClaimPhase(c.GetPhase()))
-	if c.GetReason() != "" {
+	if c.GetReason() != "" && c.GetReason() != explain.ClaimPhase(c.GetPhase()) {
 		fmt.Fprintf(to, " (%s)", c.GetReason())
 	}
 	fmt.Fprintln(to)

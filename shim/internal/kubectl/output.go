@@ -1,6 +1,7 @@
 package kubectl
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -20,11 +21,14 @@ func structured(format string) bool { return format == formatJSON || format == f
 
 // writeValue writes a value as JSON or YAML.
 func writeValue(to io.Writer, format string, value any) error {
-	data, err := json.MarshalIndent(value, "", "  ")
-	if err != nil {
+	var data bytes.Buffer
+	encoder := json.NewEncoder(&data)
+	encoder.SetEscapeHTML(false) // remedies have placeholders such as <hub>
+	encoder.SetIndent("", "  ")
+	if err := encoder.Encode(value); err != nil {
 		return err
 	}
-	return writeJSON(to, format, data)
+	return writeJSON(to, format, data.Bytes())
 }
 
 // writeMessage writes a message of the agent's API as JSON or YAML, with the names of the API's
@@ -47,8 +51,6 @@ func writeJSON(to io.Writer, format string, data []byte) error {
 		if data, err = yaml.JSONToYAML(data); err != nil {
 			return err
 		}
-	} else {
-		data = append(data, '\n')
 	}
 	_, err := to.Write(data)
 	return err

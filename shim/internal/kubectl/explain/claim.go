@@ -228,5 +228,5 @@ func Size(group *agentv1alpha1.NodeGroup) string {
 	if group.MaxSize != nil {
 		most = fmt.Sprintf("at most %d", group.GetMaxSize())
 	}
-	return fmt.Sprintf("%d machines, at least %d, %s; %d are the user's", group.GetReplicas(), group.GetMinSize(), most, group.GetFloorReplicas())
+	return fmt.Sprintf("machines: %d, at least %d, %s; the user's own: %d", group.GetReplicas(), group.GetMinSize(), most, group.GetFloorReplicas())
 }
