@@ -37,7 +37,6 @@ const (
 // SetupWithManager connects the engine to the hub's events: each change of a MachineDeployment, or
 // of its claims, Machines or MachineSets, reconciles that node group.
 func (e *Engine) SetupWithManager(mgr ctrl.Manager) error {
-	needLeaderElection := false // every agent may do every step; see the package's documentation
 	err := ctrl.NewControllerManagedBy(mgr).
 		Named("claims").
 		For(&clusterv1.MachineDeployment{}).
@@ -45,15 +44,21 @@ func (e *Engine) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&clusterv1.Machine{}, handler.EnqueueRequestsFromMapFunc(groupOfMember)).
 		Watches(&clusterv1.MachineSet{}, handler.EnqueueRequestsFromMapFunc(groupOfMember)).
 		WatchesRawSource(source.Func(e.wakeIn)).
-		WithOptions(controller.Options{
-			MaxConcurrentReconciles: concurrentGroups, NeedLeaderElection: &needLeaderElection,
-			NewQueue: fairqueue.New(fairqueue.OwnerOfDeployment(mgr.GetCache())),
-		}).
+		WithOptions(options(mgr.GetCache())).
 		Complete(e)
 	if err != nil {
 		return fmt.Errorf("setting up the claim controller: %w", err)
 	}
 	return tombstones{e}.setupWithManager(mgr)
+}
+
+// options returns the options of the node groups' controller.
+func options(cache client.Reader) controller.Options {
+	needLeaderElection := false // every agent may do every step; see the package's documentation
+	return controller.Options{
+		MaxConcurrentReconciles: concurrentGroups, NeedLeaderElection: &needLeaderElection,
+		NewQueue: fairqueue.New(fairqueue.OwnerOfDeployment(cache)),
+	}
 }
 
 // wakeIn makes [Engine.wake] use the controller's queue.

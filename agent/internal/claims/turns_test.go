@@ -2,13 +2,16 @@ package claims
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
@@ -79,4 +82,69 @@ func TestTheRunsOfOneClusterDoNotQueueBeforeAnothers(t *testing.T) {
 	defer mu.Unlock()
 	assert.Equal(t, runsOfCluster, most)
 	assert.Subset(t, inOrder, []string{"flood-0", fmt.Sprintf("flood-%d", groups-1)})
+}
+
+// The controller's workers take turns between Clusters, too.
+func TestAFloodOfOneClustersGroupsDelaysAnothersByFewSteps(t *testing.T) {
+	const groups = 200
+	objects := make([]client.Object, 0, groups+1)
+	for n := range groups {
+		objects = append(objects, groupOf(fmt.Sprintf("flood-%d", n), 0, nil))
+	}
+	other := groupOf("other", 0, nil)
+	other.Spec.ClusterName = "another"
+	e := engineWith(t, append(objects, other)...)
+	var (
+		mu      sync.Mutex
+		inOrder []string
+	)
+	held, release := make(chan struct{}, groups), make(chan struct{})
+	e.decide = func(s *protocol.Snapshot) *protocol.Decision {
+		mu.Lock()
+		inOrder = append(inOrder, s.Deployment.Name)
+		mu.Unlock()
+		if s.Deployment.Name != "other" {
+			held <- struct{}{}
+			<-release
+		}
+		return &protocol.Decision{}
+	}
+	o := options(e.Client)
+	queue := o.NewQueue("claims", workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
+	for _, object := range objects {
+		queue.Add(reconcile.Request{NamespacedName: client.ObjectKeyFromObject(object)})
+	}
+	var workers sync.WaitGroup
+	for range o.MaxConcurrentReconciles {
+		workers.Go(func() {
+			for {
+				request, ended := queue.Get()
+				if ended {
+					return
+				}
+				_, err := e.Reconcile(t.Context(), request)
+				assert.NoError(t, err)
+				queue.Done(request)
+			}
+		})
+	}
+	for range o.MaxConcurrentReconciles {
+		<-held
+	}
+	queue.Add(reconcile.Request{NamespacedName: client.ObjectKeyFromObject(other)})
+	for range 2 { // two steps of the flood end
+		release <- struct{}{}
+	}
+	require.Eventually(t, func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return slices.Contains(inOrder, "other")
+	}, 10*time.Second, time.Millisecond, "it does not wait for the %d groups that came before", groups-o.MaxConcurrentReconciles)
+	mu.Lock()
+	assert.LessOrEqual(t, slices.Index(inOrder, "other"), o.MaxConcurrentReconciles+1)
+	mu.Unlock()
+	close(release)
+	queue.ShutDownWithDrain()
+	workers.Wait()
+	assert.Len(t, inOrder, groups+1)
 }
