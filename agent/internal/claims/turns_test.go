@@ -122,8 +122,9 @@ func TestAFloodOfOneClustersGroupsDelaysAnothersByFewSteps(t *testing.T) {
 				if ended {
 					return
 				}
-				_, err := e.Reconcile(t.Context(), request)
-				assert.NoError(t, err)
+				if _, err := e.Reconcile(t.Context(), request); err != nil {
+					t.Error(err)
+				}
 				queue.Done(request)
 			}
 		})
