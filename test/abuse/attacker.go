@@ -19,6 +19,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/samber/lo"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
@@ -173,13 +174,13 @@ func obey(text []byte) error {
 	if err := json.Unmarshal(text, &o); err != nil {
 		return err
 	}
-	a := &attacker{order: o, answers: map[string]int64{}}
-	a.ready = sync.OnceFunc(func() { fmt.Fprintln(os.Stdout, ready) })
-	if err := a.load(); err != nil {
-		return err
-	}
 	attack, err := attackOf(o.Attack)
 	if err != nil {
+		return err
+	}
+	a := &attacker{order: o, answers: map[string]int64{}, awaited: lo.Without(attack.must, kept)}
+	a.say = sync.OnceFunc(func() { fmt.Fprintln(os.Stdout, ready) })
+	if err := a.load(); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithCancel(context.Background())
@@ -217,7 +218,8 @@ func stepBack() error {
 type attacker struct {
 	order
 
-	ready  func()
+	// say tells [Run] that the attack is at full strength.
+	say    func()
 	trust  *x509.CertPool
 	tenant tls.Certificate
 	// stranger has no rights.
@@ -227,6 +229,10 @@ type attacker struct {
 
 	mu      sync.Mutex
 	answers map[string]int64
+	// awaited are the answers that must come before the attack is measured. On a busy machine its
+	// calls can take seconds to be sent and answered.
+	awaited []string
+	begun   bool
 	open    []io.Closer
 }
 
@@ -266,7 +272,23 @@ func (a *attacker) came(answer string) int64 {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.answers[answer]++
+	a.sayIfReady()
 	return a.answers[answer]
+}
+
+// ready reports that the attack has sent what it needs to be at full strength.
+func (a *attacker) ready() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.begun = true
+	a.sayIfReady()
+}
+
+// sayIfReady requires a.mu.
+func (a *attacker) sayIfReady() {
+	if a.begun && lo.EveryBy(a.awaited, func(answer string) bool { return a.answers[answer] > 0 }) {
+		a.say()
+	}
 }
 
 // id returns a new claim id.

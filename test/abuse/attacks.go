@@ -404,7 +404,7 @@ func inventedCandidates(ctx context.Context, a *attacker) error {
 	})
 	var begun atomic.Int64
 	several(ctx, 200, func(ctx context.Context, _ int) {
-		if begun.Add(1) == 200 { // answers take long
+		if begun.Add(1) == 200 {
 			a.ready()
 		}
 		a.call(ctx, conn, agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request)
