@@ -3,6 +3,7 @@ package autoscaler
 import (
 	"time"
 
+	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -21,22 +22,15 @@ func (s *Scaler) Options(name types.NamespacedName, id string, defaults Options)
 		of := g.Autoscaling
 		replaced = !of.Empty()
 		o = Options{
-			UtilizationThreshold:    or(of.UtilizationThreshold, defaults.UtilizationThreshold),
-			GPUUtilizationThreshold: or(of.GPUUtilizationThreshold, defaults.GPUUtilizationThreshold),
-			UnneededTime:            or(of.UnneededTime, defaults.UnneededTime),
-			UnreadyTime:             or(of.UnreadyTime, defaults.UnreadyTime),
-			MaxNodeProvisionTime:    or(of.MaxNodeProvisionTime, defaults.MaxNodeProvisionTime),
+			UtilizationThreshold:    lo.FromPtrOr(of.UtilizationThreshold, defaults.UtilizationThreshold),
+			GPUUtilizationThreshold: lo.FromPtrOr(of.GPUUtilizationThreshold, defaults.GPUUtilizationThreshold),
+			UnneededTime:            lo.FromPtrOr(of.UnneededTime, defaults.UnneededTime),
+			UnreadyTime:             lo.FromPtrOr(of.UnreadyTime, defaults.UnreadyTime),
+			MaxNodeProvisionTime:    lo.FromPtrOr(of.MaxNodeProvisionTime, defaults.MaxNodeProvisionTime),
 			ZeroOrMaxNodeScaling:    defaults.ZeroOrMaxNodeScaling,
 			IgnoreDaemonSets:        defaults.IgnoreDaemonSets,
 		}
 		return nil
 	})
 	return o, replaced, err
-}
-
-func or[T any](value *T, otherwise T) T {
-	if value != nil {
-		return *value
-	}
-	return otherwise
 }

@@ -8,6 +8,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/component-helpers/resource"
 )
 
 // UnknownNodeError means that a node is none of the groups'.
@@ -63,7 +64,7 @@ func (c *cluster) pricedGroup(name types.NamespacedName, node Node) *group {
 // machine that the pod requests. Errors: [*UnpricedPodError], [feed.ErrNotReady],
 // [feed.ErrClosed].
 func (s *Scaler) PodPrice(name types.NamespacedName, pod *corev1.Pod, during time.Duration) (price float64, err error) {
-	requests := requestsOf(pod)
+	requests := resource.PodRequests(pod, resource.PodResourcesOptions{})
 	err = s.read(name, func(c *cluster) error {
 		price = math.Inf(1)
 		for _, g := range c.view.order {
@@ -77,40 +78,6 @@ func (s *Scaler) PodPrice(name types.NamespacedName, pod *corev1.Pod, during tim
 		return nil
 	})
 	return price, err
-}
-
-// requestsOf returns what a pod requests: the sum of its containers and of those init containers
-// that keep running, or what a single init container requests if that is more, and its overhead.
-func requestsOf(pod *corev1.Pod) corev1.ResourceList {
-	requests, largest := corev1.ResourceList{}, corev1.ResourceList{}
-	add := func(into, list corev1.ResourceList) {
-		for name, quantity := range list {
-			sum := into[name]
-			sum.Add(quantity)
-			into[name] = sum
-		}
-	}
-	raise := func(into, list corev1.ResourceList) {
-		for name, quantity := range list {
-			if known := into[name]; known.Cmp(quantity) < 0 {
-				into[name] = quantity
-			}
-		}
-	}
-	for i := range pod.Spec.InitContainers {
-		c := &pod.Spec.InitContainers[i]
-		if c.RestartPolicy != nil && *c.RestartPolicy == corev1.ContainerRestartPolicyAlways {
-			add(requests, c.Resources.Requests)
-		} else {
-			raise(largest, c.Resources.Requests)
-		}
-	}
-	for i := range pod.Spec.Containers {
-		add(requests, pod.Spec.Containers[i].Resources.Requests)
-	}
-	raise(requests, largest)
-	add(requests, pod.Spec.Overhead)
-	return requests
 }
 
 // share returns the largest share of a machine's resources that the requests take. fits is false if

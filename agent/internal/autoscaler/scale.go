@@ -98,8 +98,8 @@ func (s *Scaler) undo(ctx context.Context, name types.NamespacedName, group stri
 	}
 }
 
-// Delete releases exactly the claims of the given nodes, all of which must be on the group. Claims
-// that are being released or have ended are left as they are. Cluster API drains the nodes.
+// Delete releases the claims of the given nodes and no others. All nodes must belong to the group.
+// Claims that are being released or have ended are left as they are. Cluster API drains the nodes.
 // Errors: [*UnknownGroupError], [*ForeignNodeError], and those of [claims.Engine.Release]: some of
 // the claims may have been released then, and the call can be repeated.
 func (s *Scaler) Delete(ctx context.Context, name types.NamespacedName, id string, nodes []Node) error {

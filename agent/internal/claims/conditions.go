@@ -103,7 +103,7 @@ func earlier(a, b *metav1.Time) *metav1.Time {
 	return a
 }
 
-// happened returns when an event with the reason first happened, as far as the history has it.
+// happened returns the time of the first event with the reason in the history, or nil.
 func happened(c *v1alpha1.MachineClaim, reason string) *metav1.Time {
 	i := slices.IndexFunc(c.Status.History, func(event v1alpha1.Event) bool { return event.Reason == reason })
 	if i < 0 {

@@ -86,7 +86,7 @@ func TestConditionsFollowFromTheStatus(t *testing.T) {
 				is(assigned, yes, "Bound", "Machine m", 2), is(ready, yes, "NodeJoined", "Node n", 4), is(ended, no, "Live", "", 0),
 			},
 		},
-		"somebody deletes the Machine": {
+		"a user deletes the Machine": {
 			v1alpha1.MachineClaimStatus{
 				Phase: v1alpha1.PhaseBound, Reason: protocol.ReasonMachineDeleting, Message: "another actor", Machine: withNode, BoundAt: at(2),
 				NodeRegisteredAt: at(4), History: []v1alpha1.Event{{Time: *at(6), Reason: protocol.ReasonMachineDeleting}},

@@ -326,8 +326,8 @@ func ended(c *v1alpha1.MachineClaim) error {
 	return &EndedError{Reason: cmp.Or(c.Status.Reason, protocol.ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}
 }
 
-// ledgerRefused is what callers are told. The hub's own text is for the hub's users: it may name
-// what a spoke must not know.
+// ledgerRefused is the text for callers. The API server's own text is shown to users of the hub only,
+// because it may contain what a spoke must not know.
 const ledgerRefused = "the hub refuses the agent's writes on this node group; a Warning event " + protocol.ReasonWriteRefused +
 	" on its MachineDeployment has the reason"
 

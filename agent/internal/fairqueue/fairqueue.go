@@ -18,8 +18,8 @@ type Constructor func(
 	controller string, limiter workqueue.TypedRateLimiter[reconcile.Request],
 ) workqueue.TypedRateLimitingInterface[reconcile.Request]
 
-// New returns a constructor of queues. They behave like a controller's default queue, except that
-// requests of one owner are handed out in order, and owners take turns.
+// New returns a constructor of queues. They behave like a controller's queue without priorities,
+// except that owners take turns. The requests of one owner are handed out in the order of their arrival.
 func New(of Owner) Constructor {
 	return func(controller string, limiter workqueue.TypedRateLimiter[reconcile.Request]) workqueue.TypedRateLimitingInterface[reconcile.Request] {
 		ready := workqueue.NewTypedWithConfig(workqueue.TypedQueueConfig[reconcile.Request]{

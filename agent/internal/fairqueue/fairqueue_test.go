@@ -29,7 +29,7 @@ func newQueue(t *testing.T) workqueue.TypedRateLimitingInterface[reconcile.Reque
 	return queue
 }
 
-// take takes the next n requests, of which there must be as many.
+// take returns the names of the next n requests. The queue must have at least n.
 func take(t *testing.T, queue workqueue.TypedRateLimitingInterface[reconcile.Request], n int) []string {
 	t.Helper()
 	names := make([]string, 0, n)

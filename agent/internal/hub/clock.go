@@ -50,7 +50,7 @@ func (c *Clock) Collector() prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "capi_agent_clock_offset_seconds",
 		Help: "How far the hub's API server's clock is ahead of the agent's. The agent adds it to its own time. " +
-			"Zero if the clocks agree as far as can be seen, which is to about a second.",
+			"Zero if the clocks agree to within about a second, the precision of the measurement.",
 	}, func() float64 { return c.Offset().Seconds() })
 }
 

@@ -99,7 +99,8 @@ func (l *load) current() map[types.NamespacedName]loadOf {
 	return all
 }
 
-// servedCluster reports whether a Cluster exists and is served, as far as the caches show.
+// servedCluster reports whether the agent serves a Cluster. It is false for a Cluster that the caches
+// do not show yet.
 func (s *Server) servedCluster(cluster types.NamespacedName) bool {
 	select {
 	case <-s.config.NodeGroups.Ready():

@@ -3,7 +3,6 @@ package kubectl
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"fmt"
 	"slices"
 	"time"
@@ -11,9 +10,11 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	apimeta "k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -41,12 +42,9 @@ func (h *hub) get(ctx context.Context, kind schema.GroupVersionKind, namespace, 
 	return true, decode(object.Object, into)
 }
 
+// decode reads the fields that a structure has from an unstructured object.
 func decode(object map[string]any, into any) error {
-	data, err := json.Marshal(object)
-	if err != nil {
-		return err
-	}
-	return json.Unmarshal(data, into)
+	return runtime.DefaultUnstructuredConverter.FromUnstructured(object, into)
 }
 
 // machineClaim is what is shown of a MachineClaim.
@@ -138,14 +136,6 @@ type conditioned struct {
 	} `json:"status"`
 }
 
-func (c *conditioned) condition(kind string) metav1.Condition {
-	i := slices.IndexFunc(c.Status.Conditions, func(c metav1.Condition) bool { return c.Type == kind })
-	if i < 0 {
-		return metav1.Condition{}
-	}
-	return c.Status.Conditions[i]
-}
-
 // Labels and annotations of Machines.
 const (
 	deploymentLabel = "cluster.x-k8s.io/deployment-name"
@@ -168,10 +158,11 @@ func (h *hub) machine(ctx context.Context, cluster *agentv1alpha1.ClusterRef, na
 	if group := object.Labels[deploymentLabel]; group != "" {
 		machine.NodeGroupId = cluster.GetNamespace() + "/" + group
 	}
-	if infrastructure := object.condition("InfrastructureReady"); infrastructure.Status != metav1.ConditionTrue {
+	conditions := object.Status.Conditions
+	if infrastructure := apimeta.FindStatusCondition(conditions, "InfrastructureReady"); infrastructure != nil && infrastructure.Status != metav1.ConditionTrue {
 		machine.InfrastructureReason, machine.InfrastructureMessage = infrastructure.Reason, infrastructure.Message
 	}
-	if deleting := object.condition("Deleting"); deleting.Status == metav1.ConditionTrue {
+	if deleting := apimeta.FindStatusCondition(conditions, "Deleting"); deleting != nil && deleting.Status == metav1.ConditionTrue {
 		machine.DeletingReason, machine.DeletingMessage = deleting.Reason, deleting.Message
 	}
 	if _, marked := object.Annotations[floorAnnotation]; marked && machine.GetClaimId() == "" {

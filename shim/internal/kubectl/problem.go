@@ -16,9 +16,9 @@ type RemediedError struct {
 	Remedy []string
 }
 
-func (p *RemediedError) Error() string { return p.Err.Error() }
+func (e *RemediedError) Error() string { return e.Err.Error() }
 
-func (p *RemediedError) Unwrap() error { return p.Err }
+func (e *RemediedError) Unwrap() error { return e.Err }
 
 func problem(err error, remedy ...string) error { return &RemediedError{Err: err, Remedy: remedy} }
 

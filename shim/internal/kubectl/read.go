@@ -57,12 +57,16 @@ func (a *Access) Situation(ctx context.Context, kind explain.Kind, namespace, na
 	}()
 	start, first := errgroup.WithContext(ctx)
 	start.Go(func() error {
-		return r.list(first, "NodePools", &karpv1.NodePoolList{}, func(l client.ObjectList) { r.s.NodePools = items[karpv1.NodePool](l) })
+		var list karpv1.NodePoolList
+		err := r.list(first, "NodePools", &list)
+		r.s.NodePools = list.Items
+		return err
 	})
 	start.Go(func() error {
-		return r.list(first, "ClusterAPINodeClasses", &v1alpha1.ClusterAPINodeClassList{}, func(l client.ObjectList) {
-			r.s.NodeClasses = items[v1alpha1.ClusterAPINodeClass](l)
-		})
+		var list v1alpha1.ClusterAPINodeClassList
+		err := r.list(first, "ClusterAPINodeClasses", &list)
+		r.s.NodeClasses = list.Items
+		return err
 	})
 	start.Go(func() error { r.connect(first); return nil })
 	start.Go(func() error { return r.entry(first, kind, namespace, name) })
@@ -76,22 +80,10 @@ func (a *Access) Situation(ctx context.Context, kind explain.Kind, namespace, na
 	return r.s, nil
 }
 
-// items returns the items of a list.
-func items[T any](list client.ObjectList) []T {
-	switch l := list.(type) {
-	case *karpv1.NodePoolList:
-		return any(l.Items).([]T) //nolint:forcetypeassert // callers name the list's own type
-	case *v1alpha1.ClusterAPINodeClassList:
-		return any(l.Items).([]T) //nolint:forcetypeassert // as above
-	}
-	return nil
-}
-
-func (r *reading) list(ctx context.Context, what string, list client.ObjectList, use func(client.ObjectList)) error {
-	if err := r.spoke.List(ctx, list); err != nil {
+func (r *reading) list(ctx context.Context, what string, into client.ObjectList) error {
+	if err := r.spoke.List(ctx, into); err != nil {
 		return spokeProblem(err, "reading the "+what)
 	}
-	use(list)
 	return nil
 }
 

@@ -25,7 +25,7 @@ const (
 	// redrawEvery is how often the screen is redrawn, and how long changes of pods are counted
 	// together.
 	redrawEvery = 250 * time.Millisecond
-	// clock is how changes show their time.
+	// changeTime is the layout of the times of changes.
 	changeTime = "15:04:05.00"
 )
 

@@ -145,7 +145,7 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	if claim, known := c.claims.Get(string(nodeClaim.UID)); known && isLive(claim) {
 		if claim.GetAdoptMachine() == "" {
-			return c.release(ctx, nodeClaim)
+			return c.unprotect(ctx, nodeClaim)
 		}
 		return c.complete(ctx, nodeClaim, claim)
 	}
@@ -323,11 +323,11 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	return reconcile.Result{RequeueAfter: look}, nil
 }
 
-// release ends the protection by [Controller.keep] of a Node that has a claim and was never adopted.
+// unprotect ends the protection by [Controller.keep] of a Node that has a claim and was never adopted.
 // Such a Node was protected by a process that saw another Cluster's machines, because of a wrong
 // kubeconfig or certificate, or while the hub did not have the claim. Protections by users have no
 // mark, and stay.
-func (c *Controller) release(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
+func (c *Controller) unprotect(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	c.sawToIt(nodeClaim.UID)
 	if _, marked := nodeClaim.Labels[v1alpha1.AdoptedLabel]; marked {
 		return reconcile.Result{}, nil

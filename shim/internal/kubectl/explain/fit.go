@@ -162,7 +162,7 @@ func Camel(name string) string {
 	return word.String()
 }
 
-// remedies says what to do about a group that gives no machine.
+// remedy says what to do about a group that gives no machine.
 func remedy(group *agentv1alpha1.NodeGroup) string {
 	namespace, name, _ := strings.Cut(group.GetId(), "/")
 	deployment := fmt.Sprintf("kubectl --context <hub> -n %s", namespace)
