@@ -113,13 +113,13 @@ func TestTheLedgerIsTheAgentsInEveryVersion(t *testing.T) {
 	h.namespaces(t, "ledgers")
 	h.install(t, r, chartPath(t, charts[0]), confined("ledgers")...)
 	h.group(t, "ledgers", "group", 3, "2")
-	copied := h.group(t, "ledgers", "copied", 3, "2")
+	copied := newGroup("ledgers", "copied", 3, "2")
 	copied.Annotations[agentv1.LedgerAnnotation] = ledgerOf("ledgers/group")
-	if err := h.admin.Update(t.Context(), copied); err != nil {
+	if err := h.admin.Create(t.Context(), copied); err != nil {
 		t.Fatal(err)
 	}
 	h.awaitPolicies(t, r, "ledgers")
-	tool, agent := h.tool(t), h.agent(t, r)
+	tool, agent := h.tool(t), h.agent(t, r, "ledgers")
 
 	for _, version := range versions {
 		for _, key := range []string{agentv1.LedgerAnnotation, agentv1.ClaimedAnnotation} {
@@ -163,7 +163,7 @@ func TestTheAgentIsConfinedInEveryVersion(t *testing.T) {
 	h.group(t, "confined", "group", 3, "2")
 	h.machine(t, "confined", "machine")
 	h.awaitPolicies(t, r, "confined")
-	agent := h.agent(t, r)
+	agent := h.agent(t, r, "confined")
 
 	annotation := func(key string) string { return fmt.Sprintf(`{"metadata":{"annotations":{%q:"x"}}}`, key) }
 	const onlyReplicas, nothing = "the agent changes only replicas", "the agent changes nothing of a Machine's"
@@ -393,8 +393,8 @@ func TestReleasesShareAHub(t *testing.T) {
 
 	t.Run("each agent writes its own node groups, and not the other's", func(t *testing.T) {
 		g := NewWithT(t)
-		refuses(g, patch(h.agent(t, one), "one"), "")
-		refuses(g, patch(h.agent(t, two), "two"), "")
+		refuses(g, patch(h.agent(t, one, "one"), "one"), "")
+		refuses(g, patch(h.agent(t, two, "two"), "two"), "")
 		refuses(g, patch(agents[one], "two"), "node-groups."+two.hubName())
 		refuses(g, patch(agents[two], "one"), "node-groups."+one.hubName())
 	})
@@ -407,7 +407,7 @@ func TestReleasesShareAHub(t *testing.T) {
 		g.Expect(h.guards(t, two)).To(Equal(before), "the same objects")
 		eventually(t, func(g Gomega) { refuses(g, patch(h.tool(t), "one"), "") })
 		refuses(g, patch(h.tool(t), "two"), "node-groups."+two.hubName())
-		refuses(g, patch(h.agent(t, two), "two"), "")
+		refuses(g, patch(h.agent(t, two, "two"), "two"), "")
 	})
 }
 
@@ -425,7 +425,7 @@ func TestReleasesThatServeTheSameExemptEachOther(t *testing.T) {
 	}
 	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"0"}}}`, agentv1.ClaimedAnnotation))
 	for _, r := range []release{one, two} {
-		refuses(NewWithT(t), h.agent(t, r).Patch(t.Context(), inVersion("v1beta2", "same", "group"), patch, client.DryRunAll), onlyTheAgent)
+		refuses(NewWithT(t), h.agent(t, r, "same").Patch(t.Context(), inVersion("v1beta2", "same", "group"), patch, client.DryRunAll), onlyTheAgent)
 	}
 
 	for r, other := range map[release]release{one: two, two: one} {
@@ -433,7 +433,7 @@ func TestReleasesThatServeTheSameExemptEachOther(t *testing.T) {
 	}
 	eventually(t, func(g Gomega) {
 		for _, r := range []release{one, two} {
-			refuses(g, h.agent(t, r).Patch(t.Context(), inVersion("v1beta2", "same", "group"), patch, client.DryRunAll), "")
+			refuses(g, h.agent(t, r, "same").Patch(t.Context(), inVersion("v1beta2", "same", "group"), patch, client.DryRunAll), "")
 		}
 	})
 	refuses(NewWithT(t), h.tool(t).Patch(t.Context(), inVersion("v1beta2", "same", "group"), patch, client.DryRunAll), onlyTheAgent)
@@ -453,7 +453,7 @@ func TestAnUpgradeLeavesNoGap(t *testing.T) {
 	h.awaitGuard(t, h.tool(t), "capi-agent-node-groups", "capi-agent-scale", "upgraded")
 
 	ctx, cancel := context.WithCancel(t.Context())
-	tool, agent := h.tool(t), h.agent(t, r)
+	tool, agent := h.tool(t), h.agent(t, r, "upgraded")
 	observed := make(chan []string)
 	tries := 0
 	go func() {
@@ -501,7 +501,7 @@ func TestAScaleIsNotJudgedByTheNumberOfBefore(t *testing.T) {
 	h.install(t, r, chartPath(t, charts[0]), confined("late")...)
 	md := h.group(t, "late", "group", 0, "0")
 	h.awaitPolicies(t, r, "late")
-	tool, agent := h.tool(t), h.agent(t, r)
+	tool, agent := h.tool(t), h.agent(t, r, "late")
 
 	g := NewWithT(t)
 	var claimed atomic.Int32 // soon, or already

@@ -17,6 +17,7 @@ import (
 
 	"github.com/go-logr/logr"
 	. "github.com/onsi/gomega"
+	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
@@ -235,10 +236,21 @@ func (r release) user() string { return "system:serviceaccount:" + r.namespace +
 // hubName is the suffix of the names of what the release creates outside its namespace.
 func (r release) hubName() string { return r.name + "." + r.namespace }
 
-// agent returns a client with the rights that the chart grants to its agent.
-func (h *hub) agent(t *testing.T, r release) client.Client {
+// agent returns a client with the rights that the chart grants to its agent, once the API server
+// knows that they apply in a namespace.
+func (h *hub) agent(t *testing.T, r release, namespace string) client.Client {
 	t.Helper()
-	return h.as(t, r.user(), "system:serviceaccounts", "system:serviceaccounts:"+r.namespace)
+	agent := h.as(t, r.user(), "system:serviceaccounts", "system:serviceaccounts:"+r.namespace)
+	eventually(t, func(g Gomega) {
+		review := &authorizationv1.SelfSubjectAccessReview{Spec: authorizationv1.SelfSubjectAccessReviewSpec{
+			ResourceAttributes: &authorizationv1.ResourceAttributes{
+				Namespace: namespace, Verb: "patch", Group: clusterv1.GroupVersion.Group, Resource: "machinedeployments",
+			},
+		}}
+		g.Expect(agent.Create(t.Context(), review)).To(Succeed())
+		g.Expect(review.Status.Allowed).To(BeTrue(), "%s", review.Status.Reason)
+	})
+	return agent
 }
 
 // install installs the chart, and uninstalls it at the end of the test.
