@@ -159,7 +159,8 @@ func (h *hub) machine(ctx context.Context, cluster *agentv1alpha1.ClusterRef, na
 		machine.NodeGroupId = cluster.GetNamespace() + "/" + group
 	}
 	conditions := object.Status.Conditions
-	if infrastructure := apimeta.FindStatusCondition(conditions, "InfrastructureReady"); infrastructure != nil && infrastructure.Status != metav1.ConditionTrue {
+	infrastructure := apimeta.FindStatusCondition(conditions, "InfrastructureReady")
+	if infrastructure != nil && infrastructure.Status != metav1.ConditionTrue {
 		machine.InfrastructureReason, machine.InfrastructureMessage = infrastructure.Reason, infrastructure.Message
 	}
 	if deleting := apimeta.FindStatusCondition(conditions, "Deleting"); deleting != nil && deleting.Status == metav1.ConditionTrue {
