@@ -10,12 +10,16 @@ import (
 	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
 	storagev1 "k8s.io/api/storage/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/intstr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/cluster-api/util/conditions"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -25,8 +29,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
 
-// TestWhatTheEndOfANodeWaitsFor deletes three NodeClaims: one whose pod may not be evicted, one
-// whose Node has a volume attached, and one whose Machine has another controller's hooks.
+// TestWhatTheEndOfANodeWaitsFor deletes five NodeClaims: one whose pod may not be evicted, one whose
+// pod a PodDisruptionBudget protects, one whose Node has a volume attached, one whose Machine has
+// another controller's hooks, and one whose instance has its finalizer.
 func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 	figure := shows(t, "the end of a node waits for its grace period, for volumes, and for others' hooks, which the NodeClaim names")
 	if testing.Short() {
@@ -35,14 +40,16 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 	g := NewWithT(t)
 	leaveAsFound(t)
 	const (
-		graced, attached, hooked = "graced", "attached", "hooked"
+		graced, attached, hooked, guarded, kept = "graced", "attached", "hooked", "guarded", "kept"
 
 		grace     = 30 * time.Second
 		preDrain  = clusterv1.PreDrainDeleteHookAnnotationPrefix + "/backup"
 		preEnd    = clusterv1.PreTerminateDeleteHookAnnotationPrefix + "/backup"
 		deletedBy = 2 * time.Minute
+		// backup is the finalizer of another controller on the infrastructure's machine.
+		backup = "example.com/backup"
 	)
-	groups := []string{graced, attached, hooked}
+	groups := []string{graced, attached, hooked, guarded, kept}
 	changes := map[string]func(*unstructured.Unstructured){
 		graced: func(o *unstructured.Unstructured) {
 			of("NodePool", func(o *unstructured.Unstructured) {
@@ -112,6 +119,40 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 			t.Error(err)
 		}
 	})
+	budget := &policyv1.PodDisruptionBudget{
+		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "e2e-guarded"},
+		Spec: policyv1.PodDisruptionBudgetSpec{
+			MinAvailable: new(intstr.FromInt32(1)), Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": guarded}},
+		},
+	}
+	g.Expect(w.Spoke.Create(t.Context(), budget)).To(Succeed())
+	t.Cleanup(func() {
+		if err := client.IgnoreNotFound(w.Spoke.Delete(context.Background(), budget)); err != nil {
+			t.Error(err)
+		}
+	})
+	instance := &simv1.SimMachine{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: ends[kept].Machine}}
+	keep := func(with bool) error {
+		if err := w.Hub.Get(context.Background(), client.ObjectKeyFromObject(instance), instance); err != nil {
+			return client.IgnoreNotFound(err)
+		}
+		before := client.MergeFromWithOptions(instance.DeepCopy(), client.MergeFromWithOptimisticLock{})
+		if with {
+			controllerutil.AddFinalizer(instance, backup)
+		} else {
+			controllerutil.RemoveFinalizer(instance, backup)
+		}
+		return w.Hub.Patch(context.Background(), instance, before)
+	}
+	keeping := func(with bool) {
+		t.Helper()
+		poll(t, soon, func(context.Context) (string, error) { // the provider writes the object as well
+			err := keep(with)
+			return lo.Ternary(apierrors.IsConflict(err), "the finalizer of the instance to be written", ""), lo.Ternary(apierrors.IsConflict(err), nil, err)
+		})
+	}
+	t.Cleanup(func() { _ = keep(false) }) // else the test has failed already
+	keeping(true)
 	var keeps corev1.PodList
 	g.Expect(w.Spoke.List(t.Context(), &keeps, client.InNamespace(metav1.NamespaceDefault), client.MatchingLabels{"app": graced})).To(Succeed())
 	g.Expect(keeps.Items).To(HaveLen(1))
@@ -138,6 +179,12 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 	figure("a pod that may not be evicted: %v with a grace period of %v", rounded(lasted), grace)
 	g.Expect(lasted).To(BeNumerically(">=", grace-2*time.Second), "times of the API server are whole seconds")
 	g.Expect(client.IgnoreNotFound(w.Spoke.Get(t.Context(), client.ObjectKeyFromObject(&keeps.Items[0]), &keeps.Items[0]))).To(Succeed())
+
+	poll(t, deletedBy, func(ctx context.Context) (string, error) {
+		err := w.Hub.Get(ctx, client.ObjectKeyFromObject(instance), instance)
+		return lo.Ternary(instance.Status.StoppedAt != nil, "", "the instance of "+kept+" to be stopped"), err
+	})
+	g.Expect(instance.Finalizers).To(ContainElement(backup))
 
 	waitsFor := func(reason string, bound time.Duration) {
 		t.Helper()
@@ -171,6 +218,31 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 	waitsFor(clusterv1.MachineDeletingWaitingForPreTerminateHookReason, soon)
 	g.Expect(hook(fmt.Sprintf(`{%q:null}`, preEnd))).To(Succeed())
 	goes(hooked)
+
+	// By now everything else has waited for as long.
+	told := func(what string, about func(corev1.Event) bool) {
+		t.Helper()
+		poll(t, soon, func(ctx context.Context) (string, error) {
+			var all corev1.EventList
+			err := w.Spoke.List(ctx, &all)
+			return lo.Ternary(lo.ContainsBy(all.Items, about), "", what), err
+		})
+	}
+	told("the NodeClaim to say that the infrastructure's machine stays", func(e corev1.Event) bool {
+		return e.InvolvedObject.Name == ends[kept].NodeClaim && e.Reason == "MachineDeletionStuck" && strings.Contains(e.Message, ends[kept].Machine)
+	})
+	g.Expect(now(kept).Reached(journey.Gone)).To(BeFalse())
+	keeping(false)
+	goes(kept)
+
+	told("the Node to say that its pod may not be evicted", func(e corev1.Event) bool {
+		return e.InvolvedObject.Name == ends[guarded].Node && e.Reason == "FailedDraining"
+	})
+	g.Expect(now(guarded).Reached(journey.Gone)).To(BeFalse())
+	g.Expect(claim(guarded).CurrentPhase()).To(Equal(agentv1.PhaseBound), "nobody has released it")
+	runs(guarded)
+	g.Expect(w.Spoke.Delete(t.Context(), budget)).To(Succeed())
+	goes(guarded)
 
 	await(t, 2*time.Minute, running(len(groups)))
 	for _, group := range groups {
