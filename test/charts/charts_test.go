@@ -528,8 +528,25 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 		{
 			"an enrollment and a mounted certificate", charts[1],
 			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,agent.enrollment.enabled=true,tls.secretName=s",
-			"tls.secretName excludes agent.enrollment.enabled",
+			"exclude agent.enrollment.enabled",
 		},
+		{
+			"an enrollment and a volume with a certificate", charts[1],
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,agent.enrollment.enabled=true,tls.volume.emptyDir.medium=Memory",
+			"exclude agent.enrollment.enabled",
+		},
+		{
+			"a volume and a secret with a certificate of the shim", charts[1],
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,tls.secretName=s,tls.volume.emptyDir.medium=Memory", "tls.volume excludes tls.secretName",
+		},
+		{"a volume and cert-manager's certificate", charts[0], "tls.volume.csi.driver=d", "tls.volume excludes tls.certManager.enabled"},
+		{"a volume with a name", charts[0], "tls.volume.name=tls,tls.certManager.enabled=false", "tls.volume.name: the chart names"},
+		{
+			"a ServiceMonitor that cannot verify", charts[0],
+			"tls.volume.csi.driver=d,tls.certManager.enabled=false,metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.tlsConfig is required",
+		},
+		{"a class without a load balancer", charts[0], "service.loadBalancerClass=c", "service.loadBalancerClass needs"},
+		{"a traffic policy inside a cluster", charts[0], "service.externalTrafficPolicy=Local", "service.externalTrafficPolicy needs"},
 		{
 			"the role of an enrollment in another cluster", charts[1],
 			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,agent.enrollment.enabled=true,kubeconfig.secretName=k,metrics.secure=false",

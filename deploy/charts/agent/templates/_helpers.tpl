@@ -54,6 +54,25 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (printf "%s-tls" (include "capi-agent.fullname" .)) .Values.tls.secretName }}
 {{- end }}
 
+{{/* The volume that has the agent's certificate. */}}
+{{- define "capi-agent.tlsVolume" -}}
+{{- if .Values.tls.volume }}
+{{- if .Values.tls.volume.name }}
+{{- fail "tls.volume.name: the chart names the volume itself, leave the name out" }}
+{{- end }}
+{{- if or .Values.tls.certManager.enabled .Values.tls.secretName }}
+{{- fail "tls.volume excludes tls.certManager.enabled and tls.secretName: set the first to false and leave the second empty" }}
+{{- end }}
+{{- if and .Values.metrics.serviceMonitor.enabled (include "capi-agent.metricsSecure" .) (not .Values.metrics.tls.secretName) (not .Values.metrics.serviceMonitor.tlsConfig) }}
+{{- fail "metrics.serviceMonitor.tlsConfig is required with tls.volume: Prometheus cannot read the authority of the certificate from a volume of the agent" }}
+{{- end }}
+{{- toYaml .Values.tls.volume }}
+{{- else -}}
+secret:
+  secretName: {{ include "capi-agent.tlsSecretName" . }}
+{{- end }}
+{{- end }}
+
 {{/* The secret with the authority that the agent issues certificates with, when it does. */}}
 {{- define "capi-agent.issuerSecretName" -}}
 {{- with .Values.onboarding }}

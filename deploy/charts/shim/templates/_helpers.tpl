@@ -48,6 +48,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (printf "%s-agent-client" (include "karpenter.fullname" .)) .Values.tls.secretName }}
 {{- end }}
 
+{{/* The volume that has the certificate for the agent. */}}
+{{- define "karpenter.tlsVolume" -}}
+{{- if .Values.tls.volume }}
+{{- if .Values.tls.volume.name }}
+{{- fail "tls.volume.name: the chart names the volume itself, leave the name out" }}
+{{- end }}
+{{- if .Values.tls.secretName }}
+{{- fail "tls.volume excludes tls.secretName: leave one of them empty" }}
+{{- end }}
+{{- toYaml .Values.tls.volume }}
+{{- else -}}
+secret:
+  secretName: {{ include "karpenter.tlsSecretName" . }}
+{{- end }}
+{{- end }}
+
 {{- define "karpenter.leaseNamespace" -}}
 {{- default .Release.Namespace .Values.leaderElection.namespace }}
 {{- end }}
@@ -65,8 +81,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if not (include "karpenter.tls" .) -}}
 {{- fail "agent.enrollment.enabled has no effect with a unix socket or agent.plaintextLoopback, which take no certificates: set it to false" -}}
 {{- end -}}
-{{- if .Values.tls.secretName -}}
-{{- fail "tls.secretName excludes agent.enrollment.enabled, with which the agent issues the certificate: set one of the two to its default" -}}
+{{- if or .Values.tls.secretName .Values.tls.volume -}}
+{{- fail "tls.secretName and tls.volume exclude agent.enrollment.enabled, with which the agent issues the certificate: set one of them to its default" -}}
 {{- end -}}
 {{- if and .Values.kubeconfig.secretName .Values.rbac.create -}}
 {{- fail "rbac.create must be false with kubeconfig.secretName and agent.enrollment.enabled: the chart's role is not in the spoke" -}}

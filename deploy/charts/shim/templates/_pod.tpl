@@ -35,6 +35,10 @@ spec:
   {{- end }}
   securityContext:
     {{- toYaml .Values.podSecurityContext | nindent 4 }}
+  {{- with .Values.initContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
     - name: karpenter
       image: {{ include "karpenter.image" . }}
@@ -203,8 +207,7 @@ spec:
     {{- end }}
     {{- if $files }}
     - name: agent-client
-      secret:
-        secretName: {{ include "karpenter.tlsSecretName" . }}
+      {{- include "karpenter.tlsVolume" . | trim | nindent 6 }}
     {{- end }}
     {{- if .Values.kubeconfig.secretName }}
     - name: kubeconfig
