@@ -15,7 +15,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
-	"google.golang.org/protobuf/types/dynamicpb"
+	"google.golang.org/protobuf/reflect/protoregistry"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 
@@ -57,24 +57,26 @@ const (
 var styleNames = map[style]string{smallest: "small", numerous: "many", longest: "long"}
 
 // base returns the valid request of the access matrix, for a claim of its own.
-func (w worst) base(id string) *dynamicpb.Message {
+func (w worst) base(id string) protoreflect.Message {
 	w.tb.Helper()
-	request := dynamicpb.NewMessage(w.of.method.Input())
-	require.NoError(w.tb, protojson.Unmarshal([]byte(strings.ReplaceAll(w.of.request, "$ID", id)), request))
+	kind, err := protoregistry.GlobalTypes.FindMessageByName(w.of.method.Input().FullName())
+	require.NoError(w.tb, err)
+	request := kind.New()
+	require.NoError(w.tb, protojson.Unmarshal([]byte(strings.ReplaceAll(w.of.request, "$ID", id)), request.Interface()))
 	return request
 }
 
-func (w worst) encode(message proto.Message) encoded {
+func (w worst) encode(message protoreflect.Message) encoded {
 	w.tb.Helper()
-	bytes, err := proto.MarshalOptions{Deterministic: true}.Marshal(message)
+	bytes, err := proto.Marshal(message.Interface())
 	require.NoError(w.tb, err)
 	return bytes
 }
 
 // isLegal reports whether the agent's checks accept the request.
-func (w worst) isLegal(request proto.Message) bool {
+func (w worst) isLegal(request protoreflect.Message) bool {
 	bytes := w.encode(request)
-	return len(bytes) <= w.most && w.validator.CheckEncoded(w.of.method.Input(), bytes) == nil && w.validator.Check(request) == nil
+	return len(bytes) <= w.most && w.validator.CheckEncoded(w.of.method.Input(), bytes) == nil && w.validator.Check(request.Interface()) == nil
 }
 
 // scope are fields that decide whether a call gets as far as its handler. They stay as they are.
@@ -103,9 +105,9 @@ func (w worst) legal() []attack {
 			} else if alone := w.base(fmt.Sprintf("legal-%d-%d", i, how)); w.fill(alone, field, how, how) && w.isLegal(alone) {
 				attacks = append(attacks, attack{fmt.Sprintf("%s, %s", field.Name(), styleNames[how]), w.encode(alone)})
 			}
-			before := proto.Clone(all)
+			before := proto.Clone(all.Interface()).ProtoReflect()
 			if w.fill(all, field, how, how); !w.isLegal(all) {
-				all = before.(*dynamicpb.Message) //nolint:forcetypeassert // as its original
+				all = before
 			}
 		}
 		require.True(w.tb, w.isLegal(all))
@@ -168,7 +170,7 @@ func (w worst) fillAll(message protoreflect.Message, how style) {
 
 func (w worst) fillMap(entries protoreflect.Map, field protoreflect.FieldDescriptor, rules *validate.FieldRules, how style, room int) {
 	w.tb.Helper()
-	most := limit(rules.GetMap().GetMaxPairs(), how)
+	most := limit(rules.GetMap().GetMaxPairs(), how, room)
 	for n := range most {
 		key, ok := w.value(field.MapKey(), rules.GetMap().GetKeys(), how, n, 1024)
 		require.True(w.tb, ok, "%s: no keys are known that its constraints allow", field.FullName())
@@ -186,7 +188,7 @@ func (w worst) fillList(
 ) {
 	w.tb.Helper()
 	list.Truncate(0)
-	most := limit(rules.GetRepeated().GetMaxItems(), how)
+	most := limit(rules.GetRepeated().GetMaxItems(), how, maxNodes)
 	if field.Message() != nil {
 		element := list.NewElement()
 		w.fillAll(element.Message(), inner)
@@ -207,13 +209,17 @@ func (w worst) fillList(
 	}
 }
 
-// limit returns how many elements to make. The agent's own checks may allow fewer.
-func limit(most uint64, how style) int {
+// maxNodes is how many nodes a request of the cluster-autoscaler may name, whose lists have no
+// constraints.
+const maxNodes = 5000
+
+// limit returns how many elements to make. otherwise is for fields without constraints.
+func limit(most uint64, how style, otherwise int) int {
 	switch {
 	case how == smallest:
 		return 0
 	case most == 0:
-		return 1 << 22
+		return otherwise
 	}
 	return int(most) //nolint:gosec // a number of elements
 }
