@@ -110,7 +110,7 @@ func (s clusterService) ListClusters(
 	if err := a.readable(ctx, clusterKey{}); err != nil {
 		return nil, err
 	}
-	return &agentv1alpha1.ListClustersResponse{Clusters: a.clusterFeed.list(clusterKey{}, readable), Generation: a.clusterFeed.generation}, nil
+	return &agentv1alpha1.ListClustersResponse{Clusters: a.clusterFeed.list(clusterKey{}, readable)}, nil
 }
 
 func (s clusterService) WatchClusters(

@@ -28,14 +28,13 @@ func (s *clusterService) ListClusters(
 	if err := s.inContact(); err != nil {
 		return nil, err
 	}
-	all, generation, err := s.config.Clusters.List(fleet.All)
+	all, _, err := s.config.Clusters.List(fleet.All)
 	if err != nil {
 		return nil, answerOther(ctx, err)
 	}
 	readable := readableBy(callerOf(ctx), authz.Methods[agentv1alpha1.ClusterService_ListClusters_FullMethodName])
 	return &agentv1alpha1.ListClustersResponse{
-		Clusters:   slices.DeleteFunc(all, func(cluster *agentv1alpha1.Cluster) bool { return !readable(cluster) }),
-		Generation: generation,
+		Clusters: slices.DeleteFunc(all, func(cluster *agentv1alpha1.Cluster) bool { return !readable(cluster) }),
 	}, nil
 }
 
@@ -58,8 +57,9 @@ func (s *clusterService) WatchClusters(
 		removed: func(key string) error {
 			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Removed{Removed: messages.Cluster(fleet.Name(key))}})
 		},
-		synced: func(marker *agentv1alpha1.Synced) error {
-			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Synced{Synced: marker}})
+		synced: func(*agentv1alpha1.Synced) error {
+			// Its generation counts the changes of all Clusters.
+			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Synced{Synced: &agentv1alpha1.Synced{}}})
 		},
 		heartbeat: func(heartbeat *agentv1alpha1.Heartbeat) error {
 			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Heartbeat{Heartbeat: heartbeat}})

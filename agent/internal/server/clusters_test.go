@@ -70,6 +70,7 @@ func (f *fixture) told(stream grpc.ServerStreamingClient[agentv1alpha1.WatchClus
 	case *agentv1alpha1.WatchClustersResponse_Removed:
 		return event.Removed.GetNamespace() + "/" + event.Removed.GetName() + " is gone"
 	default:
+		require.Zero(f, response.GetSynced().GetGeneration(), "it would count changes of others")
 		return fmt.Sprintf("%T", event)
 	}
 }

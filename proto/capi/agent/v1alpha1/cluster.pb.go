@@ -63,9 +63,7 @@ func (*ListClustersRequest) Descriptor() ([]byte, []int) {
 type ListClustersResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The Clusters, ordered by `<namespace>/<name>`.
-	Clusters []*Cluster `protobuf:"bytes,1,rep,name=clusters,proto3" json:"clusters,omitempty"`
-	// Raised by every change of a Cluster that the agent serves. Comparable only between answers of the same agent; see GetStatusResponse.agent_id.
-	Generation    int64 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
+	Clusters      []*Cluster `protobuf:"bytes,1,rep,name=clusters,proto3" json:"clusters,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -105,13 +103,6 @@ func (x *ListClustersResponse) GetClusters() []*Cluster {
 		return x.Clusters
 	}
 	return nil
-}
-
-func (x *ListClustersResponse) GetGeneration() int64 {
-	if x != nil {
-		return x.Generation
-	}
-	return 0
 }
 
 // WatchClustersRequest has no fields: the caller's identity says which Clusters are meant.
@@ -265,7 +256,7 @@ type WatchClustersResponse_Removed struct {
 }
 
 type WatchClustersResponse_Synced struct {
-	// The snapshot is complete.
+	// The snapshot is complete. Its generation is 0: a count of changes would tell about Clusters that the caller may not read.
 	Synced *Synced `protobuf:"bytes,3,opt,name=synced,proto3,oneof"`
 }
 
@@ -504,12 +495,9 @@ var File_capi_agent_v1alpha1_cluster_proto protoreflect.FileDescriptor
 const file_capi_agent_v1alpha1_cluster_proto_rawDesc = "" +
 	"\n" +
 	"!capi/agent/v1alpha1/cluster.proto\x12\x13capi.agent.v1alpha1\x1a capi/agent/v1alpha1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x15\n" +
-	"\x13ListClustersRequest\"p\n" +
+	"\x13ListClustersRequest\"P\n" +
 	"\x14ListClustersResponse\x128\n" +
-	"\bclusters\x18\x01 \x03(\v2\x1c.capi.agent.v1alpha1.ClusterR\bclusters\x12\x1e\n" +
-	"\n" +
-	"generation\x18\x02 \x01(\x03R\n" +
-	"generation\"\x16\n" +
+	"\bclusters\x18\x01 \x03(\v2\x1c.capi.agent.v1alpha1.ClusterR\bclusters\"\x16\n" +
 	"\x14WatchClustersRequest\"\xc3\x02\n" +
 	"\x15WatchClustersResponse\x126\n" +
 	"\x06upsert\x18\x01 \x01(\v2\x1c.capi.agent.v1alpha1.ClusterH\x00R\x06upsert\x12;\n" +
