@@ -43,6 +43,8 @@ func run(arguments []string) error {
 			return uninstall(ctx, arguments[1:], os.Stdout)
 		case "policy":
 			return policy(arguments[1:], os.Stdout)
+		case "prices":
+			return prices(arguments[1:], os.Stdout)
 		case "onboard":
 			return onboard(ctx, arguments[1:], os.Stdout, os.Stderr)
 		case "offboard":
@@ -57,6 +59,7 @@ func run(arguments []string) error {
 	flags.Usage = func() {
 		fmt.Fprintf(flags.Output(),
 			"Usage: capi-agent [flags]\n       capi-agent uninstall [flags]\n       capi-agent policy check [flags] FILE\n"+
+				"       capi-agent prices [flags] MACHINE…\n"+
 				"       capi-agent onboard [flags] NAMESPACE/CLUSTER\n       capi-agent offboard [flags] NAMESPACE/CLUSTER\n\n%s", flags.FlagUsages())
 	}
 	o.AddFlags(flags)
@@ -67,7 +70,7 @@ func run(arguments []string) error {
 		return err
 	}
 	if flags.NArg() > 0 {
-		return fmt.Errorf("%q is no command; there are uninstall, policy, onboard and offboard", flags.Arg(0))
+		return fmt.Errorf("%q is no command; there are uninstall, policy, prices, onboard and offboard", flags.Arg(0))
 	}
 	if *showVersion {
 		fmt.Println(version.Version(), version.Commit())
