@@ -3,9 +3,9 @@
 // This program reads the CustomResourceDefinition of a provider's template from its standard input,
 // and writes what the tests of the provider pages need of it: one version, without descriptions and
 // without the conversion webhook, with the label of Cluster API's contract. README.md lists the
-// sources.
+// sources. Properties that are named after the version are left out, wherever they are.
 //
-//	go run trim.go <contract> <version> <crd.yaml >trimmed.yaml
+//	go run trim.go <contract> <version> [<property> …] <crd.yaml >trimmed.yaml
 package main
 
 import (
@@ -17,13 +17,13 @@ import (
 )
 
 func main() {
-	if err := trim(os.Args[1], os.Args[2]); err != nil {
+	if err := trim(os.Args[1], os.Args[2], os.Args[3:]); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 }
 
-func trim(contract, version string) error {
+func trim(contract, version string, without []string) error {
 	text, err := io.ReadAll(os.Stdin)
 	if err != nil {
 		return err
@@ -45,7 +45,7 @@ func trim(contract, version string) error {
 		delete(candidate, "deprecated")
 		delete(candidate, "deprecationWarning")
 		candidate["served"], candidate["storage"] = true, true
-		candidate["schema"] = map[string]any{"openAPIV3Schema": undescribed(candidate["schema"].(map[string]any)["openAPIV3Schema"])}
+		candidate["schema"] = map[string]any{"openAPIV3Schema": reduced(candidate["schema"].(map[string]any)["openAPIV3Schema"], without)}
 		spec["versions"] = []any{candidate}
 		out, err := yaml.Marshal(crd)
 		if err != nil {
@@ -57,19 +57,24 @@ func trim(contract, version string) error {
 	return fmt.Errorf("%v has no version %s", metadata["name"], version)
 }
 
-// undescribed removes the descriptions of a schema, but no property with that name.
-func undescribed(schema any) any {
+// reduced removes the descriptions of a schema, but no property with that name, and some properties.
+func reduced(schema any, without []string) any {
 	switch schema := schema.(type) {
 	case map[string]any:
 		if _, text := schema["description"].(string); text {
 			delete(schema, "description")
 		}
+		if properties, ok := schema["properties"].(map[string]any); ok {
+			for _, name := range without {
+				delete(properties, name)
+			}
+		}
 		for key := range schema {
-			schema[key] = undescribed(schema[key])
+			schema[key] = reduced(schema[key], without)
 		}
 	case []any:
 		for i := range schema {
-			schema[i] = undescribed(schema[i])
+			schema[i] = reduced(schema[i], without)
 		}
 	}
 	return schema
