@@ -22,7 +22,10 @@ func TestThePageShowsWhatPricesPrints(t *testing.T) {
 	require.NotEmpty(t, shown)
 	for _, example := range shown {
 		var out strings.Builder
-		require.NoError(t, prices(strings.Fields(strings.ReplaceAll(example[1], "\\\n", " ")), &out))
+		command := newPrices()
+		command.SetOut(&out)
+		command.SetArgs(strings.Fields(strings.ReplaceAll(example[1], "\\\n", " ")))
+		require.NoError(t, command.Execute())
 		require.Equal(t, example[2], out.String())
 		var list corev1.ConfigMap
 		require.NoError(t, yaml.UnmarshalStrict([]byte(out.String()), &list))
@@ -48,7 +51,10 @@ func TestPricesNamesEveryMistake(t *testing.T) {
 		"an instance type, twice": {"a=1/hour a=2/hour", []string{"is for the same machines as prices[0]"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			err := prices(strings.Fields(c.arguments), nil)
+			command := newPrices()
+			command.SilenceErrors, command.SilenceUsage = true, true
+			command.SetArgs(strings.Fields(c.arguments))
+			err := command.Execute()
 			for _, want := range c.want {
 				require.ErrorContains(t, err, want)
 			}
