@@ -1,0 +1,64 @@
+package pages_test
+
+import (
+	"io/fs"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	. "github.com/onsi/gomega"
+
+	"github.com/karpenter-capi/karpenter-capi/test/pages"
+)
+
+// A row of the map begins with one or more packages in code.
+var (
+	mapRow     = regexp.MustCompile("(?m)^\\| (`[a-z][a-z0-9/-]*`(?:, `[a-z][a-z0-9/-]*`)*) \\| \\S")
+	mapPackage = regexp.MustCompile("`([^`]+)`")
+)
+
+func TestTheMapShowsEveryPackage(t *testing.T) {
+	g := NewWithT(t)
+	page, err := pages.Read(root(t), "docs/architecture.md")
+	g.Expect(err).NotTo(HaveOccurred())
+	_, packageMap, found := strings.Cut(page.Text, "\n## Every package\n")
+	g.Expect(found).To(BeTrue(), "docs/architecture.md has a map")
+	packageMap, _, _ = strings.Cut(packageMap, "\n## ")
+	var shown []string
+	for _, row := range mapRow.FindAllStringSubmatch(packageMap, -1) {
+		for _, name := range mapPackage.FindAllStringSubmatch(row[1], -1) {
+			shown = append(shown, name[1])
+		}
+	}
+	g.Expect(shown).To(ConsistOf(packagesOf(t)))
+}
+
+// packagesOf returns the folders with Go code, relative to the repository's root.
+func packagesOf(t *testing.T) []string {
+	t.Helper()
+	seen := map[string]bool{}
+	for _, module := range []string{"agent", "deploy", "pkg", "proto", "shim", "test"} {
+		err := filepath.WalkDir(filepath.Join(root(t), module), func(path string, entry fs.DirEntry, err error) error {
+			switch {
+			case err != nil:
+				return err
+			case entry.IsDir() && entry.Name() == "testdata":
+				return filepath.SkipDir
+			case !entry.IsDir() && filepath.Ext(path) == ".go":
+				folder, err := filepath.Rel(root(t), filepath.Dir(path))
+				seen[filepath.ToSlash(folder)] = true
+				return err
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatalf("looking for packages: %v", err)
+		}
+	}
+	folders := make([]string, 0, len(seen))
+	for folder := range seen {
+		folders = append(folders, folder)
+	}
+	return folders
+}
