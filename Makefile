@@ -86,10 +86,12 @@ clean: ## Remove bin/; sandboxes are left alone
 generate: generate-proto generate-go generate-docs sandbox-generate ## Write all generated files anew: Go from protos, deep copies, CRDs, reference docs
 
 .PHONY: generate-proto
-generate-proto: $(BUF) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
+generate-proto: $(BUF) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
 	$(PRINT_PROTO) proto/third_party/protovalidate
 	$(BUF) generate
 	$(BUF) generate --template proto/buf.gen.cluster-autoscaler.yaml
+	set=$$(mktemp --suffix=.binpb) && trap 'rm -f "$$set"' EXIT && \
+	$(BUF) build proto --path proto/capi --exclude-source-info --as-file-descriptor-set -o "$$set" && $(DESCRIPTORS) "$$set" proto/descriptors.binpb
 
 .PHONY: generate-go
 generate-go: $(CONTROLLER_GEN)

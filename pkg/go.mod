@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/pkg
 
-go 1.26.11
+go 1.26.0
 
 require (
 	buf.build/go/protovalidate v1.4.0
