@@ -10,7 +10,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -163,27 +162,36 @@ func (r Repository) git(ctx context.Context, args ...string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("git %s: %w: %s", args[0], err, bytes.TrimSpace(stderr.Bytes()))
 	}
-	return strings.TrimSpace(string(out)), nil
+	return strings.TrimSuffix(string(out), "\n"), nil
 }
 
 // Proxy is a folder that serves modules to the go command, as `GOPROXY=file://<folder>`.
 type Proxy string
 
 // AddCommit adds the module in the folder of the repository as it was in a commit.
-func (p Proxy) AddCommit(r Repository, path, version, folder, commit string) error {
-	return p.add(module.Version{Path: path, Version: version}, func(file *os.File, m module.Version) error {
-		return zip.CreateFromVCS(file, m, r.Root, commit, folder)
-	})
+func (p Proxy) AddCommit(ctx context.Context, r Repository, path, version, folder, commit string) error {
+	content, err := r.git(ctx, "archive", "--format=zip", commit, folder)
+	if err != nil {
+		return err
+	}
+	archive, err := archivezip.NewReader(strings.NewReader(content), int64(len(content)))
+	if err != nil {
+		return err
+	}
+	dir, err := os.MkdirTemp("", "commit-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir) //nolint:errcheck // It is in the system's folder for temporary files.
+	if err := os.CopyFS(dir, archive); err != nil {
+		return err
+	}
+	return p.AddFolder(path, version, filepath.Join(dir, folder))
 }
 
 // AddFolder adds the module in the folder as it is.
 func (p Proxy) AddFolder(path, version, folder string) error {
-	return p.add(module.Version{Path: path, Version: version}, func(file *os.File, m module.Version) error {
-		return zip.CreateFromDir(file, m, folder)
-	})
-}
-
-func (p Proxy) add(m module.Version, write func(*os.File, module.Version) error) error {
+	m := module.Version{Path: path, Version: version}
 	escaped, err := module.EscapePath(m.Path)
 	if err != nil {
 		return err
@@ -192,15 +200,14 @@ func (p Proxy) add(m module.Version, write func(*os.File, module.Version) error)
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
-	archive := filepath.Join(dir, m.Version+".zip")
-	file, err := os.Create(archive)
+	file, err := os.Create(filepath.Join(dir, m.Version+".zip"))
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(write(file, m), file.Close()); err != nil {
+	if err := errors.Join(zip.CreateFromDir(file, m, folder), file.Close()); err != nil {
 		return fmt.Errorf("%s: %w", m, err)
 	}
-	mod, err := goMod(archive, m)
+	mod, err := os.ReadFile(filepath.Join(folder, "go.mod"))
 	if err != nil {
 		return err
 	}
@@ -208,19 +215,4 @@ func (p Proxy) add(m module.Version, write func(*os.File, module.Version) error)
 		return err
 	}
 	return os.WriteFile(filepath.Join(dir, m.Version+".info"), fmt.Appendf(nil, `{"Version":%q}`, m.Version), 0o644)
-}
-
-// goMod returns the go.mod file of the module in its archive.
-func goMod(archive string, m module.Version) ([]byte, error) {
-	reader, err := archivezip.OpenReader(archive)
-	if err != nil {
-		return nil, err
-	}
-	defer reader.Close() //nolint:errcheck // It was only read.
-	file, err := reader.Open(m.String() + "/go.mod")
-	if err != nil {
-		return nil, err
-	}
-	defer file.Close() //nolint:errcheck // It was only read.
-	return io.ReadAll(file)
 }
