@@ -160,13 +160,15 @@ func deeds() []deed {
 		{name: "the instance is lost", replaces: true, at: func(s stage) bool { return s.instance }, do: func(l *life, ctx context.Context) error {
 			return eachOf(ctx, l.Hub.Delete, l.instances())
 		}},
-		{name: "the instance is lost, and a cloud controller manager deletes its Node", replaces: true, at: func(s stage) bool { return s.node },
+		{
+			name: "the instance is lost, and a cloud controller manager deletes its Node", replaces: true, at: func(s stage) bool { return s.node },
 			do: func(l *life, ctx context.Context) error {
 				if err := eachOf(ctx, l.Hub.Delete, l.instances()); err != nil {
 					return err
 				}
 				return eachOf(ctx, l.Spoke.Delete, l.nodes())
-			}},
+			},
+		},
 		{name: "both agents are killed", at: always, do: func(l *life, _ context.Context) error {
 			for i := range agents {
 				l.kill(sandbox.AgentName(i))

@@ -23,14 +23,14 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-//go:embed fleet peer crowd broken sizes fit labelled life move scaled
+//go:embed fleet peer crowd broken sizes fit labelled life move scaled kaito
 var files embed.FS
 
 // The files. Fleet is the demo's. Peer is what a user of karpenter-provider-cluster-api brings
 // along. Crowd is for many machines at once. Broken is full of mistakes. Sizes is for choices by
 // price. Fit is for random machines and pods. Labelled is for the labels of Nodes. Life is for one
 // Node that is disturbed. Move is for a Cluster that moves to another hub. Scaled is for the
-// cluster-autoscaler.
+// cluster-autoscaler. Kaito is what KAITO makes for a model.
 const (
 	FleetHub      = "fleet/hub.yaml"
 	FleetSpoke    = "fleet/spoke.yaml"
@@ -57,6 +57,9 @@ const (
 	SizesWorkload = "sizes/workload.yaml"
 
 	ScaledWorkload = "scaled/workload.yaml"
+	KaitoHub       = "kaito/hub.yaml"
+	KaitoSpoke     = "kaito/spoke.yaml"
+	KaitoWorkload  = "kaito/workload.yaml"
 )
 
 const (

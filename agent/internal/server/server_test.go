@@ -139,6 +139,7 @@ type fixture struct {
 	nodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
 	machines   *feed.Feed[*agentv1alpha1.Machine]
 	claims     *feed.Feed[*agentv1alpha1.Claim]
+	clusters   *feed.Feed[*agentv1alpha1.Cluster]
 	registry   *prometheus.Registry
 	authority  *testpki.Authority
 	serverPKI  string
@@ -176,6 +177,7 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 	f := &fixture{
 		T: t, engine: &engine{}, registry: prometheus.NewRegistry(), authority: testpki.New(t), serverPKI: t.TempDir(), log: &lines{},
 		nodeGroups: newFeed[*agentv1alpha1.NodeGroup](4), machines: newFeed[*agentv1alpha1.Machine](4), claims: newFeed[*agentv1alpha1.Claim](4),
+		clusters: newFeed[*agentv1alpha1.Cluster](4),
 	}
 	policy, err := authz.ParsePolicy(
 		[]byte("identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  allClusters: true\n"), "karpenter-capi")
@@ -183,7 +185,7 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 	authorizer, err := authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
 	require.NoError(t, err)
 	config := server.Config{
-		Engine: f.engine, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims,
+		Engine: f.engine, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims, Clusters: f.clusters,
 		Show: func(_ context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
 			return messages.Claim(claim, nil), nil
 		},
@@ -235,6 +237,7 @@ func (f *fixture) SetReady() {
 	f.nodeGroups.SetReady()
 	f.machines.SetReady()
 	f.claims.SetReady()
+	f.clusters.SetReady()
 }
 
 // as connects with a certificate for the URI names.

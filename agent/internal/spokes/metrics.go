@@ -23,19 +23,19 @@ type seen struct {
 	lastSync, certificateUntil float64 // zero if unknown
 }
 
-func seenOf(spoke *v1alpha1.Spoke) seen {
-	s := seen{connected: meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition)}
-	if at := spoke.Status.LastSyncTime; at != nil {
+func seenOf(status v1alpha1.SpokeStatus) seen {
+	s := seen{connected: meta.IsStatusConditionTrue(status.Conditions, v1alpha1.ConnectedCondition)}
+	if at := status.LastSyncTime; at != nil {
 		s.lastSync = float64(at.Unix())
 	}
-	if c := spoke.Status.Certificate; c != nil && c.NotAfter != nil {
+	if c := status.Certificate; c != nil && c.NotAfter != nil {
 		s.certificateUntil = float64(c.NotAfter.Unix())
 	}
 	return s
 }
 
-// Collector returns metrics of the Spokes, as of the last [Spokes.Look]. All agents report the same
-// Spokes, whichever of them the shims call.
+// Collector returns metrics of the Spokes, as of the last [Spokes.Look] and of what was noted since.
+// All agents report the same Spokes, whichever of them the shims call.
 func (s *Spokes) Collector() prometheus.Collector { return collector{s} }
 
 type collector struct{ *Spokes }
@@ -51,7 +51,8 @@ func (collector) Describe(descriptions chan<- *prometheus.Desc) {
 func (c collector) Collect(metrics chan<- prometheus.Metric) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for name, s := range c.seen {
+	for name, status := range c.seen {
+		s := seenOf(status)
 		gauge := func(d *prometheus.Desc, value float64) {
 			metrics <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, name.Namespace, name.Name)
 		}

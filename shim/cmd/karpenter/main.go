@@ -146,7 +146,10 @@ func run(ctx context.Context) error {
 		return err
 	}
 	connection := agentstate.New(mirrors)
-	runnables := []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection}
+	fit := agentstate.NewFit(agentstate.FitConfig{
+		Status: agent.Status, Connection: nodeGroups, Version: coreoperator.Version, Timeout: opts.AgentTimeout, Clock: clock.RealClock{},
+	})
+	runnables := []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection, fit}
 	certificate, keepers := clientCertificate(ctx, opts, op, agent, held, cluster)
 	for _, runnable := range append(runnables, keepers...) {
 		if err := op.Add(runnable); err != nil {
@@ -195,7 +198,7 @@ func run(ctx context.Context) error {
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
 			finder, opts.AgentTimeout),
-		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
+		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, fit, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
 		floor.New(op.Clock, op.GetClient(), finder, claimSync.Soon, op.EventRecorder),
 	)
 	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {

@@ -1,0 +1,74 @@
+package e2e_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+)
+
+// TestAWorkspaceOfKAITOGetsItsMachines applies the objects that KAITO's provisioner for Karpenter
+// makes for a Workspace: a static NodePool, which grows, and is deleted with the Workspace.
+func TestAWorkspaceOfKAITOGetsItsMachines(t *testing.T) {
+	figure := shows(t, "KAITO: the static NodePool of a Workspace gets machines with GPUs, grows, and is deleted")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a feature gate")
+	}
+	const (
+		pool = "team-phi-4"
+		// Earlier releases of KAITO require this of every provider, later ones of Azure's only.
+		placement, regional = "karpenter.azure.com/placement-scope", "regional"
+	)
+	for name, change := range map[string]func(*unstructured.Unstructured){
+		"today": nil,
+		"with the placement of Azure": of("NodePool", func(o *unstructured.Unstructured) {
+			path := []string{"spec", "template", "spec", "requirements"}
+			requirements, _, _ := unstructured.NestedSlice(o.Object, path...)
+			set(o, append(requirements, map[string]any{"key": placement, "operator": "In", "values": []any{regional}}), path...)
+		}),
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			leaveAsFound(t)
+			copies(t, w.Hub, manifests.KaitoHub, "a100", nil)
+			copies(t, w.Spoke, manifests.KaitoWorkload, "phi-4", nil)
+			copies(t, w.Spoke, manifests.KaitoSpoke, "gpus", change)
+			g.Expect(w.AwaitNodePool(within(t, soon), pool)).To(Succeed())
+			before, began := made(pool), time.Now()
+			scale(t, "phi-4", 3)
+			await(t, 3*time.Minute, initialized(pool, 2))
+			await(t, 2*time.Minute, running(2))
+			figure("%s: two pods ran after %.0f s", name, time.Since(began).Seconds())
+			var nodes corev1.NodeList
+			g.Expect(w.Spoke.List(t.Context(), &nodes, client.MatchingLabels{karpenterv1.NodePoolLabelKey: pool})).To(Succeed())
+			for _, n := range nodes.Items {
+				g.Expect(n.Labels).To(HaveKeyWithValue("karpenter.kaito.sh/workspace-name", "phi-4"))
+				g.Expect(n.Labels).To(HaveKeyWithValue(corev1.LabelInstanceTypeStable, "Standard_NC24ads_A100_v4"))
+				g.Expect(n.Labels[placement]).To(Equal(lo.Ternary(change != nil, regional, "")))
+				g.Expect(n.Spec.Taints).To(ContainElement(corev1.Taint{Key: "sku", Value: "gpu", Effect: corev1.TaintEffectNoSchedule}))
+			}
+
+			g.Expect(sizePool(within(t, soon), pool, 3)).To(Succeed())
+			await(t, 3*time.Minute, initialized(pool, 3))
+			await(t, 2*time.Minute, running(3))
+			g.Expect(made(pool)-before).To(Equal(3), "one NodeClaim for each replica")
+
+			scale(t, "phi-4", 0)
+			g.Expect(w.Spoke.Delete(within(t, soon), &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: pool}})).To(Succeed())
+			await(t, 3*time.Minute, initialized(pool, 0))
+			poll(t, soon, func(ctx context.Context) (string, error) {
+				err := w.Spoke.Get(ctx, client.ObjectKey{Name: pool}, &karpenterv1.NodePool{})
+				return lo.Ternary(err == nil, "the NodePool to go", ""), client.IgnoreNotFound(err)
+			})
+		})
+	}
+}
