@@ -214,5 +214,10 @@ func (p Proxy) AddFolder(path, version, folder string) error {
 	if err := os.WriteFile(filepath.Join(dir, m.Version+".mod"), mod, 0o644); err != nil {
 		return err
 	}
-	return os.WriteFile(filepath.Join(dir, m.Version+".info"), fmt.Appendf(nil, `{"Version":%q}`, m.Version), 0o644)
+	info := fmt.Appendf(nil, `{"Version":%q}`, m.Version)
+	if err := os.WriteFile(filepath.Join(dir, m.Version+".info"), info, 0o644); err != nil {
+		return err
+	}
+	// The go command looks for a deprecation in the latest version. It takes no pseudo-version from a list.
+	return os.WriteFile(filepath.Join(string(p), escaped, "@latest"), info, 0o644)
 }

@@ -61,7 +61,7 @@ func TestCodeIsFoundWithAnyIndentation(t *testing.T) {
 	g.Expect(contains(source, "a\n\tb\n")).To(BeTrue())
 	g.Expect(contains(source, "b\n\tc\n")).To(BeFalse())
 	g.Expect(contains(source, "b\n\n\tc\nd\n")).To(BeFalse())
-	g.Expect(contains(source, "c")).To(BeFalse(), "part of a line")
+	g.Expect(contains("ab\n", "b\n")).To(BeFalse(), "part of a line")
 }
 
 // A field that is added to NodeGroup has to be explained as a part of an offering.
