@@ -218,6 +218,9 @@ func (p Proxy) AddFolder(path, version, folder string) error {
 	if err := os.WriteFile(filepath.Join(dir, m.Version+".info"), info, 0o644); err != nil {
 		return err
 	}
-	// The go command looks for a deprecation in the latest version. It takes no pseudo-version from a list.
+	// The go command looks for a deprecation in the latest version. It takes no pseudo-version from a list, but needs the list.
+	if err := os.WriteFile(filepath.Join(dir, "list"), nil, 0o644); err != nil {
+		return err
+	}
 	return os.WriteFile(filepath.Join(string(p), escaped, "@latest"), info, 0o644)
 }

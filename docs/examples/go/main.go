@@ -93,7 +93,11 @@ func run(ctx context.Context, agent *client.Client, cluster *agentv1alpha1.Clust
 	current, err := waitFor(ctx, claims, changes, claimID, func(c *agentv1alpha1.Claim) bool {
 		return c.GetMachine().GetNodeName() != "" || c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
 	}, out)
-	if err == nil {
+	switch {
+	case err != nil:
+	case current.GetMachine().GetNodeName() == "":
+		err = fmt.Errorf("claim %s has ended as %s", claimID, current.GetReason())
+	default:
 		fmt.Fprintf(out, "node: %s, instance: %s\n", current.GetMachine().GetNodeName(), current.GetMachine().GetProviderId())
 	}
 	if releaseErr := release(context.WithoutCancel(ctx), agent, cluster, claimID); releaseErr != nil {
@@ -183,22 +187,22 @@ func waitFor(
 	ctx context.Context, claims *client.Mirror[*agentv1alpha1.Claim], changes *client.Subscription, claimID string,
 	done func(*agentv1alpha1.Claim) bool, out io.Writer,
 ) (*agentv1alpha1.Claim, error) {
+	shown := ""
 	for {
+		if current, ok := claims.Get(claimID); ok {
+			if line := fmt.Sprintf("%s %s", current.GetPhase(), current.GetReason()); line != shown {
+				fmt.Fprintln(out, line)
+				shown = line
+			}
+			if done(current) {
+				return current, nil
+			}
+		}
 		select {
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		case <-changes.Changed():
-		}
-		if !slices.Contains(changes.Take(), claimID) {
-			continue
-		}
-		current, ok := claims.Get(claimID)
-		if !ok {
-			continue
-		}
-		fmt.Fprintf(out, "%s %s\n", current.GetPhase(), current.GetReason())
-		if done(current) {
-			return current, nil
+			changes.Take()
 		}
 	}
 }
