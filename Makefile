@@ -86,10 +86,12 @@ clean: ## Remove bin/; sandboxes are left alone
 generate: generate-proto generate-go generate-docs sandbox-generate ## Write all generated files anew: Go from protos, deep copies, CRDs, reference docs
 
 .PHONY: generate-proto
-generate-proto: $(BUF) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
+generate-proto: $(BUF) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
 	$(PRINT_PROTO) proto/third_party/protovalidate
 	$(BUF) generate
 	$(BUF) generate --template proto/buf.gen.cluster-autoscaler.yaml
+	set=$$(mktemp --suffix=.binpb) && trap 'rm -f "$$set"' EXIT && \
+	$(BUF) build proto --path proto/capi --exclude-source-info --as-file-descriptor-set -o "$$set" && $(DESCRIPTORS) "$$set" proto/descriptors.binpb
 
 .PHONY: generate-go
 generate-go: $(CONTROLLER_GEN)
@@ -148,12 +150,23 @@ sbom: $(CYCLONEDX) ## Write what the agent and the shim are made of, as CycloneD
 		echo "sbom: $(BIN)/sbom/$${binary##*/}.cdx.json"; \
 	done
 
+# What others import has no replace directives; `go install` rejects them. Its own modules are looked for here, not where they are published.
 .PHONY: verify-modules
 verify-modules:
-	@for module in $(MODULES) $(patsubst %/main.go,%,$(wildcard deploy/tools/*/main.go)); do \
-		echo "verify: $$module/go.mod"; \
-		(cd $$module && GOWORK=off go mod tidy -diff) || { echo "run go mod tidy in $$module" >&2; exit 1; }; \
+	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && \
+	for module in $(MODULES) $(patsubst %/main.go,%,$(wildcard deploy/tools/*/main.go)); do \
+		echo "verify: $$module/go.mod"; flags=; \
+		if [ $$module = pkg ]; then \
+			cp $$module/go.mod $$module/go.sum "$$dir"; flags="-modfile=$$dir/go.mod"; \
+			go mod edit -replace=github.com/karpenter-capi/karpenter-capi/proto=$(abspath proto) "$$dir/go.mod"; \
+		fi; \
+		(cd $$module && GOWORK=off go mod tidy -diff $$flags) || { echo "run go mod tidy in $$module" >&2; exit 1; }; \
 	done
+
+# No commit can name itself, so this is for the commit after one that has changed the protos.
+.PHONY: require-proto
+require-proto: ## Make pkg/go.mod require the newest commit that changed proto/: others who get pkg get that one
+	@go run ./test/foreign/require
 
 # The API as it was last agreed on. What is in it may be added to, and not changed: callers of any later build rely on it.
 API_BASELINE := proto/baseline.binpb
