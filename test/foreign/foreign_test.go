@@ -45,16 +45,16 @@ func TestAForeignModuleBuildsFromFewModules(t *testing.T) {
 	m := newModule(t)
 	copyGo(t, filepath.Join(repository(t).Root, "docs/examples/go"), m.dir)
 
-	m.run(t, "go", "mod", "init", "example.com/foreign")
-	m.run(t, "go", "mod", "edit", "-go=1.26.0") // the oldest that proto and pkg promise to need
-	m.run(t, "go", "get", foreign.Pkg+"@"+workingTree)
-	m.run(t, "go", "mod", "tidy")
-	m.run(t, "go", "vet", "./...")
-	m.run(t, "go", "test", "-timeout=2m", "./...")
+	m.goes(t, "mod", "init", "example.com/foreign")
+	m.goes(t, "mod", "edit", "-go=1.26.0") // the oldest that proto and pkg promise to need
+	m.goes(t, "get", foreign.Pkg+"@"+workingTree)
+	m.goes(t, "mod", "tidy")
+	m.goes(t, "vet", "./...")
+	m.goes(t, "test", "-timeout=2m", "./...")
 
-	g.Expect(m.run(t, "go", "mod", "edit", "-json")).To(ContainSubstring(`"Go": "1.26.0"`), "no newer Go is needed")
-	g.Expect(m.run(t, "go", "list", "-m", "-f", "{{.Version}}{{with .Replace}} replaced{{end}}", foreign.Proto)).To(Equal(required(t)))
-	modules := distinct(m.run(t, "go", "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", "./..."))
+	g.Expect(m.goes(t, "mod", "edit", "-json")).To(ContainSubstring(`"Go": "1.26.0"`), "no newer Go is needed")
+	g.Expect(m.goes(t, "list", "-m", "-f", "{{.Version}}{{with .Replace}} replaced{{end}}", foreign.Proto)).To(Equal(required(t)))
+	modules := distinct(m.goes(t, "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", "./..."))
 	t.Logf("%d modules:\n%s", len(modules), strings.Join(modules, "\n"))
 	g.Expect(modules).To(ContainElements(foreign.Pkg, foreign.Proto))
 	g.Expect(len(modules)).To(BeNumerically("<", 25), "modules that pkg/client is built from: %q", modules)
@@ -67,10 +67,10 @@ func TestTheProtocolIsImportedWithoutTheClient(t *testing.T) {
 	source := "package foreign\n\nimport _ \"" + foreign.Proto + "/capi/agent/v1alpha1\"\n"
 	g.Expect(os.WriteFile(filepath.Join(m.dir, "foreign.go"), []byte(source), 0o600)).To(Succeed())
 
-	m.run(t, "go", "mod", "init", "example.com/foreign")
-	m.run(t, "go", "get", foreign.Proto+"@"+required(t))
-	m.run(t, "go", "build", "./...")
-	modules := distinct(m.run(t, "go", "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", "./..."))
+	m.goes(t, "mod", "init", "example.com/foreign")
+	m.goes(t, "get", foreign.Proto+"@"+required(t))
+	m.goes(t, "build", "./...")
+	modules := distinct(m.goes(t, "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", "./..."))
 	g.Expect(modules).To(ContainElement(foreign.Proto))
 	g.Expect(modules).NotTo(ContainElement(HavePrefix("k8s.io/")))
 	g.Expect(len(modules)).To(BeNumerically("<", 12), "modules: %q", modules)
@@ -79,15 +79,15 @@ func TestTheProtocolIsImportedWithoutTheClient(t *testing.T) {
 // Both examples run against the fake agent, which is installed by version, and print what the page shows.
 func TestTheExamplesRunAgainstTheFakeAgent(t *testing.T) {
 	fake := newModule(t)
-	fake.run(t, "go", "install", foreign.Pkg+"/cmd/fake-agent@"+workingTree)
+	fake.goes(t, "install", foreign.Pkg+"/cmd/fake-agent@"+workingTree)
 
 	t.Run("Go", func(t *testing.T) {
 		m := newModule(t)
 		copyGo(t, filepath.Join(repository(t).Root, "docs/examples/go"), m.dir)
-		m.run(t, "go", "mod", "init", "example.com/foreign")
-		m.run(t, "go", "get", foreign.Pkg+"@"+workingTree)
-		m.run(t, "go", "mod", "tidy")
-		m.run(t, "go", "build", "-o", "claimer", ".")
+		m.goes(t, "mod", "init", "example.com/foreign")
+		m.goes(t, "get", foreign.Pkg+"@"+workingTree)
+		m.goes(t, "mod", "tidy")
+		m.goes(t, "build", "-o", "claimer", ".")
 		livesThroughAClaim(t, m, fake.serve(t), "./claimer")
 	})
 	t.Run("Python", func(t *testing.T) {
@@ -160,7 +160,7 @@ type foreignModule struct {
 func newModule(t *testing.T) foreignModule {
 	t.Helper()
 	here := foreignModule{dir: t.TempDir(), environment: os.Environ()}
-	settings := strings.Split(here.run(t, "go", "env", "GOMODCACHE", "GOPROXY"), "\n")
+	settings := strings.Split(here.goes(t, "env", "GOMODCACHE", "GOPROXY"), "\n")
 	here.environment = append(here.environment,
 		"GOWORK=off", "GOENV=off", "CGO_ENABLED=0", "GOBIN="+filepath.Join(here.dir, "bin"),
 		"GOMODCACHE="+filepath.Join(temporary, "modules"), "GOPROXY="+strings.Join([]string{
@@ -205,11 +205,12 @@ func addProto(t *testing.T, proxy foreign.Proxy, version string) error {
 	return proxy.AddFolder(foreign.Proto, version, filepath.Join(r.Root, "proto"))
 }
 
-func (m foreignModule) run(t *testing.T, name string, args ...string) string {
+// goes runs the go command and returns what it prints.
+func (m foreignModule) goes(t *testing.T, args ...string) string {
 	t.Helper()
-	out, err := m.try(t, name, args...)
+	out, err := m.try(t, "go", args...)
 	if err != nil {
-		t.Fatalf("%s %s: %v\n%s", filepath.Base(name), strings.Join(args, " "), err, out)
+		t.Fatalf("go %s: %v\n%s", strings.Join(args, " "), err, out)
 	}
 	return out
 }
