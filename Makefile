@@ -278,6 +278,9 @@ e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) ## All end-to-end te
 # the same calls. Its module is not on the proxy; docs/cluster-autoscaler.md says how to build it.
 CLUSTER_AUTOSCALER ?=
 
+# The revision whose shim and agent TestTheVersionBeforeFits runs with those of this one. Empty: the newest release, or the commit before this one.
+SKEW_FROM ?=
+
 # A regular expression: which end-to-end tests.
 E2E ?= .
 # How many of them run at once. Most wait more than they compute; of the whole suite, a few keep both cores busy for minutes.
@@ -287,7 +290,7 @@ e2e: E2E_LANES = 2
 # $(call e2e_test,<name>,<tests in a batch>,<flags of the test binary>): runs end-to-end tests, several batches at once, each in a sandbox of its own,
 # shows what a batch says as it ends, and closes with the numbers.
 define e2e_test
-start=$$(date +%s); results=$$(mktemp -d); export results CLUSTER_AUTOSCALER=$(abspath $(CLUSTER_AUTOSCALER)); trap 'rm -rf "$$results"' EXIT; verdict=PASS; \
+start=$$(date +%s); results=$$(mktemp -d); export results CLUSTER_AUTOSCALER=$(abspath $(CLUSTER_AUTOSCALER)) SKEW_FROM=$(SKEW_FROM); trap 'rm -rf "$$results"' EXIT; verdict=PASS; \
 CGO_ENABLED=1 go test -c -race -o $(BIN)/e2e.test ./test/e2e; \
 tests=$$($(BIN)/e2e.test -test.list '$(E2E)'); test -n "$$tests" || { echo "$(1): FAIL no test has a name like '$(E2E)'"; exit 1; }; \
 xargs -n $(2) <<<"$$tests" | awk '{gsub(" ", "|"); printf "e2e-%02d ^(%s)$$\n", NR, $$0}' | \
