@@ -113,7 +113,7 @@ func TestFleetExamples(t *testing.T) {
 			g.Expect(err).NotTo(HaveOccurred())
 			strategy, _, _ := unstructured.NestedString(set.Object, "spec", "strategy")
 			for _, resource := range resources {
-				name, _, _ := unstructured.NestedString(resource.(map[string]any), "name")
+				name, _, _ := unstructured.NestedString(resource.(map[string]any), "name") //nolint:forcetypeassert // the schema says so
 				deliver(ctx, t, hub, spoke, name, strategy)
 			}
 		}
