@@ -297,7 +297,7 @@ chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depe
 CHAOS_FLAGS ?=
 
 .PHONY: abuse
-abuse: $(SANDBOX_BINARIES) $(BIN)/abuse ## Attack the agent as one tenant while another's claims are measured; three quarters of an hour (ABUSE_FLAGS='-attacks="A4 lists"')
+abuse: $(SANDBOX_BINARIES) $(BIN)/abuse ## Attack the agent as one tenant while another's claims are measured; three quarters of an hour (ABUSE_FLAGS='-attacks="lists"')
 	@$(BIN)/abuse $(ABUSE_FLAGS)
 ABUSE_FLAGS ?=
 
