@@ -9,6 +9,7 @@ GOLANGCI_LINT    := $(BIN)/golangci-lint
 GOTESTSUM        := $(BIN)/gotestsum
 GRPCURL          := $(BIN)/grpcurl
 HELM             := $(BIN)/helm
+HUGO             := $(BIN)/hugo
 JQ               := $(BIN)/jq
 PRINT_PROTO      := $(BIN)/print-proto
 PROTOC_GEN_GO    := $(BIN)/protoc-gen-go
@@ -49,6 +50,7 @@ $(eval $(call tool,$(HELM),helm,helm.sh/helm/v3/cmd/helm,\
 	-X helm.sh/helm/v3/internal/version.version=$(call tool_version,helm,helm.sh/helm/v3) \
 	$(foreach package,chartutil lint/rules,$(foreach part,Major=1 Minor=$(helm_kubernetes_minor),\
 		-X helm.sh/helm/v3/pkg/$(package).k8sVersion$(part)))))
+$(eval $(call tool,$(HUGO),hugo,github.com/gohugoio/hugo))
 $(eval $(call tool,$(JQ),jq,github.com/itchyny/gojq/cmd/gojq))
 $(eval $(call tool,$(PRINT_PROTO),print-proto,.))
 $(eval $(call tool,$(PROTOC_GEN_GO),protoc-gen-go,google.golang.org/protobuf/cmd/protoc-gen-go))

@@ -2,6 +2,7 @@ package pages_test
 
 import (
 	"io/fs"
+	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -61,4 +62,44 @@ func packagesOf(t *testing.T) []string {
 		folders = append(folders, folder)
 	}
 	return folders
+}
+
+// What others may import shows its use, in an example that is run. Packages without one say why.
+func TestEveryPublicPackageHasAnExample(t *testing.T) {
+	g := NewWithT(t)
+	without := map[string]string{
+		"pkg/tracing/tracingtest":              "it takes a testing.TB, which an example has not",
+		"proto/clusterautoscaler/externalgrpc": "it is the cluster-autoscaler's",
+	}
+	public := 0
+	for _, name := range packagesOf(t) {
+		module, _, _ := strings.Cut(name, "/")
+		if module == "deploy" || module == "test" || strings.Contains(name, "/internal/") || strings.Contains(name, "/cmd/") {
+			continue
+		}
+		public++
+		g.Expect(hasExample(t, name)).To(Equal(without[name] == ""), "%s has an example", name)
+	}
+	g.Expect(public).To(BeNumerically(">", 15), "packages were found")
+}
+
+// An example without an expected output is compiled, and not run.
+var example = regexp.MustCompile(`(?ms)^func Example\w*\(\) \{.*?^\t// Output:.*?^\}`)
+
+func hasExample(t *testing.T, name string) bool {
+	t.Helper()
+	files, err := filepath.Glob(filepath.Join(root(t), name, "*_test.go"))
+	if err != nil {
+		t.Fatalf("looking for tests: %v", err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatalf("reading a test: %v", err)
+		}
+		if example.Match(text) {
+			return true
+		}
+	}
+	return false
 }
