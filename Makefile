@@ -150,16 +150,13 @@ sbom: $(CYCLONEDX) ## Write what the agent and the shim are made of, as CycloneD
 		echo "sbom: $(BIN)/sbom/$${binary##*/}.cdx.json"; \
 	done
 
-<<<<<<< HEAD
-# What others import has no replace directives; `go install` rejects them. Its own modules are looked for here, not where they are published.
-=======
 .PHONY: docs-site
 docs-site: $(HUGO) ## Build the documentation as a site, in bin/docs-site; fails for a link that leads nowhere (hugo takes minutes to build, once)
 	@log=$$($(HUGO) build --source deploy/docs-site --destination $(abspath $(BIN))/docs-site --cleanDestinationDir --panicOnWarning 2>&1) || \
 		{ grep -E '^(ERROR|panic|WARN)' <<<"$$log"; echo "docs-site: FAIL"; exit 1; }; \
 	echo "docs-site: PASS pages=$$(find $(BIN)/docs-site -name '*.html' | wc -l) $(BIN)/docs-site/index.html"
 
->>>>>>> doors
+# What others import has no replace directives; `go install` rejects them. Its own modules are looked for here, not where they are published.
 .PHONY: verify-modules
 verify-modules:
 	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && \
