@@ -224,11 +224,11 @@ func matchesCluster(pattern, cluster string) bool {
 
 // describe identifies the entry in a way that does not change when entries are inserted before it.
 func (s selector) describe() string {
-	text := "instanceType=" + s.instanceType
+	parts := []string{"instanceType=" + s.instanceType}
 	for i, name := range []string{"cluster", "zone", "region", "infrastructure", "capacityType"} {
 		if value := s.fields()[i]; value != "" {
-			text += "," + name + "=" + value
+			parts = append(parts, name+"="+value)
 		}
 	}
-	return text
+	return strings.Join(parts, ",")
 }

@@ -137,10 +137,12 @@ prices:
 		perHour                                                   float64
 		detail                                                    string
 	}{
-		"none":                        {withoutClusters, "a", "team-a/x", "", "", "AWSMachine", "on-demand", 1, "instanceType=a"},
-		"capacity type":               {withoutClusters, "a", "team-a/x", "", "", "AWSMachine", "spot", 2, "instanceType=a,capacityType=spot"},
-		"provider over capacity type": {withoutClusters, "a", "team-a/x", "", "", "Metal3Machine", "spot", 3, "instanceType=a,infrastructure=Metal3Machine"},
-		"region":                      {withoutClusters, "a", "team-a/x", "", "r", "AWSMachine", "spot", 4, "instanceType=a,region=r"},
+		"none":          {withoutClusters, "a", "team-a/x", "", "", "AWSMachine", "on-demand", 1, "instanceType=a"},
+		"capacity type": {withoutClusters, "a", "team-a/x", "", "", "AWSMachine", "spot", 2, "instanceType=a,capacityType=spot"},
+		"provider over capacity type": {
+			withoutClusters, "a", "team-a/x", "", "", "Metal3Machine", "spot", 3, "instanceType=a,infrastructure=Metal3Machine",
+		},
+		"region": {withoutClusters, "a", "team-a/x", "", "r", "AWSMachine", "spot", 4, "instanceType=a,region=r"},
 		"region and provider": {
 			withoutClusters, "a", "team-a/x", "", "r", "Metal3Machine", "spot", 5, "instanceType=a,region=r,infrastructure=Metal3Machine",
 		},
