@@ -42,11 +42,7 @@ func chartsCommand(ctx context.Context, flags *flag.FlagSet, arguments []string)
 // packageChart writes the archive of the image's chart. Its version is the release, and its values
 // refer to the image by digest.
 func (d definition) packageChart(ctx context.Context, r release, layouts, helm, out string) error {
-	index, err := readLayout(filepath.Join(layouts, d.Name))
-	if err != nil {
-		return err
-	}
-	digest, err := index.Digest()
+	_, digest, err := d.fromLayout(r, layouts)
 	if err != nil {
 		return err
 	}

@@ -77,11 +77,7 @@ func checksumsCommand(_ context.Context, flags *flag.FlagSet, arguments []string
 func writeImageList(file string, definitions []definition, r release, layouts string) error {
 	var list strings.Builder
 	for _, d := range definitions {
-		index, err := readLayout(filepath.Join(layouts, d.Name))
-		if err != nil {
-			return err
-		}
-		digest, err := index.Digest()
+		_, digest, err := d.fromLayout(r, layouts)
 		if err != nil {
 			return err
 		}

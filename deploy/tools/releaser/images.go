@@ -37,6 +37,8 @@ const (
 	commandsFolder = "usr/local/bin"
 	// authoritiesFile is the first file in which Go looks for certificate authorities.
 	authoritiesFile = "etc/ssl/certs/ca-certificates.crt"
+	// referenceAnnotation is where containerd looks for an image's name when it imports a layout.
+	referenceAnnotation = "io.containerd.image.name"
 	// source is the repository, as in an image's labels.
 	source = "https://github.com/karpenter-capi/karpenter-capi"
 )
@@ -281,26 +283,41 @@ func writeLayout(folder string, index v1.ImageIndex, reference string) error {
 	}
 	return written.AppendIndex(index, layout.WithAnnotations(map[string]string{
 		"org.opencontainers.image.ref.name": reference[strings.LastIndex(reference, ":")+1:],
-		"io.containerd.image.name":          reference,
+		referenceAnnotation:                 reference,
 	}))
 }
 
-// readLayout returns the image in an OCI layout that writeLayout has written.
-func readLayout(folder string) (v1.ImageIndex, error) {
+// readLayout returns the image in an OCI layout that writeLayout has written, and its reference.
+func readLayout(folder string) (index v1.ImageIndex, reference string, err error) {
 	written, err := layout.FromPath(folder)
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
 	outer, err := written.ImageIndex()
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
 	manifest, err := outer.IndexManifest()
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
 	if len(manifest.Manifests) != 1 {
-		return nil, fmt.Errorf("%s contains %d images instead of one", folder, len(manifest.Manifests))
+		return nil, "", fmt.Errorf("%s contains %d images instead of one", folder, len(manifest.Manifests))
 	}
-	return outer.ImageIndex(manifest.Manifests[0].Digest)
+	index, err = outer.ImageIndex(manifest.Manifests[0].Digest)
+	return index, manifest.Manifests[0].Annotations[referenceAnnotation], err
+}
+
+// fromLayout returns the image in the layouts' folder, and its digest. It is an error if the image
+// was built as another release, because its labels, binaries and charts would not match.
+func (d definition) fromLayout(r release, layouts string) (v1.ImageIndex, v1.Hash, error) {
+	index, reference, err := readLayout(filepath.Join(layouts, d.Name))
+	if err != nil {
+		return nil, v1.Hash{}, err
+	}
+	if reference != d.reference(r) {
+		return nil, v1.Hash{}, fmt.Errorf("%s contains %s instead of %s", layouts, reference, d.reference(r))
+	}
+	digest, err := index.Digest()
+	return index, digest, err
 }

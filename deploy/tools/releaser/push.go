@@ -75,11 +75,7 @@ func (d definition) push(ctx context.Context, r release, layouts string, insecur
 	if err != nil {
 		return err
 	}
-	index, err := readLayout(filepath.Join(layouts, d.Name))
-	if err != nil {
-		return err
-	}
-	digest, err := index.Digest()
+	index, digest, err := d.fromLayout(r, layouts)
 	if err != nil {
 		return err
 	}

@@ -30,7 +30,7 @@ func unpackCommand(_ context.Context, flags *flag.FlagSet, arguments []string) e
 	if err != nil {
 		return err
 	}
-	index, err := readLayout(*folder)
+	index, _, err := readLayout(*folder)
 	if err != nil {
 		return err
 	}
