@@ -86,10 +86,12 @@ clean: ## Remove bin/; sandboxes are left alone
 generate: generate-proto generate-go generate-docs sandbox-generate ## Write all generated files anew: Go from protos, deep copies, CRDs, reference docs
 
 .PHONY: generate-proto
-generate-proto: $(BUF) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
+generate-proto: $(BUF) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
 	$(PRINT_PROTO) proto/third_party/protovalidate
 	$(BUF) generate
 	$(BUF) generate --template proto/buf.gen.cluster-autoscaler.yaml
+	set=$$(mktemp --suffix=.binpb) && trap 'rm -f "$$set"' EXIT && \
+	$(BUF) build proto --path proto/capi --exclude-source-info --as-file-descriptor-set -o "$$set" && $(DESCRIPTORS) "$$set" proto/descriptors.binpb
 
 .PHONY: generate-go
 generate-go: $(CONTROLLER_GEN)
@@ -154,12 +156,23 @@ docs-site: $(HUGO) ## Build the documentation as a site, in bin/docs-site; fails
 		{ grep -E '^(ERROR|panic|WARN)' <<<"$$log"; echo "docs-site: FAIL"; exit 1; }; \
 	echo "docs-site: PASS pages=$$(find $(BIN)/docs-site -name '*.html' | wc -l) $(BIN)/docs-site/index.html"
 
+# What others import has no replace directives; `go install` rejects them. Its own modules are looked for here, not where they are published.
 .PHONY: verify-modules
 verify-modules:
-	@for module in $(MODULES) $(patsubst %/main.go,%,$(wildcard deploy/tools/*/main.go)); do \
-		echo "verify: $$module/go.mod"; \
-		(cd $$module && GOWORK=off go mod tidy -diff) || { echo "run go mod tidy in $$module" >&2; exit 1; }; \
+	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && \
+	for module in $(MODULES) $(patsubst %/main.go,%,$(wildcard deploy/tools/*/main.go)); do \
+		echo "verify: $$module/go.mod"; flags=; \
+		if [ $$module = pkg ]; then \
+			cp $$module/go.mod $$module/go.sum "$$dir"; flags="-modfile=$$dir/go.mod"; \
+			go mod edit -replace=github.com/karpenter-capi/karpenter-capi/proto=$(abspath proto) "$$dir/go.mod"; \
+		fi; \
+		(cd $$module && GOWORK=off go mod tidy -diff $$flags) || { echo "run go mod tidy in $$module" >&2; exit 1; }; \
 	done
+
+# No commit can name itself, so this is for the commit after one that has changed the protos.
+.PHONY: require-proto
+require-proto: ## Make pkg/go.mod require the newest commit that changed proto/: others who get pkg get that one
+	@go run ./test/foreign/require
 
 # The API as it was last agreed on. What is in it may be added to, and not changed: callers of any later build rely on it.
 API_BASELINE := proto/baseline.binpb
@@ -271,6 +284,9 @@ e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) ## All end-to-end te
 # the same calls. Its module is not on the proxy; docs/cluster-autoscaler.md says how to build it.
 CLUSTER_AUTOSCALER ?=
 
+# The revision whose shim and agent TestTheVersionBeforeFits runs with those of this one. Empty: the newest release, or the commit before this one.
+SKEW_FROM ?=
+
 # A regular expression: which end-to-end tests.
 E2E ?= .
 # How many of them run at once. Most wait more than they compute; of the whole suite, a few keep both cores busy for minutes.
@@ -280,7 +296,7 @@ e2e: E2E_LANES = 2
 # $(call e2e_test,<name>,<tests in a batch>,<flags of the test binary>): runs end-to-end tests, several batches at once, each in a sandbox of its own,
 # shows what a batch says as it ends, and closes with the numbers.
 define e2e_test
-start=$$(date +%s); results=$$(mktemp -d); export results CLUSTER_AUTOSCALER=$(abspath $(CLUSTER_AUTOSCALER)); trap 'rm -rf "$$results"' EXIT; verdict=PASS; \
+start=$$(date +%s); results=$$(mktemp -d); export results CLUSTER_AUTOSCALER=$(abspath $(CLUSTER_AUTOSCALER)) SKEW_FROM=$(SKEW_FROM); trap 'rm -rf "$$results"' EXIT; verdict=PASS; \
 CGO_ENABLED=1 go test -c -race -o $(BIN)/e2e.test ./test/e2e; \
 tests=$$($(BIN)/e2e.test -test.list '$(E2E)'); test -n "$$tests" || { echo "$(1): FAIL no test has a name like '$(E2E)'"; exit 1; }; \
 xargs -n $(2) <<<"$$tests" | awk '{gsub(" ", "|"); printf "e2e-%02d ^(%s)$$\n", NR, $$0}' | \

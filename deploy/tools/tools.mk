@@ -4,6 +4,7 @@
 
 BUF              := $(BIN)/buf
 CONTROLLER_GEN   := $(BIN)/controller-gen
+DESCRIPTORS      := $(BIN)/descriptors
 GOLANGCI_LINT    := $(BIN)/golangci-lint
 GOTESTSUM        := $(BIN)/gotestsum
 GRPCURL          := $(BIN)/grpcurl
@@ -19,8 +20,8 @@ METRICS_DOCS     := $(BIN)/metrics-docs
 GOVULNCHECK      := $(BIN)/govulncheck
 CYCLONEDX        := $(BIN)/cyclonedx-gomod
 
-GENERATORS := $(BUF) $(CONTROLLER_GEN) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS) \
-              $(OPTIONS_DOCS) $(METRICS_DOCS)
+GENERATORS := $(BUF) $(CONTROLLER_GEN) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) \
+              $(PROTOC_GEN_DOCS) $(OPTIONS_DOCS) $(METRICS_DOCS)
 TOOLS      := $(GENERATORS) $(GOLANGCI_LINT) $(GOTESTSUM) $(GRPCURL) $(HELM) $(JQ)
 
 # $(call tool,<binary>,<module folder>,<package>[,<ldflags>]): the rule that builds a binary, saying what and how long.
@@ -39,6 +40,7 @@ helm_kubernetes_minor := $(word 2,$(subst ., ,$(call tool_version,helm,k8s.io/cl
 
 $(eval $(call tool,$(BUF),buf,github.com/bufbuild/buf/cmd/buf))
 $(eval $(call tool,$(CONTROLLER_GEN),controller-gen,sigs.k8s.io/controller-tools/cmd/controller-gen))
+$(eval $(call tool,$(DESCRIPTORS),descriptors,.))
 $(eval $(call tool,$(GOLANGCI_LINT),golangci-lint,github.com/golangci/golangci-lint/v2/cmd/golangci-lint,\
 	-X main.version=$(call tool_version,golangci-lint,github.com/golangci/golangci-lint/v2)))
 $(eval $(call tool,$(GOTESTSUM),gotestsum,gotest.tools/gotestsum))

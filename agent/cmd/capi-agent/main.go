@@ -64,7 +64,7 @@ func newCommand() *cobra.Command {
 	command.SetVersionTemplate("{{.Version}}\n")
 	command.Flags().SortFlags = false
 	command.Flags().AddFlagSet(flags)
-	command.AddCommand(newUninstall(), newPolicy(), newOnboard(), newOffboard(), newMetricsDocs())
+	command.AddCommand(newUninstall(), newPolicy(), newPrices(), newOnboard(), newOffboard(), newMetricsDocs())
 	return command
 }
 

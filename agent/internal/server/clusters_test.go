@@ -40,7 +40,7 @@ func TestACallerSeesTheClustersThatItMayRead(t *testing.T) {
 identities:
 - {id: spiffe://karpenter-capi/reader, roles: [reader], clusters: ["*/*"]}
 - {id: spiffe://karpenter-capi/some, roles: [reader], clusters: [fleet/b*]}
-- {id: spiffe://karpenter-capi/both, roles: [autoscaler], clusters: [fleet/c, fleet/spoke]}
+- {id: spiffe://karpenter-capi/both, roles: [reader, autoscaler], clusters: [fleet/c, fleet/spoke]}
 - {id: spiffe://karpenter-capi/admin, roles: [admin], allClusters: true}
 `), "karpenter-capi")
 	require.NoError(t, err)
