@@ -57,7 +57,7 @@ func TestMemoryOfTheWorstRequests(t *testing.T) {
 	require.NoError(t, err)
 	var measured []string
 	for _, of := range target.calls(t) {
-		name := strings.Split(of.name(), ",")[0]
+		name, _, _ := strings.Cut(of.name(), ",")
 		if slices.Contains(measured, name) {
 			continue // with another holder
 		}
@@ -108,7 +108,7 @@ const worstBegins, worstEnds = "<!-- worst requests -->\n", "<!-- end of worst r
 
 // cost returns how many MiB a request allocates. What the agent does in the background counts too, so
 // that a cost above the bound is measured again.
-func (t *target) cost(test *testing.T, of rpc, a attack, most float64) float64 {
+func (t *target) cost(test *testing.T, of rpc, a attack, most float64) float64 { //nolint:thelper // t is the target
 	test.Helper()
 	const tries = 3
 	least := 0.0
@@ -118,7 +118,7 @@ func (t *target) cost(test *testing.T, of rpc, a attack, most float64) float64 {
 		answer, err := of.send(test, t.caller(of), a.request)
 		runtime.ReadMemStats(&after)
 		// It is unavailable for candidates that the agent has not seen yet.
-		require.Contains(test, append(answerable[:len(answerable):len(answerable)], codes.Unavailable), status.Code(err), "%s: %v", a.name, err)
+		require.Contains(test, append(slices.Clip(answerable), codes.Unavailable), status.Code(err), "%s: %v", a.name, err)
 		// The answer may name every claim that the request names.
 		require.LessOrEqual(test, len(answer), maxFuzzedAnswer+len(a.request), a.name)
 		require.LessOrEqual(test, proto.Size(status.Convert(err).Proto()), maxFuzzedStatus, a.name)
@@ -138,7 +138,7 @@ func worstTable(calls []rpc) string {
 	text.WriteString("| method | request, at most | worst legal request | worst illegal request |\n|---|---|---|---|\n")
 	var shown []string
 	for _, of := range calls {
-		name := strings.Split(of.name(), ",")[0]
+		name, _, _ := strings.Cut(of.name(), ",")
 		if slices.Contains(shown, name) {
 			continue
 		}

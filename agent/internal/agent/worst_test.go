@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -193,7 +194,7 @@ func (w worst) fillList(
 		element := list.NewElement()
 		w.fillAll(element.Message(), inner)
 		size := proto.Size(element.Message().Interface())
-		size += protowire.SizeTag(field.Number()) + protowire.SizeVarint(uint64(size)) //nolint:gosec // not negative
+		size += protowire.SizeTag(field.Number()) + protowire.SizeVarint(uint64(size))
 		for range min(most, room/max(size, 1)) {
 			list.Append(element)
 		}
@@ -221,7 +222,7 @@ func limit(most uint64, how style, otherwise int) int {
 	case most == 0:
 		return otherwise
 	}
-	return int(most) //nolint:gosec // a number of elements
+	return int(most)
 }
 
 // value returns the nth of different values, of a string or of bytes. ok is false if it knows none
@@ -230,7 +231,7 @@ func (w worst) value(field protoreflect.FieldDescriptor, rules *validate.FieldRu
 	if field.Kind() == protoreflect.BytesKind {
 		most := room
 		if rules.GetBytes().HasMaxLen() {
-			most = min(most, int(rules.GetBytes().GetMaxLen())) //nolint:gosec // it fits
+			most = min(most, int(rules.GetBytes().GetMaxLen()))
 		}
 		if how != longest {
 			most = 1
@@ -247,10 +248,10 @@ func text(rules *validate.StringRules, namespace string, how style, n, room int)
 	suffix := strconv.FormatInt(int64(n), 36)
 	most := max(room, 1)
 	if rules.HasMaxBytes() {
-		most = min(most, int(rules.GetMaxBytes())) //nolint:gosec // it fits
+		most = min(most, int(rules.GetMaxBytes()))
 	}
 	if rules.HasMaxLen() && (rules.HasPattern() || !rules.HasMaxBytes()) {
-		most = min(most, int(rules.GetMaxLen())) //nolint:gosec // it fits
+		most = min(most, int(rules.GetMaxLen()))
 	}
 	filled := func(prefix, with string, most int) string {
 		if how != longest || len(prefix)+len(suffix) > most {
@@ -273,9 +274,9 @@ func text(rules *validate.StringRules, namespace string, how style, n, room int)
 
 func allows(rules *validate.StringRules, text string) bool {
 	return (!rules.HasPattern() || regexp.MustCompile(rules.GetPattern()).MatchString(text)) &&
-		(!rules.HasMinLen() || len([]rune(text)) >= int(rules.GetMinLen())) && //nolint:gosec // it fits
-		(!rules.HasMaxLen() || len([]rune(text)) <= int(rules.GetMaxLen())) && //nolint:gosec // it fits
-		(!rules.HasMaxBytes() || len(text) <= int(rules.GetMaxBytes())) //nolint:gosec // it fits
+		(!rules.HasMinLen() || len([]rune(text)) >= int(rules.GetMinLen())) &&
+		(!rules.HasMaxLen() || len([]rune(text)) <= int(rules.GetMaxLen())) &&
+		(!rules.HasMaxBytes() || len(text) <= int(rules.GetMaxBytes()))
 }
 
 // illegal returns requests of the maximum size that violate constraints, or that consist of what the
@@ -323,7 +324,7 @@ func (w worst) walk(
 			kind != protoreflect.StringKind && kind != protoreflect.BytesKind && kind != protoreflect.MessageKind {
 			continue
 		}
-		to := append(numbers[:len(numbers):len(numbers)], field.Number())
+		to := append(slices.Clone(numbers), field.Number())
 		name := strings.TrimPrefix(path+"."+string(field.Name()), ".")
 		visit(name, to, field)
 		if field.Message() != nil {
@@ -345,8 +346,8 @@ func repeated(value []byte, number protowire.Number, room int) []byte {
 
 // wrap puts the value into messages, of which the last number is the innermost.
 func wrap(around []protowire.Number, value []byte) []byte {
-	for i := len(around) - 1; i >= 0; i-- {
-		value = of(around[i], value)
+	for _, number := range slices.Backward(around) {
+		value = of(number, value)
 	}
 	return value
 }
