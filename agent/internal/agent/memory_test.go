@@ -34,7 +34,7 @@ type bound struct {
 
 // bounds has the methods whose requests cost more than those of [otherwise].
 var bounds = map[string]bound{
-	"ClaimService/SyncClaims":                         {request: 4096, legal: 512, illegal: 64},
+	"ClaimService/SyncClaims":                         {request: 4096, legal: 320, illegal: 64},
 	"externalgrpc.CloudProvider/NodeGroupDeleteNodes": {request: 4096, legal: 64, illegal: 64},
 	"ClaimService/CreateClaim":                        {request: 256, legal: 32, illegal: 8},
 	"externalgrpc.CloudProvider/PricingPodPrice":      {request: 256, legal: 32, illegal: 8},
