@@ -19,7 +19,7 @@ const namesFile = "testdata/names.txt"
 // The file has the names that agents may have listed already.
 func TestNamesAreAppendOnly(t *testing.T) {
 	names := features.All()
-	require.Equal(t, len(names), len(slices.Compact(slices.Sorted(slices.Values(names)))), "a name is there twice")
+	require.Len(t, slices.Compact(slices.Sorted(slices.Values(names))), len(names), "a name is there twice")
 	for _, name := range names {
 		require.Regexp(t, "^[a-z][a-z0-9-]*[a-z0-9]$", name)
 	}

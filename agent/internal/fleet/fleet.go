@@ -208,4 +208,4 @@ func (f *Fleet) show(ctx context.Context, name types.NamespacedName) error {
 	return nil
 }
 
-func count(n int) int32 { return int32(n) } //nolint:gosec // a hub has fewer objects
+func count(n int) int32 { return int32(n) }

@@ -6,6 +6,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -139,12 +140,12 @@ func (f *fixture) shown(cluster string) *agentv1alpha1.Cluster {
 	return shown
 }
 
-// until waits until a Cluster is shown as wanted, and lets the time pass.
-func (f *fixture) until(what, cluster string, wanted func(*agentv1alpha1.Cluster) bool) {
+// until waits until the Cluster spoke is shown as wanted, and lets the time pass.
+func (f *fixture) until(what string, wanted func(*agentv1alpha1.Cluster) bool) {
 	f.Helper()
 	require.Eventually(f, func() bool {
 		f.clock.Step(fleet.Interval)
-		return wanted(f.shown(cluster))
+		return wanted(f.shown("spoke"))
 	}, patience, 5*time.Millisecond, what)
 }
 
@@ -152,7 +153,9 @@ func phase(p agentv1alpha1.ClaimPhase) *agentv1alpha1.Claim { return &agentv1alp
 
 func TestTheSnapshotHasTheServedClustersWithTheirCountsAndShims(t *testing.T) {
 	f := start(t, func(f *fixture) {
-		plane.Create(f.T, capitest.NewCluster(f.namespace, "spoke"), capitest.NewCluster(f.namespace, "other"), capitest.NewCluster(f.namespace, "unserved"))
+		for _, name := range []string{"spoke", "other", "unserved"} {
+			plane.Create(f.T, capitest.NewCluster(f.namespace, name))
+		}
 		f.nodeGroups.Set(f.name("spoke"), "a", &agentv1alpha1.NodeGroup{})
 		f.machines.Set(f.name("spoke"), "a", &agentv1alpha1.Machine{})
 		f.machines.Set(f.name("spoke"), "b", &agentv1alpha1.Machine{})
@@ -187,33 +190,33 @@ func TestChangesAreShown(t *testing.T) {
 	require.Nil(t, f.shown("spoke"))
 	cluster := capitest.NewCluster(f.namespace, "spoke")
 	plane.Create(t, cluster)
-	f.until("a new Cluster", "spoke", func(c *agentv1alpha1.Cluster) bool { return c != nil })
+	f.until("a new Cluster", func(c *agentv1alpha1.Cluster) bool { return c != nil })
 
 	before := cluster.DeepCopy()
 	cluster.Spec.Paused = new(true)
 	require.NoError(t, plane.Client.Patch(t.Context(), cluster, client.MergeFrom(before)))
-	f.until("a pause", "spoke", (*agentv1alpha1.Cluster).GetPaused)
+	f.until("a pause", (*agentv1alpha1.Cluster).GetPaused)
 
 	f.claims.Set(f.name("spoke"), "a", phase(agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING))
-	f.until("a claim", "spoke", func(c *agentv1alpha1.Cluster) bool { return c.GetPendingClaims() == 1 })
+	f.until("a claim", func(c *agentv1alpha1.Cluster) bool { return c.GetPendingClaims() == 1 })
 	f.claims.Remove(f.name("spoke"), "a")
-	f.until("its end", "spoke", func(c *agentv1alpha1.Cluster) bool { return c.GetClaims() == 0 })
+	f.until("its end", func(c *agentv1alpha1.Cluster) bool { return c.GetClaims() == 0 })
 
 	f.shims.mu.Lock()
 	f.shims.of[f.name("spoke")] = v1alpha1.SpokeStatus{LastSyncTime: new(metav1.Now())}
 	f.shims.mu.Unlock()
 	f.fleet.Changed(f.name("spoke"))
-	f.until("a shim that was silent", "spoke", func(c *agentv1alpha1.Cluster) bool { return c.GetShim() != nil && !c.GetShim().GetConnected() })
+	f.until("a shim that was silent", func(c *agentv1alpha1.Cluster) bool { return c.GetShim() != nil && !c.GetShim().GetConnected() })
 
 	require.NoError(t, plane.Client.Delete(t.Context(), &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "spoke"}}))
-	f.until("its end", "spoke", func(c *agentv1alpha1.Cluster) bool { return c == nil })
+	f.until("its end", func(c *agentv1alpha1.Cluster) bool { return c == nil })
 }
 
 // What happens within a second is one change, however often a Cluster's machines change.
 func TestCountsAreCollected(t *testing.T) {
 	f := start(t, func(f *fixture) { plane.Create(f.T, capitest.NewCluster(f.namespace, "spoke")) })
 	f.clock.Step(fleet.Interval)
-	f.until("the beginning", "spoke", func(c *agentv1alpha1.Cluster) bool { return c != nil })
+	f.until("the beginning", func(c *agentv1alpha1.Cluster) bool { return c != nil })
 	subscription, err := f.clusters.Subscribe(fleet.All, nil)
 	require.NoError(t, err)
 	defer subscription.Close()
@@ -222,7 +225,7 @@ func TestCountsAreCollected(t *testing.T) {
 		require.NoError(t, err)
 	}
 	for i := range 100 {
-		f.machines.Set(f.name("spoke"), fmt.Sprint(i), &agentv1alpha1.Machine{})
+		f.machines.Set(f.name("spoke"), strconv.Itoa(i), &agentv1alpha1.Machine{})
 	}
 	require.Zero(t, f.shown("spoke").GetMachines(), "before the interval has passed")
 	f.clock.Step(fleet.Interval)

@@ -388,7 +388,9 @@ func (s *Server) collectors() []prometheus.Collector {
 	}
 	var all []prometheus.Collector
 	for _, v := range []view{
-		{"node_groups", s.config.NodeGroups.Stats}, {"machines", s.config.Machines.Stats}, {"claims", s.config.Claims.Stats},
+		{"node_groups", s.config.NodeGroups.Stats},
+		{"machines", s.config.Machines.Stats},
+		{"claims", s.config.Claims.Stats},
 		{"clusters", s.config.Clusters.Stats},
 	} {
 		labels := prometheus.Labels{"view": v.name}

@@ -18,10 +18,14 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 )
 
-const streamLabel = "stream"
+const (
+	// subsystem is part of the names of the metrics.
+	subsystem   = "capi_agent"
+	streamLabel = "stream"
+)
 
 var connected = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
-	Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "connected",
+	Namespace: metrics.Namespace, Subsystem: subsystem, Name: "connected",
 	Help: "Whether the stream follows the agent: 1, or 0 while the last known view is used.",
 }, []opmetrics.Label{{Name: streamLabel, Help: "What is streamed."}}, opmetrics.Alpha)
 
@@ -35,7 +39,7 @@ type Mirror interface {
 func RegisterMirrors(registerer prometheus.Registerer, mirrors map[string]Mirror) error {
 	for name, mirror := range mirrors {
 		err := registerer.Register(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "last_event_timestamp_seconds", ConstLabels: prometheus.Labels{streamLabel: name},
+			Namespace: metrics.Namespace, Subsystem: subsystem, Name: "last_event_timestamp_seconds", ConstLabels: prometheus.Labels{streamLabel: name},
 			Help: "When the stream last carried anything, heartbeats included, in seconds since 1970. NaN when it never has.",
 		}, func() float64 {
 			if at := mirror.State().LastEvent; !at.IsZero() {

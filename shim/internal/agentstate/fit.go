@@ -54,7 +54,7 @@ func required() []string {
 }
 
 var compatible = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
-	Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "compatible",
+	Namespace: metrics.Namespace, Subsystem: subsystem, Name: "compatible",
 	Help: "Whether the agent that answered last and this shim are meant for each other: 1, or 0 if not; the condition AgentCompatible has the reason.",
 }, nil, opmetrics.Alpha)
 

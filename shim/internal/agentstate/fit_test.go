@@ -72,7 +72,7 @@ func TestAgentsAreJudged(t *testing.T) {
 	assert.False(t, agentstate.Verdict{}.Fits(), "nothing is known")
 }
 
-// answers answers GetStatus as the test says, and counts.
+// answers are what GetStatus returns, as the test says. They are counted.
 type answers struct {
 	mu     sync.Mutex
 	status *agentv1alpha1.GetStatusResponse
