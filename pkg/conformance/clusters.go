@@ -55,8 +55,8 @@ var clusterCases = []testCase{
 	}},
 
 	{"clusters.counts", fault(), "the counts of a Cluster follow its node groups, machines and claims", func(s *suite) {
-		s.HoldMachines(s.TB, "workers", true)
 		id := s.group(deployment("workers"))
+		s.HoldMachines(s.TB, "workers", true)
 		s.mustCreate("a-claim", id)
 		s.untilCluster("a claim waits", func(c *agentv1alpha1.Cluster) bool {
 			return c.GetNodeGroups() == 1 && c.GetMachines() == 0 && c.GetClaims() == 1 && c.GetPendingClaims() == 1
