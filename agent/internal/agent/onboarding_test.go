@@ -396,15 +396,18 @@ func TestOffboardingEndsEveryKeyOfTheCluster(t *testing.T) {
 func TestOpenStreamsEndWithTheOnboarding(t *testing.T) {
 	for name, end := range map[string]func(t *testing.T, o *onboarded, cluster *clusterv1.Cluster){
 		"the spoke is offboarded": func(t *testing.T, o *onboarded, _ *clusterv1.Cluster) {
+			t.Helper()
 			_, err := onboarding.Offboard(t.Context(), plane.Client, o.cluster, false)
 			require.NoError(t, err)
 		},
 		"the label is removed": func(t *testing.T, _ *onboarded, cluster *clusterv1.Cluster) {
+			t.Helper()
 			before := cluster.DeepCopy()
 			delete(cluster.Labels, v1alpha1.OnboardingLabel)
 			require.NoError(t, plane.Client.Patch(t.Context(), cluster, kubeclient.MergeFrom(before)))
 		},
 		"the Cluster is deleted": func(t *testing.T, _ *onboarded, cluster *clusterv1.Cluster) {
+			t.Helper()
 			require.NoError(t, plane.Client.Delete(t.Context(), cluster))
 		},
 	} {

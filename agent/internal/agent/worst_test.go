@@ -4,9 +4,10 @@ import (
 	"bytes"
 	"fmt"
 	"regexp"
-	"slices"
 	"strconv"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
@@ -272,8 +273,19 @@ func text(rules *validate.StringRules, namespace string, how style, n, room int)
 	return "", false
 }
 
+// compiled returns a pattern's expression. There are few patterns, and many texts for each.
+func compiled(pattern string) *regexp.Regexp {
+	known, ok := expressions.Load(pattern)
+	if !ok {
+		known, _ = expressions.LoadOrStore(pattern, regexp.MustCompile(pattern))
+	}
+	return known.(*regexp.Regexp) //nolint:forcetypeassert // nothing else is stored
+}
+
+var expressions sync.Map
+
 func allows(rules *validate.StringRules, text string) bool {
-	return (!rules.HasPattern() || regexp.MustCompile(rules.GetPattern()).MatchString(text)) &&
+	return (!rules.HasPattern() || compiled(rules.GetPattern()).MatchString(text)) &&
 		(!rules.HasMinLen() || len([]rune(text)) >= int(rules.GetMinLen())) &&
 		(!rules.HasMaxLen() || len([]rune(text)) <= int(rules.GetMaxLen())) &&
 		(!rules.HasMaxBytes() || len(text) <= int(rules.GetMaxBytes()))
