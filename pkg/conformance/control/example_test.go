@@ -25,7 +25,7 @@ func ExampleHandler() {
 	defer server.Close()
 
 	body := strings.NewReader(`{"cluster": {"namespace": "fleet", "name": "spoke"}, "machine": "small-x7k2p"}`)
-	response, err := http.Post(server.URL+"/v1/"+control.LoseMachine, "application/json", body) //nolint:noctx // As short as it can be.
+	response, err := http.Post(server.URL+"/v1/"+control.LoseMachine, "application/json", body)
 	if err != nil {
 		fmt.Println(err)
 		return
