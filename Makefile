@@ -22,7 +22,7 @@ MODULES  := $(shell sed -n 's|^[[:space:]]*\./||p' go.work)
 PACKAGES := $(addprefix ./,$(addsuffix /...,$(MODULES)))
 COMMANDS := $(patsubst %/main.go,%,$(wildcard agent/cmd/*/main.go shim/cmd/*/main.go pkg/cmd/*/main.go deploy/sandbox/cmd/*/main.go test/cmd/*/main.go))
 
-VERSION ?= $(or $(shell git describe --tags --exact-match 2>/dev/null),devel)
+VERSION ?= $(or $(shell git describe --tags --exact-match --dirty 2>/dev/null),devel)
 COMMIT  ?= $(shell git rev-parse HEAD 2>/dev/null)
 LDFLAGS  = -s -w \
 	-X github.com/karpenter-capi/karpenter-capi/agent/internal/version.version=$(VERSION) \
@@ -32,6 +32,7 @@ LDFLAGS  = -s -w \
 
 include deploy/tools/tools.mk
 -include deploy/tools/sandbox.mk
+include deploy/tools/release.mk
 
 ##@ General
 
@@ -39,7 +40,7 @@ include deploy/tools/tools.mk
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} \
 		/^##@ / {printf "\n%s\n", substr($$0, 5)} \
-		/^[a-zA-Z0-9_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' Makefile
+		/^[a-zA-Z0-9_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' Makefile deploy/tools/release.mk
 
 ##@ Build
 
@@ -143,8 +144,8 @@ vuln: $(GOVULNCHECK) $(JQ) ## Look for known vulnerabilities in what the agent, 
 	done && echo "vuln: PASS"
 
 .PHONY: sbom
-sbom: $(CYCLONEDX) ## Write what the agent and the shim are made of, as CycloneDX, to bin/sbom
-	@mkdir -p $(BIN)/sbom && for binary in agent/cmd/capi-agent shim/cmd/karpenter; do \
+sbom: $(CYCLONEDX) ## Write what the commands of a release are made of, as CycloneDX, to bin/sbom
+	@mkdir -p $(BIN)/sbom && for binary in $(RELEASE_COMMANDS) shim/cmd/kubectl-capi; do \
 		(cd "$${binary%%/*}" && $(abspath $(CYCLONEDX)) app -json -licenses -std -main "$${binary#*/}" \
 			-output $(abspath $(BIN))/sbom/"$${binary##*/}".cdx.json .) || exit 1; \
 		echo "sbom: $(BIN)/sbom/$${binary##*/}.cdx.json"; \
@@ -251,9 +252,9 @@ DEMO_FLAGS ?=
 
 # All of them run even if one fails.
 .PHONY: test
-test: ## Check and test everything: verify, test-unit, test-e2e
+test: ## Check and test everything: verify, test-unit, test-tools, test-e2e
 	@results=$$(mktemp); trap 'rm -f "$$results"' EXIT; failed=; start=$$(date +%s); \
-	for suite in verify test-unit test-e2e; do $(MAKE) $$suite RESULTS="$$results" || failed+=" $$suite"; done; \
+	for suite in verify test-unit test-tools test-e2e; do $(MAKE) $$suite RESULTS="$$results" || failed+=" $$suite"; done; \
 	verdict="$${failed:+FAIL:$$failed;}"; $(call tally,test,$${verdict:-PASS},$$start,$$results); test -z "$$failed"
 
 # What tests use from outside their module: what a sandbox runs, charts, pages and what they name, the explored model. The test cache does not know
@@ -264,13 +265,28 @@ TESTED_FILES = find agent deploy pkg proto shim test/claimmodel test/go.mod test
 
 # Some of these bring up sandboxes of their own, hence all the binaries.
 .PHONY: test-unit
-test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) ## Unit and integration tests of every module, with the race detector
+test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) $(IMAGE_TEST_BINARIES) ## Unit and integration tests of every module, with the race detector
 	@TESTED_FILES=$$($(TESTED_FILES)); export TESTED_FILES; \
 	$(call go_test,$@,-timeout 20m $$(go list $(PACKAGES) | grep -v /test/e2e),-timeout 20m -run '$(UNRACED)' $(UNRACED_IN))
+
+# What the test of the images needs beside what a sandbox runs.
+IMAGE_TEST_BINARIES = $(RELEASER) $(BIN)/fake-agent $(BIN)/capi-agent-conformance
 
 # Tests that skip themselves under the race detector.
 UNRACED    := ^TestThousandsOfClaimsAndReleasesAtOnce$$
 UNRACED_IN := ./agent/internal/claims
+
+TESTED_TOOLS := $(sort $(dir $(wildcard deploy/tools/*/*_test.go)))
+
+.PHONY: test-tools
+test-tools: $(GOTESTSUM) $(HELM) ## Tests of the tools that make releases and documentation
+	@start=$$(date +%s); verdict=PASS; results=$$(mktemp -d); trap 'rm -rf "$$results"' EXIT; \
+	for tool in $(TESTED_TOOLS); do \
+		(cd $$tool && GOWORK=off CGO_ENABLED=0 $(abspath $(GOTESTSUM)) --format pkgname --jsonfile "$$results/$$(basename $$tool)" -- $(TEST_FLAGS) ./...) || \
+			verdict=FAIL; \
+	done; \
+	cat "$$results"/* >"$$results/all"; if [ -n "$(RESULTS)" ]; then cat "$$results/all" >>"$(RESULTS)"; fi; \
+	$(call tally,$@,$$verdict,$$start,$$results/all); test $$verdict = PASS
 
 .PHONY: test-e2e
 test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo's path, with processes killed on the way

@@ -19,6 +19,7 @@ OPTIONS_DOCS     := $(BIN)/options-docs
 METRICS_DOCS     := $(BIN)/metrics-docs
 GOVULNCHECK      := $(BIN)/govulncheck
 CYCLONEDX        := $(BIN)/cyclonedx-gomod
+RELEASER         := $(BIN)/releaser
 
 GENERATORS := $(BUF) $(CONTROLLER_GEN) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) \
               $(PROTOC_GEN_DOCS) $(OPTIONS_DOCS) $(METRICS_DOCS)
@@ -60,3 +61,4 @@ $(eval $(call tool,$(OPTIONS_DOCS),options-docs,.))
 $(eval $(call tool,$(METRICS_DOCS),metrics-docs,.))
 $(eval $(call tool,$(GOVULNCHECK),supply-chain,golang.org/x/vuln/cmd/govulncheck))
 $(eval $(call tool,$(CYCLONEDX),supply-chain,github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod))
+$(eval $(call tool,$(RELEASER),releaser,.))

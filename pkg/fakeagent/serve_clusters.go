@@ -63,7 +63,7 @@ func (a *Agent) renderCluster(key clusterKey) *agentv1alpha1.Cluster {
 	_, paused := a.paused[key]
 	message := &agentv1alpha1.Cluster{
 		Ref: key.ref(), Uid: c.uid, CreatedAt: timestamppb.New(c.created), Paused: paused,
-		NodeGroups: int32(len(a.groupFeed.objects[key])),  
+		NodeGroups: int32(len(a.groupFeed.objects[key])),
 		Machines:   int32(len(a.machineFeed.objects[key])),
 	}
 	for _, claim := range a.claimFeed.objects[key] {

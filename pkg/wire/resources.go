@@ -20,16 +20,21 @@ const (
 	maxExponent       = 24
 )
 
+// maxNamed is how many unusable quantities an error names. A report of Nodes can have a million.
+const maxNamed = 8
+
 // ResourceList converts quantities in Kubernetes notation, by resource name. It returns the usable
-// quantities, which are never nil, and an error that names each key whose quantity is negative or
-// cannot be parsed.
+// quantities, which are never nil, and an error that names the keys whose quantities are negative or
+// cannot be parsed, at most the first [maxNamed].
 func ResourceList(quantities map[string]string) (corev1.ResourceList, error) {
 	list := make(corev1.ResourceList, len(quantities))
 	var errs []error
 	for _, name := range slices.Sorted(maps.Keys(quantities)) {
 		quantity, err := Quantity(quantities[name])
 		if err != nil {
-			errs = append(errs, fmt.Errorf("resource %q: %w", name, err))
+			if len(errs) < maxNamed {
+				errs = append(errs, fmt.Errorf("resource %q: %w", name, err))
+			}
 			continue
 		}
 		list[corev1.ResourceName(name)] = quantity

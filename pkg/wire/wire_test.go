@@ -1,6 +1,7 @@
 package wire_test
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -24,6 +25,17 @@ func TestResourceListKeepsWhatCanBeUsedAndNamesTheRest(t *testing.T) {
 	require.Len(t, list, 2)
 	require.True(t, list.Cpu().Equal(resource.MustParse("4")))
 	require.True(t, list.Memory().Equal(resource.MustParse("16Gi")))
+}
+
+func TestResourceListNamesABoundedNumberOfMistakes(t *testing.T) {
+	many := map[string]string{"fine": "1"}
+	for n := range 1000 {
+		many[fmt.Sprintf("wrong-%d", n)] = "nonsense"
+	}
+	list, err := wire.ResourceList(many)
+	require.Error(t, err)
+	require.Len(t, list, 1)
+	require.Equal(t, 8, strings.Count(err.Error(), "wrong-"))
 }
 
 func TestResourceListOfNothingIsEmpty(t *testing.T) {

@@ -113,7 +113,9 @@ func TestFleetExamples(t *testing.T) {
 			g.Expect(err).NotTo(HaveOccurred())
 			strategy, _, _ := unstructured.NestedString(set.Object, "spec", "strategy")
 			for _, resource := range resources {
-				name, _, _ := unstructured.NestedString(resource.(map[string]any), "name") //nolint:forcetypeassert // the schema says so
+				fields, ok := resource.(map[string]any)
+				g.Expect(ok).To(BeTrue())
+				name, _, _ := unstructured.NestedString(fields, "name")
 				deliver(ctx, t, hub, spoke, name, strategy)
 			}
 		}

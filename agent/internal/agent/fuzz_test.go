@@ -18,6 +18,7 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/dynamicpb"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
@@ -70,32 +71,8 @@ const (
 // over mutual TLS, from authorized callers. The agent must respond with a suitable error, and keep
 // serving.
 func FuzzHandlers(f *testing.F) {
-	namespace := plane.Namespace(f)
-	cluster := capitest.NewCluster(namespace, "spoke")
-	cluster.Labels = map[string]string{v1alpha1.OnboardingLabel: present}
-	plane.Create(f, cluster, capitest.NewInfrastructureTemplate(namespace, "workers", nil),
-		capitest.NewMachineDeployment(namespace, "workers", "spoke", 0, capitest.Sized("0", "1000"),
-			capitest.Annotated(capacity.MemoryAnnotation, "16Gi"), capitest.Annotated(capacity.CPUAnnotation, "4")))
-	const admin = "spiffe://karpenter-capi/admin"
-	policy, err := authz.ParsePolicy([]byte("identities:\n- {id: "+admin+", roles: [admin], allClusters: true}\n"), "karpenter-capi")
-	require.NoError(f, err)
-	o := testOptions(namespace)
-	o.Limits.CallsPerSecond, o.Limits.CallBurst = 1e6, 1e6
-	authority := testpki.New(f)
-	own := authority.Issue(f, f.TempDir(), authority)
-	o.ClientCAFile, o.TLSCertFile = own.CAFile, own.CertFile
-	o.IssuerCertFile, o.IssuerKeyFile = authority.Write(f, f.TempDir())
-	r := startFor(f, authority, agent.Config{Options: o, Policy: func() *authz.Policy { return policy }})
-	byAdmin := r.raw(admin)
-	byCluster := r.raw("spiffe://karpenter-capi/cluster/" + namespace + "/spoke/" + present)
-	eventually(f, "the node group takes claims", func(ctx context.Context) (bool, error) {
-		response, err := r.as(admin).NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{
-			Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "spoke"}, Id: namespace + "/workers",
-		})
-		return err == nil && response.GetNodeGroup().GetAvailability().GetAvailable(), nil
-	})
-
-	calls := served(f, r.as(admin).Conn(), namespace)
+	target := newTarget(f)
+	calls := target.calls(f)
 	for i, of := range calls {
 		request := dynamicpb.NewMessage(of.method.Input())
 		require.NoError(f, protojson.Unmarshal([]byte(strings.ReplaceAll(of.request, "$ID", "claim")), request))
@@ -107,10 +84,7 @@ func FuzzHandlers(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, i uint8, request []byte) {
 		of := calls[int(i)%len(calls)]
-		conn := byAdmin
-		if of.certifies {
-			conn = byCluster
-		}
+		conn := target.caller(of)
 		answer, err := of.send(t, conn, request)
 		code := status.Code(err)
 		require.Contains(t, answerable, code, "%s: %v", of.name(), err)
@@ -122,6 +96,73 @@ func FuzzHandlers(f *testing.F) {
 		var alive encoded
 		require.NoError(t, conn.Invoke(t.Context(), agentv1alpha1.StatusService_GetStatus_FullMethodName, &encoded{}, &alive), "after %s", of.name())
 	})
+}
+
+// target is an agent with a node group, and its callers that may call all methods between them.
+type target struct {
+	namespace                      string
+	agent                          *running
+	admin, ofCluster, ofAutoscaler *grpc.ClientConn
+}
+
+func newTarget(tb testing.TB) *target {
+	tb.Helper()
+	t := &target{namespace: plane.Namespace(tb)}
+	cluster := capitest.NewCluster(t.namespace, "spoke")
+	cluster.Labels = map[string]string{v1alpha1.OnboardingLabel: present}
+	sized := []func(*clusterv1.MachineDeployment){
+		capitest.Sized("0", "1000"), capitest.Annotated(capacity.MemoryAnnotation, "16Gi"), capitest.Annotated(capacity.CPUAnnotation, "4"),
+	}
+	held := append(slices.Clone(sized), capitest.Annotated(v1alpha1.HolderAnnotation, v1alpha1.ClusterAutoscaler))
+	plane.Create(tb, cluster, capitest.NewInfrastructureTemplate(t.namespace, "workers", nil),
+		capitest.NewMachineDeployment(t.namespace, "workers", "spoke", 0, sized...),
+		capitest.NewMachineDeployment(t.namespace, "held", "spoke", 0, held...))
+	policy, err := authz.ParsePolicy(fmt.Appendf(nil, `
+identities:
+- {id: %q, roles: [admin], allClusters: true}
+- {id: %q, roles: [autoscaler], clusters: ["%s/spoke"]}
+`, adminID, autoscalerID, t.namespace), "karpenter-capi")
+	require.NoError(tb, err)
+	o := testOptions(t.namespace)
+	o.Limits.CallsPerSecond, o.Limits.CallBurst = 1e6, 1e6
+	authority := testpki.New(tb)
+	own := authority.Issue(tb, tb.TempDir(), authority)
+	o.ClientCAFile, o.TLSCertFile = own.CAFile, own.CertFile
+	o.IssuerCertFile, o.IssuerKeyFile = authority.Write(tb, tb.TempDir())
+	t.agent = startFor(tb, authority, agent.Config{Options: o, Policy: func() *authz.Policy { return policy }})
+	t.admin, t.ofAutoscaler = t.agent.raw(adminID), t.agent.raw(autoscalerID)
+	t.ofCluster = t.agent.raw("spiffe://karpenter-capi/cluster/" + t.namespace + "/spoke/" + present)
+	eventually(tb, "the node groups take claims", func(ctx context.Context) (bool, error) {
+		response, err := t.agent.as(adminID).NodeGroups.ListNodeGroups(ctx, &agentv1alpha1.ListNodeGroupsRequest{
+			Cluster: &agentv1alpha1.ClusterRef{Namespace: t.namespace, Name: "spoke"},
+		})
+		return err == nil && len(response.GetNodeGroups()) == 2 && slices.ContainsFunc(response.GetNodeGroups(), func(g *agentv1alpha1.NodeGroup) bool {
+			return g.GetAvailability().GetAvailable()
+		}), nil
+	})
+	return t
+}
+
+const (
+	adminID      = "spiffe://karpenter-capi/admin"
+	autoscalerID = "spiffe://karpenter-capi/autoscaler"
+)
+
+// calls returns the methods to call.
+func (t *target) calls(tb testing.TB) []rpc {
+	tb.Helper()
+	return served(tb, t.agent.as(adminID).Conn(), t.namespace)
+}
+
+// caller returns a caller that may call the method.
+func (t *target) caller(of rpc) *grpc.ClientConn {
+	switch {
+	case of.certifies:
+		return t.ofCluster
+	case of.scales:
+		return t.ofAutoscaler
+	}
+	return t.admin
 }
 
 // raw connects with a certificate for the URI name, to send [encoded] messages.

@@ -392,6 +392,51 @@ func TestOffboardingEndsEveryKeyOfTheCluster(t *testing.T) {
 	require.NoError(t, o.list(o.enrolled(false)[0]), "it can be onboarded again, and that takes no --again")
 }
 
+// Whichever way an onboarding ends, the shim's open streams end too, at both agents.
+func TestOpenStreamsEndWithTheOnboarding(t *testing.T) {
+	for name, end := range map[string]func(t *testing.T, o *onboarded, cluster *clusterv1.Cluster){
+		"the spoke is offboarded": func(t *testing.T, o *onboarded, _ *clusterv1.Cluster) {
+			_, err := onboarding.Offboard(t.Context(), plane.Client, o.cluster, false)
+			require.NoError(t, err)
+		},
+		"the label is removed": func(t *testing.T, _ *onboarded, cluster *clusterv1.Cluster) {
+			before := cluster.DeepCopy()
+			delete(cluster.Labels, v1alpha1.OnboardingLabel)
+			require.NoError(t, plane.Client.Patch(t.Context(), cluster, kubeclient.MergeFrom(before)))
+		},
+		"the Cluster is deleted": func(t *testing.T, _ *onboarded, cluster *clusterv1.Cluster) {
+			require.NoError(t, plane.Client.Delete(t.Context(), cluster))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o := newOnboarded(t)
+			shim := o.enrolled(false)
+			var streams []interface {
+				Recv() (*agentv1alpha1.WatchClaimsResponse, error)
+			}
+			for _, by := range shim {
+				stream, err := by.Claims.WatchClaims(t.Context(), &agentv1alpha1.WatchClaimsRequest{Cluster: o.ref()})
+				require.NoError(t, err)
+				_, err = stream.Recv()
+				require.NoError(t, err)
+				streams = append(streams, stream)
+			}
+			var cluster clusterv1.Cluster
+			require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &cluster))
+			end(t, o, &cluster)
+			ended := time.Now()
+			for i, stream := range streams {
+				err := drain(stream)
+				require.True(t, agenterrors.IsUnauthenticated(err), "%v", err)
+				require.Less(t, time.Since(ended), soon)
+				require.Error(t, o.list(shim[i]), "nor is a new call answered")
+				_, err = o.issue(shim[i], o.key())
+				require.Error(t, err, "nor is the certificate renewed")
+			}
+		})
+	}
+}
+
 func TestASpokeShowsItsShim(t *testing.T) {
 	o := newOnboarded(t)
 	shim := o.enrolled(false)

@@ -2,6 +2,7 @@ package agent_test
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
 	"slices"
 	"strings"
@@ -21,6 +22,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	apiclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -119,8 +121,70 @@ func TestAPolicyInTheHubIsInForceAtOnceAndForGood(t *testing.T) {
 	usable(0)
 	within("other", codes.OK)
 	require.Equal(t, codes.Unauthenticated, list("spoke"), "nor does its absence")
-	plane.Create(t, &corev1.ConfigMap{
+	again := &corev1.ConfigMap{
 		ObjectMeta: metav1.ObjectMeta{Namespace: agentNamespace, Name: "capi-agent-policy"}, Data: map[string]string{authz.PolicyKey: "identities: []"},
-	})
+	}
+	plane.Create(t, again)
+	t.Cleanup(func() { require.NoError(t, plane.Client.Delete(context.Background(), again)) })
 	within("spoke", codes.OK)
+}
+
+// Whatever the policy denies a stolen certificate by, it is in force on open streams and for new
+// calls, and the certificate is accepted again once the policy no longer does.
+func TestAStolenCertificateIsDeniedByAnyOfItsMarks(t *testing.T) {
+	namespace := plane.Namespace(t)
+	plane.Create(t, capitest.NewCluster(namespace, "spoke"), capitest.NewCluster(namespace, "other"))
+	o := testOptions(namespace)
+	o.Policy = agentNamespace + "/capi-agent-policy" // the only one that the agent may read
+	policy := &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Namespace: agentNamespace, Name: "capi-agent-policy"}, Data: map[string]string{authz.PolicyKey: "identities: []"},
+	}
+	plane.Create(t, policy)
+	t.Cleanup(func() { require.NoError(t, plane.Client.Delete(context.Background(), policy)) })
+	r := start(t, agent.Config{Options: o})
+	change := func(text string) {
+		t.Helper()
+		policy.Data[authz.PolicyKey] = text
+		require.NoError(t, plane.Client.Update(t.Context(), policy))
+	}
+	id := "spiffe://karpenter-capi/cluster/" + namespace + "/spoke"
+	files := r.authority.Issue(t, t.TempDir(), r.authority, id)
+	stolen, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)
+	require.NoError(t, err)
+	by, err := apiclient.New(apiclient.Options{
+		Address: r.address, TLS: &apiclient.TLS{CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile},
+	})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, by.Close()) })
+	ref := &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "spoke"}
+	list := func() codes.Code {
+		_, err := by.NodeGroups.ListNodeGroups(t.Context(), &agentv1alpha1.ListNodeGroupsRequest{Cluster: ref})
+		return status.Code(err)
+	}
+	for _, c := range []struct {
+		mark, policy string
+		code         codes.Code
+	}{
+		{"id", "deny:\n- id: " + id, codes.Unauthenticated},
+		{"serial number", "deny:\n- serial: " + stolen.Leaf.SerialNumber.Text(16), codes.Unauthenticated},
+		{
+			"time of issue", "deny:\n- {id: " + id + ", issuedBefore: " + stolen.Leaf.NotBefore.Add(time.Second).Format(time.RFC3339) + "}",
+			codes.Unauthenticated,
+		},
+		{"list of Clusters", "clusters: [" + namespace + "/other]", codes.PermissionDenied},
+	} {
+		t.Run(c.mark, func(t *testing.T) {
+			change("identities: []")
+			require.EventuallyWithT(t, func(t *assert.CollectT) { assert.Equal(t, codes.OK, list()) }, soon, 20*time.Millisecond)
+			stream, err := by.Machines.WatchMachines(t.Context(), &agentv1alpha1.WatchMachinesRequest{Cluster: ref})
+			require.NoError(t, err)
+			_, err = stream.Recv()
+			require.NoError(t, err)
+			change(c.policy)
+			changed := time.Now()
+			require.Equal(t, c.code, status.Code(drain(stream)))
+			require.Less(t, time.Since(changed), soon, "on an open stream")
+			require.EventuallyWithT(t, func(t *assert.CollectT) { assert.Equal(t, c.code, list()) }, soon-time.Since(changed), 20*time.Millisecond)
+		})
+	}
 }

@@ -114,7 +114,18 @@ type UnknownGroupError struct{ ID string }
 
 func (e *UnknownGroupError) Error() string {
 	return fmt.Sprintf("%q is no node group of the cluster-autoscaler in this Cluster; "+
-		"its MachineDeployment needs the label %s and the annotation %s: %s", e.ID, v1alpha1.MemberLabel, v1alpha1.HolderAnnotation, Holder)
+		"its MachineDeployment needs the label %s and the annotation %s: %s", short(e.ID), v1alpha1.MemberLabel, v1alpha1.HolderAnnotation, Holder)
+}
+
+// maxQuoted is how many bytes of a caller's text an error quotes.
+const maxQuoted = 256
+
+// short returns the beginning of a caller's text, for messages.
+func short(text string) string {
+	if len(text) > maxQuoted {
+		text = text[:maxQuoted] + "…"
+	}
+	return strings.ToValidUTF8(text, "\uFFFD")
 }
 
 // InvalidError means that a request makes no sense.

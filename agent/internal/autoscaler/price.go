@@ -73,7 +73,7 @@ func (s *Scaler) PodPrice(name types.NamespacedName, pod *corev1.Pod, during tim
 			}
 		}
 		if math.IsInf(price, 1) {
-			return &UnpricedPodError{Name: pod.Namespace + "/" + pod.Name}
+			return &UnpricedPodError{Name: short(pod.Namespace) + "/" + short(pod.Name)}
 		}
 		return nil
 	})

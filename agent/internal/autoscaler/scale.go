@@ -15,6 +15,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 )
 
+// maxIncrease is the maximum number of nodes that one call adds. By default, the cluster-autoscaler
+// adds at most 1,000 in each loop. A group without a max size would take two billion.
+const maxIncrease = 10000
+
 // Origin identifies a call in the records of the claims that it makes. It may be empty.
 type Origin struct{ RequestID, TraceID string }
 
@@ -26,6 +30,9 @@ type Origin struct{ RequestID, TraceID string }
 func (s *Scaler) Increase(ctx context.Context, name types.NamespacedName, id string, delta int32, origin Origin) error {
 	if delta <= 0 {
 		return &InvalidError{Field: "delta", Message: "must be 1 or more"}
+	}
+	if delta > maxIncrease {
+		return &InvalidError{Field: "delta", Message: fmt.Sprintf("must be at most %d; call again for more", maxIncrease)}
 	}
 	var deployment string
 	err := s.inGroup(name, id, func(c *cluster, g *group) error {
@@ -132,9 +139,9 @@ func (s *Scaler) Delete(ctx context.Context, name types.NamespacedName, id strin
 
 func (n Node) describe() string {
 	if n.ProviderID == "" || n.ProviderID == n.Name {
-		return n.Name
+		return short(n.Name)
 	}
-	return fmt.Sprintf("%s (%s)", n.Name, n.ProviderID)
+	return fmt.Sprintf("%s (%s)", short(n.Name), short(n.ProviderID))
 }
 
 // Decrease lowers the target size of a group by releasing claims that have no node: those without a

@@ -89,8 +89,8 @@ func TestProviderPagesSetTheTaint(t *testing.T) {
 			require.NoError(t, err)
 			switch kind := object.GetKind(); {
 			case strings.HasSuffix(kind, "ConfigTemplate"):
-				require.Regexp(t, `karpenter\.sh/unregistered:NoExecute|"effect":"NoExecute","key":"karpenter\.sh/unregistered"`, string(text),
-					"%s: %s", file, kind)
+				const taint = `karpenter\.sh/unregistered:NoExecute|"effect":"NoExecute","key":"karpenter\.sh/unregistered"`
+				require.Regexp(t, taint, string(text), "%s: %s", file, kind)
 			case strings.HasSuffix(kind, "MachineTemplate"):
 				require.Contains(t, string(values), "- "+strings.ToLower(kind)+"s\n", "rbac.infrastructureResources")
 			case kind == "MachineDeployment":

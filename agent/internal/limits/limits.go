@@ -58,8 +58,8 @@ const (
 	// total. Each may be 4 MiB in size. Further requests wait.
 	readsOfCaller, readsInAll = 8, 32
 	// largeOfCaller is how many large requests of a caller are read and handled at once. largeInAll
-	// is how many large requests are decoded at once, in total. One request may need up to 200 MiB
-	// altogether. Further requests wait.
+	// is how many large requests are decoded at once, in total. One request allocates up to 320 MiB
+	// in total. Further requests wait.
 	largeOfCaller, largeInAll = 1, 3
 	// checksOfCaller is how many requests of a caller are validated at once. A request with a
 	// thousand long names needs 25 ms of a CPU, and no caller may use all CPUs. Further requests

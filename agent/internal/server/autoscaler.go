@@ -12,7 +12,6 @@ import (
 	"google.golang.org/protobuf/types/known/anypb"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
@@ -303,11 +302,11 @@ func (s *autoscalerService) PricingPodPrice(
 	if err != nil {
 		return nil, err
 	}
-	var pod corev1.Pod
-	if err := pod.Unmarshal(request.GetPodBytes()); err != nil {
-		return nil, agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "pod_bytes", Description: "is not an encoded Pod"})
+	pod, err := autoscaler.ParsePod(request.GetPodBytes())
+	if err != nil {
+		return nil, s.failed(ctx, cluster, err)
 	}
-	price, err := s.config.Autoscaler.PodPrice(cluster, &pod, during(request.GetStartTimestamp(), request.GetEndTimestamp()))
+	price, err := s.config.Autoscaler.PodPrice(cluster, pod, during(request.GetStartTimestamp(), request.GetEndTimestamp()))
 	if err != nil {
 		return nil, s.failed(ctx, cluster, err)
 	}

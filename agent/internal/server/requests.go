@@ -98,11 +98,15 @@ func (r receiver) receive(ctx context.Context, method string, receive func(any) 
 		}
 		defer done()
 	}
-	if err := r.validator.CheckEncoded(message.ProtoReflect().Descriptor(), raw.ReadOnlyData()); err != nil {
+	encoded, err := needed(method, raw.ReadOnlyData())
+	if err != nil {
 		return err
 	}
-	if err := (proto.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(raw.ReadOnlyData(), message); err != nil {
-		return grpcstatus.Error(codes.InvalidArgument, "the request is no message of this method")
+	if err := r.validator.CheckEncoded(message.ProtoReflect().Descriptor(), encoded); err != nil {
+		return err
+	}
+	if err := (proto.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(encoded, message); err != nil {
+		return grpcstatus.Error(codes.InvalidArgument, notOfMethod)
 	}
 	return nil
 }

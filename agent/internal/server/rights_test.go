@@ -1,6 +1,12 @@
 package server_test
 
 import (
+	"crypto/sha256"
+	"crypto/x509"
+	"encoding/pem"
+	"fmt"
+	"os"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -44,6 +50,18 @@ func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 		"the certificate is denied": {
 			"cluster/fleet/spoke", "deny:\n- id: spiffe://karpenter-capi/cluster/fleet/spoke", false, agenterrors.IsUnauthenticated,
 		},
+		"the serial number is denied": {
+			"cluster/fleet/spoke", "deny:\n- serial: $SERIAL", false, agenterrors.IsUnauthenticated,
+		},
+		"what was issued before is denied": {
+			"cluster/fleet/spoke", "deny:\n- {id: spiffe://karpenter-capi/cluster/fleet/spoke, issuedBefore: $LATER}", false, agenterrors.IsUnauthenticated,
+		},
+		"the authority is denied": {
+			"cluster/fleet/spoke", "deny:\n- issuer: $AUTHORITY", false, agenterrors.IsUnauthenticated,
+		},
+		"the authority may not sign it any more": {
+			"cluster/fleet/spoke", "issuers:\n- {fingerprints: [$AUTHORITY], clusters: [fleet/other]}", false, agenterrors.IsUnauthenticated,
+		},
 		"the Cluster is not listed":   {"cluster/fleet/spoke", "clusters: [fleet/other]", false, agenterrors.IsPermissionDenied},
 		"the certificate has expired": {"cluster/fleet/spoke", readerPolicy, true, agenterrors.IsUnauthenticated},
 	} {
@@ -56,7 +74,9 @@ func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 			}
 			set(readerPolicy)
 			f := start(t, withRights(t, policies.Load, now))
-			of := f.as("spiffe://karpenter-capi/" + c.identity)
+			files := f.authority.Issue(t, t.TempDir(), f.authority, "spiffe://karpenter-capi/"+c.identity)
+			of := f.connect(client.Options{Address: f.address, TLS: &client.TLS{CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile}})
+			certificate := certificateIn(t, files.CertFile)
 			groups, err := of.NodeGroups.WatchNodeGroups(f.ctx(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
 			require.NoError(t, err)
 			claims, err := of.Claims.WatchClaims(f.ctx(), &agentv1alpha1.WatchClaimsRequest{Cluster: spokeRef})
@@ -74,7 +94,8 @@ func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 			for _, next := range receive {
 				require.NoError(t, next(), "the snapshot's end")
 			}
-			set(c.policy)
+			set(strings.NewReplacer("$SERIAL", certificate.SerialNumber.Text(16), "$LATER", certificate.NotBefore.Add(time.Second).Format(time.RFC3339),
+				"$AUTHORITY", fmt.Sprintf("%x", sha256.Sum256(certificateIn(t, files.CAFile).Raw))).Replace(c.policy))
 			if c.expires {
 				now.SetTime(time.Now().Add(2 * time.Hour))
 			}
@@ -88,6 +109,18 @@ func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 			require.True(t, c.want(f.list(of)), "and so is the next call")
 		})
 	}
+}
+
+// certificateIn returns the first certificate of a file.
+func certificateIn(t *testing.T, file string) *x509.Certificate {
+	t.Helper()
+	content, err := os.ReadFile(file)
+	require.NoError(t, err)
+	block, _ := pem.Decode(content)
+	require.NotNil(t, block)
+	certificate, err := x509.ParseCertificate(block.Bytes)
+	require.NoError(t, err)
+	return certificate
 }
 
 // A policy change that leaves a caller its right does not affect its stream.
