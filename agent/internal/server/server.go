@@ -396,26 +396,26 @@ func (s *Server) collectors() []prometheus.Collector {
 		labels := prometheus.Labels{"view": v.name}
 		all = append(all,
 			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-				Name: "capi_agent_view_objects", Help: "Objects in a view.", ConstLabels: labels,
+				Name: "capi_agent_view_objects", Help: "Number of objects in a view.", ConstLabels: labels,
 			}, func() float64 { return float64(v.stats().Objects) }),
 			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-				Name: "capi_agent_view_watchers", Help: "Watch streams on a view.", ConstLabels: labels,
+				Name: "capi_agent_view_watchers", Help: "Number of watch streams on a view.", ConstLabels: labels,
 			}, func() float64 { return float64(v.stats().Subscribers) }),
 			prometheus.NewCounterFunc(prometheus.CounterOpts{
-				Name: "capi_agent_view_resyncs_total", Help: "Watch streams that were too slow and got a new snapshot.", ConstLabels: labels,
+				Name: "capi_agent_view_resyncs_total", Help: "Number of new snapshots sent to watch streams that were too slow.", ConstLabels: labels,
 			}, func() float64 { return float64(v.stats().Resyncs) }),
 		)
 	}
 	return append(all,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "capi_agent_build_info", Help: "1, with the version of the agent as labels.",
+			Name: "capi_agent_build_info", Help: "Always 1. The labels contain the version of the agent.",
 			ConstLabels: prometheus.Labels{"version": s.config.Version, "commit": s.config.Commit},
 		}, func() float64 { return 1 }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "capi_agent_catalogue_generation", Help: "Changes of any node group since the start.",
+			Name: "capi_agent_catalogue_generation", Help: "Number of changes to node groups since the agent started.",
 		}, func() float64 { return float64(s.config.NodeGroups.Generation()) }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "capi_agent_hub_reachable", Help: "1 while the hub's API server answers.",
+			Name: "capi_agent_hub_reachable", Help: "1 if the hub's API server responds, 0 otherwise.",
 		}, func() float64 {
 			if s.inContact() == nil {
 				return 1
@@ -423,7 +423,7 @@ func (s *Server) collectors() []prometheus.Collector {
 			return 0
 		}),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "capi_agent_synced", Help: "1 once the view of the hub is complete.",
+			Name: "capi_agent_synced", Help: "1 if the agent's views of the hub are complete, 0 otherwise.",
 		}, func() float64 {
 			if s.Synced() {
 				return 1

@@ -442,7 +442,7 @@ func TestNothingIsAnsweredBeforeTheViewIsComplete(t *testing.T) {
 	require.False(t, response.GetCachesSynced())
 	require.ErrorContains(t, f.server.Check(), "not complete")
 	require.NoError(t, testutil.GatherAndCompare(f.registry, strings.NewReader(`
-# HELP capi_agent_synced 1 once the view of the hub is complete.
+# HELP capi_agent_synced 1 if the agent's views of the hub are complete, 0 otherwise.
 # TYPE capi_agent_synced gauge
 capi_agent_synced 0
 `), "capi_agent_synced"))
@@ -777,10 +777,10 @@ func TestMetricsShowTheViews(t *testing.T) {
 	f := start(t)
 	f.nodeGroups.Set(spoke, "fleet/a", &agentv1alpha1.NodeGroup{Id: "fleet/a"})
 	require.NoError(t, testutil.GatherAndCompare(f.registry, strings.NewReader(`
-# HELP capi_agent_catalogue_generation Changes of any node group since the start.
+# HELP capi_agent_catalogue_generation Number of changes to node groups since the agent started.
 # TYPE capi_agent_catalogue_generation gauge
 capi_agent_catalogue_generation 1
-# HELP capi_agent_synced 1 once the view of the hub is complete.
+# HELP capi_agent_synced 1 if the agent's views of the hub are complete, 0 otherwise.
 # TYPE capi_agent_synced gauge
 capi_agent_synced 1
 `), "capi_agent_catalogue_generation", "capi_agent_synced"))

@@ -10,11 +10,11 @@ import (
 var (
 	labels               = []string{"namespace", "cluster"}
 	connectedDescription = prometheus.NewDesc("capi_agent_spoke_connected",
-		"1 for a Cluster whose shim synchronizes its claims with an agent, 0 once none has heard from it for 15 minutes.", labels, nil)
+		"1 if the Cluster's shim synchronizes its claims with an agent, 0 if no agent has received a synchronization for 15 minutes.", labels, nil)
 	lastSyncDescription = prometheus.NewDesc("capi_agent_spoke_last_sync_timestamp_seconds",
-		"When a Cluster's shim last synchronized its claims, to within five minutes, in seconds since 1970.", labels, nil)
+		"Time of the last synchronization of claims by the Cluster's shim, in seconds since 1970, accurate to five minutes.", labels, nil)
 	certificateDescription = prometheus.NewDesc("capi_agent_spoke_certificate_not_after_seconds",
-		"When the certificate that a Cluster's shim last called with ends, in seconds since 1970.", labels, nil)
+		"Expiry of the certificate of the latest call by the Cluster's shim, in seconds since 1970.", labels, nil)
 )
 
 // seen is what the metrics show of a Spoke.

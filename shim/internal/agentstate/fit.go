@@ -55,7 +55,7 @@ func required() []string {
 
 var compatible = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
 	Namespace: metrics.Namespace, Subsystem: subsystem, Name: "compatible",
-	Help: "Whether the agent that answered last and this shim are meant for each other: 1, or 0 if not; the condition AgentCompatible has the reason.",
+	Help: "1 if this shim and the agent that responded last are compatible, 0 otherwise. The condition AgentCompatible contains the reason.",
 }, nil, opmetrics.Alpha)
 
 // Verdict says whether an agent and a shim are meant for each other. The zero Verdict means that it
