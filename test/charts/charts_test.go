@@ -367,6 +367,94 @@ func TestAHubHostedShimKeepsItsSecretsInTheSpoke(t *testing.T) {
 	g.Expect(of[rbacv1.Role](t, objects, "Role")).To(BeEmpty())
 }
 
+// A control plane's operator decides where its kubeconfig is. The pod must find the key of each.
+func TestTheKubeconfigOfEveryControlPlaneIsFound(t *testing.T) {
+	page, err := os.ReadFile(filepath.Join(root(t), "docs", "install.md"))
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	for _, layout := range []struct {
+		controlPlane, values string
+		// secret and its keys are as the control plane's operator writes them, key is the one that is to be read.
+		secret, key string
+		keys        []string
+		documented  string
+	}{
+		{"Cluster API", "hub-hosted", "production-kubeconfig", "value", []string{"value"}, "`<cluster>-kubeconfig` | `value`"},
+		{
+			"Kamaji", "hub-hosted-kamaji", "production-admin-kubeconfig", "admin.svc",
+			[]string{"admin.conf", "admin.svc", "super-admin.conf", "super-admin.svc"}, "`<tenant control plane>-admin-kubeconfig` | `admin.svc`",
+		},
+		{
+			"HyperShift", "hub-hosted-hypershift", "service-network-admin-kubeconfig", "kubeconfig", []string{"kubeconfig"},
+			"`service-network-admin-kubeconfig` in the control plane's namespace | `kubeconfig`",
+		},
+	} {
+		t.Run(layout.controlPlane, func(t *testing.T) {
+			g := NewWithT(t)
+			objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci", layout.values+"-values.yaml"))
+			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
+			variable, found := lo.Find(pod.Containers[0].Env, func(v corev1.EnvVar) bool { return v.Name == "KUBECONFIG" })
+			g.Expect(found).To(BeTrue())
+			folder, file := filepath.Split(variable.Value)
+			mount, found := lo.Find(pod.Containers[0].VolumeMounts, func(m corev1.VolumeMount) bool { return m.MountPath == filepath.Clean(folder) })
+			g.Expect(found).To(BeTrue())
+			volume, found := lo.Find(pod.Volumes, func(v corev1.Volume) bool { return v.Name == mount.Name })
+			g.Expect(found).To(BeTrue())
+			g.Expect(volume.Secret.SecretName).To(Equal(layout.secret))
+			g.Expect(volume.Secret.Items).To(BeEmpty(), "each key of the secret is a file")
+			g.Expect(mount.SubPath).To(BeEmpty(), "the kubelet never updates a sub path")
+			g.Expect(layout.keys).To(ContainElement(file))
+			g.Expect(file).To(Equal(layout.key))
+			g.Expect(string(page)).To(ContainSubstring(layout.documented))
+		})
+	}
+}
+
+// The old and the new authority can be trusted at the same time, wherever the certificate comes from.
+func TestAuthoritiesMayBeABundleOfTheirOwn(t *testing.T) {
+	for i, values := range []string{"agent/ci/defaults-values.yaml", "shim/ci/defaults-values.yaml"} {
+		for set, want := range map[string]corev1.VolumeProjection{
+			"tls.authorities.configMapName=bundle,tls.authorities.key=all.pem": {ConfigMap: &corev1.ConfigMapProjection{
+				LocalObjectReference: corev1.LocalObjectReference{Name: "bundle"}, Items: []corev1.KeyToPath{{Key: "all.pem", Path: "ca.crt"}},
+			}},
+			"tls.authorities.secretName=bundle": {Secret: &corev1.SecretProjection{
+				LocalObjectReference: corev1.LocalObjectReference{Name: "bundle"}, Items: []corev1.KeyToPath{{Key: "ca.crt", Path: "ca.crt"}},
+			}},
+		} {
+			t.Run(charts[i].name+", "+set, func(t *testing.T) {
+				g := NewWithT(t)
+				deployment := of[appsv1.Deployment](t, render(t, charts[i], filepath.Join(root(t), "deploy/charts", values), "--set", set), "Deployment")[0]
+				var found *corev1.ProjectedVolumeSource
+				for _, volume := range deployment.Spec.Template.Spec.Volumes {
+					if volume.Projected != nil {
+						found = volume.Projected
+					}
+				}
+				g.Expect(found).NotTo(BeNil())
+				g.Expect(found.Sources).To(HaveLen(2))
+				g.Expect(lo.Map(found.Sources[0].Secret.Items, func(item corev1.KeyToPath, _ int) string { return item.Path })).
+					To(Equal([]string{"tls.crt", "tls.key"}))
+				g.Expect(found.Sources[1]).To(Equal(want))
+			})
+		}
+	}
+}
+
+// With a new key, cert-manager's renewal of the authority would lock every spoke out.
+func TestTheAuthorityKeepsItsKeyWhenItIsRenewed(t *testing.T) {
+	g := NewWithT(t)
+	objects := render(t, charts[0], filepath.Join(root(t), "deploy/charts/agent/ci/defaults-values.yaml"))
+	authorities := 0
+	for _, object := range objects {
+		if isCA, _, _ := unstructured.NestedBool(object.Object, "spec", "isCA"); object.GetKind() == "Certificate" && isCA {
+			policy, _, err := unstructured.NestedString(object.Object, "spec", "privateKey", "rotationPolicy")
+			g.Expect(err).NotTo(HaveOccurred())
+			g.Expect(policy).To(Equal("Never"))
+			authorities++
+		}
+	}
+	g.Expect(authorities).To(Equal(1))
+}
+
 // A hub-hosted shim reads a kubeconfig that others may write, and needs nothing of the hub's API
 // server. A token of the hub in its pod could only be stolen.
 func TestPodsHaveATokenOnlyOfAnAPIServerThatTheyCall(t *testing.T) {
@@ -383,7 +471,9 @@ func TestPodsHaveATokenOnlyOfAnAPIServerThatTheyCall(t *testing.T) {
 			elsewhere := lo.ContainsBy(pod.Containers[0].Env, func(v corev1.EnvVar) bool { return v.Name == "KUBECONFIG" })
 			g.Expect(pod.AutomountServiceAccountToken).To(HaveValue(Equal(!elsewhere)))
 			for _, volume := range pod.Volumes {
-				g.Expect(volume.Projected).To(BeNil(), volume.Name)
+				for _, source := range lo.FromPtr(volume.Projected).Sources {
+					g.Expect(source.ServiceAccountToken).To(BeNil(), volume.Name)
+				}
 			}
 			if elsewhere {
 				hubHosted++
@@ -544,6 +634,19 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 		{
 			"a ServiceMonitor that cannot verify", charts[0],
 			"tls.volume.csi.driver=d,tls.certManager.enabled=false,metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.tlsConfig is required",
+		},
+		{
+			"authorities in two places", charts[0], "tls.authorities.configMapName=a,tls.authorities.secretName=b",
+			"tls.authorities.configMapName excludes tls.authorities.secretName",
+		},
+		{
+			"authorities beside a volume", charts[0], "tls.volume.csi.driver=d,tls.certManager.enabled=false,tls.authorities.configMapName=a",
+			"tls.volume excludes tls.authorities",
+		},
+		{
+			"authorities for an enrollment", charts[1],
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,agent.enrollment.enabled=true,tls.authorities.configMapName=a",
+			"tls.authorities excludes agent.enrollment.enabled",
 		},
 		{"a class without a load balancer", charts[0], "service.loadBalancerClass=c", "service.loadBalancerClass needs"},
 		{"a traffic policy inside a cluster", charts[0], "service.externalTrafficPolicy=Local", "service.externalTrafficPolicy needs"},

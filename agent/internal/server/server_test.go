@@ -3,6 +3,7 @@ package server_test
 import (
 	"context"
 	"crypto/sha256"
+	"crypto/tls"
 	"encoding/pem"
 	"errors"
 	"fmt"
@@ -375,6 +376,40 @@ func TestCertificatesRotateWithoutARestart(t *testing.T) {
 	})
 	require.NoError(t, err)
 	require.Equal(t, codes.Unavailable, grpcstatus.Code(f.list(f.signedBy(old, "spiffe://karpenter-capi/cluster/fleet/spoke"))))
+}
+
+// A renewed authority that keeps its key verifies what the earlier one has signed, on both sides, so
+// that the sides may learn of it at different times.
+func TestARenewedAuthorityWithTheSameKeyLocksNobodyOut(t *testing.T) {
+	f := start(t)
+	earlier := f.cluster()
+	require.NoError(t, f.list(earlier))
+	renewed := f.authority.Renewed(t)
+	fresh := certificateIn(t, renewed.Issue(t, f.serverPKI, renewed).CertFile) // with ca.crt
+	require.Eventually(t, func() bool {
+		files := f.authority.Issue(t, t.TempDir(), f.authority)
+		pair, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)
+		require.NoError(t, err)
+		conn, err := tls.Dial("tcp", f.address, &tls.Config{ //nolint:noctx // it is local
+			MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}, RootCAs: f.authority.Pool(), NextProtos: []string{"h2"},
+		})
+		if err != nil {
+			return false
+		}
+		defer conn.Close() //nolint:errcheck // only its handshake matters
+		return conn.ConnectionState().PeerCertificates[0].Equal(fresh)
+	}, patience, 10*time.Millisecond, "the agent has the files")
+	id := "spiffe://karpenter-capi/cluster/fleet/spoke"
+	for _, signedBy := range []*testpki.Authority{f.authority, renewed} {
+		for _, trusted := range []*testpki.Authority{f.authority, renewed} {
+			require.Eventually(t, func() bool {
+				files := signedBy.Issue(t, t.TempDir(), trusted, id)
+				c := f.connect(client.Options{Address: f.address, TLS: &client.TLS{CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile}})
+				return f.list(c) == nil
+			}, patience, 20*time.Millisecond)
+		}
+	}
+	require.NoError(t, f.list(earlier))
 }
 
 func TestBrokenFilesLeaveTheLastUsableOnes(t *testing.T) {

@@ -33,9 +33,20 @@ type Files struct {
 // New creates an authority.
 func New(tb testing.TB) *Authority {
 	tb.Helper()
-	key := newKey(tb)
+	return certify(tb, newKey(tb), 1)
+}
+
+// Renewed returns the authority with another certificate for the same name and key, as cert-manager
+// renews one with the rotation policy Never.
+func (a *Authority) Renewed(tb testing.TB) *Authority {
+	tb.Helper()
+	return certify(tb, a.key, a.certificate.SerialNumber.Int64()+1)
+}
+
+func certify(tb testing.TB, key *ecdsa.PrivateKey, serial int64) *Authority {
+	tb.Helper()
 	template := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test authority"},
+		SerialNumber: big.NewInt(serial), Subject: pkix.Name{CommonName: "test authority"},
 		NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Hour),
 		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
 	}

@@ -66,10 +66,38 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if and .Values.metrics.serviceMonitor.enabled (include "capi-agent.metricsSecure" .) (not .Values.metrics.tls.secretName) (not .Values.metrics.serviceMonitor.tlsConfig) }}
 {{- fail "metrics.serviceMonitor.tlsConfig is required with tls.volume: Prometheus cannot read the authority of the certificate from a volume of the agent" }}
 {{- end }}
+{{- include "capi-agent.authorities" . }}
 {{- toYaml .Values.tls.volume }}
+{{- else if include "capi-agent.authorities" . }}
+projected:
+  sources:
+    - secret:
+        name: {{ include "capi-agent.tlsSecretName" . }}
+        items:
+          - {key: tls.crt, path: tls.crt}
+          - {key: tls.key, path: tls.key}
+    {{- include "capi-agent.authorities" . | trim | nindent 4 }}
 {{- else -}}
 secret:
   secretName: {{ include "capi-agent.tlsSecretName" . }}
+{{- end }}
+{{- end }}
+
+{{/* The source of the authorities, when they are not those of the secret with the certificate. Values of an older release do not say. */}}
+{{- define "capi-agent.authorities" -}}
+{{- with .Values.tls.authorities }}
+{{- if or .configMapName .secretName }}
+{{- if and .configMapName .secretName }}
+{{- fail "tls.authorities.configMapName excludes tls.authorities.secretName: leave one of them empty" }}
+{{- end }}
+{{- if $.Values.tls.volume }}
+{{- fail "tls.volume excludes tls.authorities: the volume has the authorities in ca.crt" }}
+{{- end }}
+- {{ ternary "configMap" "secret" (not .secretName) }}:
+    name: {{ default .configMapName .secretName }}
+    items:
+      - {key: {{ default "ca.crt" .key }}, path: ca.crt}
+{{- end }}
 {{- end }}
 {{- end }}
 

@@ -57,10 +57,38 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if .Values.tls.secretName }}
 {{- fail "tls.volume excludes tls.secretName: leave one of them empty" }}
 {{- end }}
+{{- include "karpenter.authorities" . }}
 {{- toYaml .Values.tls.volume }}
+{{- else if include "karpenter.authorities" . }}
+projected:
+  sources:
+    - secret:
+        name: {{ include "karpenter.tlsSecretName" . }}
+        items:
+          - {key: tls.crt, path: tls.crt}
+          - {key: tls.key, path: tls.key}
+    {{- include "karpenter.authorities" . | trim | nindent 4 }}
 {{- else -}}
 secret:
   secretName: {{ include "karpenter.tlsSecretName" . }}
+{{- end }}
+{{- end }}
+
+{{/* The source of the authorities, when they are not those of the secret with the certificate. Values of an older release do not say. */}}
+{{- define "karpenter.authorities" -}}
+{{- with .Values.tls.authorities }}
+{{- if or .configMapName .secretName }}
+{{- if and .configMapName .secretName }}
+{{- fail "tls.authorities.configMapName excludes tls.authorities.secretName: leave one of them empty" }}
+{{- end }}
+{{- if $.Values.tls.volume }}
+{{- fail "tls.volume excludes tls.authorities: the volume has the authorities in ca.crt" }}
+{{- end }}
+- {{ ternary "configMap" "secret" (not .secretName) }}:
+    name: {{ default .configMapName .secretName }}
+    items:
+      - {key: {{ default "ca.crt" .key }}, path: ca.crt}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -80,6 +108,9 @@ secret:
 {{- if dig "enrollment" "enabled" false .Values.agent -}}
 {{- if not (include "karpenter.tls" .) -}}
 {{- fail "agent.enrollment.enabled has no effect with a unix socket or agent.plaintextLoopback, which take no certificates: set it to false" -}}
+{{- end -}}
+{{- if include "karpenter.authorities" . -}}
+{{- fail "tls.authorities excludes agent.enrollment.enabled, with which the agent says whom to trust: leave its names empty" -}}
 {{- end -}}
 {{- if or .Values.tls.secretName .Values.tls.volume -}}
 {{- fail "tls.secretName and tls.volume exclude agent.enrollment.enabled, with which the agent issues the certificate: set one of them to its default" -}}
