@@ -381,10 +381,12 @@ func TestTheKubeconfigOfEveryControlPlaneIsFound(t *testing.T) {
 		{"Cluster API", "hub-hosted", "production-kubeconfig", "value", []string{"value"}, "`<cluster>-kubeconfig` | `value`"},
 		{
 			"Kamaji", "hub-hosted-kamaji", "production-admin-kubeconfig", "admin.svc",
-			[]string{"admin.conf", "admin.svc", "super-admin.conf", "super-admin.svc"}, "`<tenant control plane>-admin-kubeconfig` | `admin.svc`",
+			[]string{"admin.conf", "admin.svc", "super-admin.conf", "super-admin.svc"},
+			"`<tenant control plane>-admin-kubeconfig` | `admin.svc`",
 		},
 		{
-			"HyperShift", "hub-hosted-hypershift", "service-network-admin-kubeconfig", "kubeconfig", []string{"kubeconfig"},
+			"HyperShift", "hub-hosted-hypershift", "service-network-admin-kubeconfig", "kubeconfig",
+			[]string{"kubeconfig"},
 			"`service-network-admin-kubeconfig` in the control plane's namespace | `kubeconfig`",
 		},
 	} {

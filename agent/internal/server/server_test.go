@@ -390,7 +390,7 @@ func TestARenewedAuthorityWithTheSameKeyLocksNobodyOut(t *testing.T) {
 		files := f.authority.Issue(t, t.TempDir(), f.authority)
 		pair, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)
 		require.NoError(t, err)
-		conn, err := tls.Dial("tcp", f.address, &tls.Config{ //nolint:noctx // it is local
+		conn, err := tls.Dial("tcp", f.address, &tls.Config{
 			MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}, RootCAs: f.authority.Pool(), NextProtos: []string{"h2"},
 		})
 		if err != nil {
