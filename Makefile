@@ -22,7 +22,7 @@ MODULES  := $(shell sed -n 's|^[[:space:]]*\./||p' go.work)
 PACKAGES := $(addprefix ./,$(addsuffix /...,$(MODULES)))
 COMMANDS := $(patsubst %/main.go,%,$(wildcard agent/cmd/*/main.go shim/cmd/*/main.go pkg/cmd/*/main.go deploy/sandbox/cmd/*/main.go test/cmd/*/main.go))
 
-VERSION ?= $(or $(shell git describe --tags --exact-match 2>/dev/null),devel)
+VERSION ?= $(or $(shell git describe --tags --exact-match --dirty 2>/dev/null),devel)
 COMMIT  ?= $(shell git rev-parse HEAD 2>/dev/null)
 LDFLAGS  = -s -w \
 	-X github.com/karpenter-capi/karpenter-capi/agent/internal/version.version=$(VERSION) \
@@ -32,6 +32,7 @@ LDFLAGS  = -s -w \
 
 include deploy/tools/tools.mk
 -include deploy/tools/sandbox.mk
+include deploy/tools/release.mk
 
 ##@ General
 
@@ -39,7 +40,7 @@ include deploy/tools/tools.mk
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} \
 		/^##@ / {printf "\n%s\n", substr($$0, 5)} \
-		/^[a-zA-Z0-9_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' Makefile
+		/^[a-zA-Z0-9_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' Makefile deploy/tools/release.mk
 
 ##@ Build
 
@@ -86,10 +87,12 @@ clean: ## Remove bin/; sandboxes are left alone
 generate: generate-proto generate-go generate-docs sandbox-generate ## Write all generated files anew: Go from protos, deep copies, CRDs, reference docs
 
 .PHONY: generate-proto
-generate-proto: $(BUF) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
+generate-proto: $(BUF) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
 	$(PRINT_PROTO) proto/third_party/protovalidate
 	$(BUF) generate
 	$(BUF) generate --template proto/buf.gen.cluster-autoscaler.yaml
+	set=$$(mktemp --suffix=.binpb) && trap 'rm -f "$$set"' EXIT && \
+	$(BUF) build proto --path proto/capi --exclude-source-info --as-file-descriptor-set -o "$$set" && $(DESCRIPTORS) "$$set" proto/descriptors.binpb
 
 .PHONY: generate-go
 generate-go: $(CONTROLLER_GEN)
@@ -141,19 +144,36 @@ vuln: $(GOVULNCHECK) $(JQ) ## Look for known vulnerabilities in what the agent, 
 	done && echo "vuln: PASS"
 
 .PHONY: sbom
-sbom: $(CYCLONEDX) ## Write what the agent and the shim are made of, as CycloneDX, to bin/sbom
-	@mkdir -p $(BIN)/sbom && for binary in agent/cmd/capi-agent shim/cmd/karpenter; do \
+sbom: $(CYCLONEDX) ## Write what the commands of a release are made of, as CycloneDX, to bin/sbom
+	@mkdir -p $(BIN)/sbom && for binary in $(RELEASE_COMMANDS) shim/cmd/kubectl-capi; do \
 		(cd "$${binary%%/*}" && $(abspath $(CYCLONEDX)) app -json -licenses -std -main "$${binary#*/}" \
 			-output $(abspath $(BIN))/sbom/"$${binary##*/}".cdx.json .) || exit 1; \
 		echo "sbom: $(BIN)/sbom/$${binary##*/}.cdx.json"; \
 	done
 
+.PHONY: docs-site
+docs-site: $(HUGO) ## Build the documentation as a site, in bin/docs-site; fails for a link that leads nowhere (hugo takes minutes to build, once)
+	@log=$$($(HUGO) build --source deploy/docs-site --destination $(abspath $(BIN))/docs-site --cleanDestinationDir --panicOnWarning 2>&1) || \
+		{ grep -E '^(ERROR|panic|WARN)' <<<"$$log"; echo "docs-site: FAIL"; exit 1; }; \
+	echo "docs-site: PASS pages=$$(find $(BIN)/docs-site -name '*.html' | wc -l) $(BIN)/docs-site/index.html"
+
+# What others import has no replace directives; `go install` rejects them. Its own modules are looked for here, not where they are published.
 .PHONY: verify-modules
 verify-modules:
-	@for module in $(MODULES) $(patsubst %/main.go,%,$(wildcard deploy/tools/*/main.go)); do \
-		echo "verify: $$module/go.mod"; \
-		(cd $$module && GOWORK=off go mod tidy -diff) || { echo "run go mod tidy in $$module" >&2; exit 1; }; \
+	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && \
+	for module in $(MODULES) $(patsubst %/main.go,%,$(wildcard deploy/tools/*/main.go)); do \
+		echo "verify: $$module/go.mod"; flags=; \
+		if [ $$module = pkg ]; then \
+			cp $$module/go.mod $$module/go.sum "$$dir"; flags="-modfile=$$dir/go.mod"; \
+			go mod edit -replace=github.com/karpenter-capi/karpenter-capi/proto=$(abspath proto) "$$dir/go.mod"; \
+		fi; \
+		(cd $$module && GOWORK=off go mod tidy -diff $$flags) || { echo "run go mod tidy in $$module" >&2; exit 1; }; \
 	done
+
+# No commit can name itself, so this is for the commit after one that has changed the protos.
+.PHONY: require-proto
+require-proto: ## Make pkg/go.mod require the newest commit that changed proto/: others who get pkg get that one
+	@go run ./test/foreign/require
 
 # The API as it was last agreed on. What is in it may be added to, and not changed: callers of any later build rely on it.
 API_BASELINE := proto/baseline.binpb
@@ -232,9 +252,9 @@ DEMO_FLAGS ?=
 
 # All of them run even if one fails.
 .PHONY: test
-test: ## Check and test everything: verify, test-unit, test-e2e
+test: ## Check and test everything: verify, test-unit, test-tools, test-e2e
 	@results=$$(mktemp); trap 'rm -f "$$results"' EXIT; failed=; start=$$(date +%s); \
-	for suite in verify test-unit test-e2e; do $(MAKE) $$suite RESULTS="$$results" || failed+=" $$suite"; done; \
+	for suite in verify test-unit test-tools test-e2e; do $(MAKE) $$suite RESULTS="$$results" || failed+=" $$suite"; done; \
 	verdict="$${failed:+FAIL:$$failed;}"; $(call tally,test,$${verdict:-PASS},$$start,$$results); test -z "$$failed"
 
 # What tests use from outside their module: what a sandbox runs, charts, pages and what they name, the explored model. The test cache does not know
@@ -245,13 +265,28 @@ TESTED_FILES = find agent deploy pkg proto shim test/claimmodel test/go.mod test
 
 # Some of these bring up sandboxes of their own, hence all the binaries.
 .PHONY: test-unit
-test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) ## Unit and integration tests of every module, with the race detector
+test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) $(IMAGE_TEST_BINARIES) ## Unit and integration tests of every module, with the race detector
 	@TESTED_FILES=$$($(TESTED_FILES)); export TESTED_FILES; \
 	$(call go_test,$@,-timeout 20m $$(go list $(PACKAGES) | grep -v /test/e2e),-timeout 20m -run '$(UNRACED)' $(UNRACED_IN))
+
+# What the test of the images needs beside what a sandbox runs.
+IMAGE_TEST_BINARIES = $(RELEASER) $(BIN)/fake-agent $(BIN)/capi-agent-conformance
 
 # Tests that skip themselves under the race detector.
 UNRACED    := ^TestThousandsOfClaimsAndReleasesAtOnce$$
 UNRACED_IN := ./agent/internal/claims
+
+TESTED_TOOLS := $(sort $(dir $(wildcard deploy/tools/*/*_test.go)))
+
+.PHONY: test-tools
+test-tools: $(GOTESTSUM) $(HELM) ## Tests of the tools that make releases and documentation
+	@start=$$(date +%s); verdict=PASS; results=$$(mktemp -d); trap 'rm -rf "$$results"' EXIT; \
+	for tool in $(TESTED_TOOLS); do \
+		(cd $$tool && GOWORK=off CGO_ENABLED=0 $(abspath $(GOTESTSUM)) --format pkgname --jsonfile "$$results/$$(basename $$tool)" -- $(TEST_FLAGS) ./...) || \
+			verdict=FAIL; \
+	done; \
+	cat "$$results"/* >"$$results/all"; if [ -n "$(RESULTS)" ]; then cat "$$results/all" >>"$(RESULTS)"; fi; \
+	$(call tally,$@,$$verdict,$$start,$$results/all); test $$verdict = PASS
 
 .PHONY: test-e2e
 test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo's path, with processes killed on the way
@@ -265,6 +300,9 @@ e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) ## All end-to-end te
 # the same calls. Its module is not on the proxy; docs/cluster-autoscaler.md says how to build it.
 CLUSTER_AUTOSCALER ?=
 
+# The revision whose shim and agent TestTheVersionBeforeFits runs with those of this one. Empty: the newest release, or the commit before this one.
+SKEW_FROM ?=
+
 # A regular expression: which end-to-end tests.
 E2E ?= .
 # How many of them run at once. Most wait more than they compute; of the whole suite, a few keep both cores busy for minutes.
@@ -274,7 +312,7 @@ e2e: E2E_LANES = 2
 # $(call e2e_test,<name>,<tests in a batch>,<flags of the test binary>): runs end-to-end tests, several batches at once, each in a sandbox of its own,
 # shows what a batch says as it ends, and closes with the numbers.
 define e2e_test
-start=$$(date +%s); results=$$(mktemp -d); export results CLUSTER_AUTOSCALER=$(abspath $(CLUSTER_AUTOSCALER)); trap 'rm -rf "$$results"' EXIT; verdict=PASS; \
+start=$$(date +%s); results=$$(mktemp -d); export results CLUSTER_AUTOSCALER=$(abspath $(CLUSTER_AUTOSCALER)) SKEW_FROM=$(SKEW_FROM); trap 'rm -rf "$$results"' EXIT; verdict=PASS; \
 CGO_ENABLED=1 go test -c -race -o $(BIN)/e2e.test ./test/e2e; \
 tests=$$($(BIN)/e2e.test -test.list '$(E2E)'); test -n "$$tests" || { echo "$(1): FAIL no test has a name like '$(E2E)'"; exit 1; }; \
 xargs -n $(2) <<<"$$tests" | awk '{gsub(" ", "|"); printf "e2e-%02d ^(%s)$$\n", NR, $$0}' | \
@@ -291,7 +329,7 @@ chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depe
 CHAOS_FLAGS ?=
 
 .PHONY: abuse
-abuse: $(SANDBOX_BINARIES) $(BIN)/abuse ## Attack the agent as one tenant while another's claims are measured; three quarters of an hour (ABUSE_FLAGS='-attacks="A4 lists"')
+abuse: $(SANDBOX_BINARIES) $(BIN)/abuse ## Attack the agent as one tenant while another's claims are measured; three quarters of an hour (ABUSE_FLAGS='-attacks="lists"')
 	@$(BIN)/abuse $(ABUSE_FLAGS)
 ABUSE_FLAGS ?=
 

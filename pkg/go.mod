@@ -1,12 +1,12 @@
 module github.com/karpenter-capi/karpenter-capi/pkg
 
-go 1.26.11
+go 1.26.0
 
 require (
 	buf.build/go/protovalidate v1.4.0
 	github.com/go-logr/logr v1.4.4
 	github.com/google/uuid v1.6.0
-	github.com/karpenter-capi/karpenter-capi/proto v0.0.0
+	github.com/karpenter-capi/karpenter-capi/proto v0.0.0-20261126123120-cabb0ea36c68
 	github.com/samber/lo v1.53.0
 	github.com/spf13/pflag v1.0.10
 	github.com/stretchr/testify v1.12.1
@@ -45,5 +45,3 @@ require (
 	sigs.k8s.io/randfill v1.0.0 // indirect
 	sigs.k8s.io/structured-merge-diff/v6 v6.3.3 // indirect
 )
-
-replace github.com/karpenter-capi/karpenter-capi/proto => ../proto

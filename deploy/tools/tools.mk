@@ -4,10 +4,12 @@
 
 BUF              := $(BIN)/buf
 CONTROLLER_GEN   := $(BIN)/controller-gen
+DESCRIPTORS      := $(BIN)/descriptors
 GOLANGCI_LINT    := $(BIN)/golangci-lint
 GOTESTSUM        := $(BIN)/gotestsum
 GRPCURL          := $(BIN)/grpcurl
 HELM             := $(BIN)/helm
+HUGO             := $(BIN)/hugo
 JQ               := $(BIN)/jq
 PRINT_PROTO      := $(BIN)/print-proto
 PROTOC_GEN_GO    := $(BIN)/protoc-gen-go
@@ -17,9 +19,10 @@ OPTIONS_DOCS     := $(BIN)/options-docs
 METRICS_DOCS     := $(BIN)/metrics-docs
 GOVULNCHECK      := $(BIN)/govulncheck
 CYCLONEDX        := $(BIN)/cyclonedx-gomod
+RELEASER         := $(BIN)/releaser
 
-GENERATORS := $(BUF) $(CONTROLLER_GEN) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS) \
-              $(OPTIONS_DOCS) $(METRICS_DOCS)
+GENERATORS := $(BUF) $(CONTROLLER_GEN) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) \
+              $(PROTOC_GEN_DOCS) $(OPTIONS_DOCS) $(METRICS_DOCS)
 TOOLS      := $(GENERATORS) $(GOLANGCI_LINT) $(GOTESTSUM) $(GRPCURL) $(HELM) $(JQ)
 
 # $(call tool,<binary>,<module folder>,<package>[,<ldflags>]): the rule that builds a binary, saying what and how long.
@@ -38,6 +41,7 @@ helm_kubernetes_minor := $(word 2,$(subst ., ,$(call tool_version,helm,k8s.io/cl
 
 $(eval $(call tool,$(BUF),buf,github.com/bufbuild/buf/cmd/buf))
 $(eval $(call tool,$(CONTROLLER_GEN),controller-gen,sigs.k8s.io/controller-tools/cmd/controller-gen))
+$(eval $(call tool,$(DESCRIPTORS),descriptors,.))
 $(eval $(call tool,$(GOLANGCI_LINT),golangci-lint,github.com/golangci/golangci-lint/v2/cmd/golangci-lint,\
 	-X main.version=$(call tool_version,golangci-lint,github.com/golangci/golangci-lint/v2)))
 $(eval $(call tool,$(GOTESTSUM),gotestsum,gotest.tools/gotestsum))
@@ -47,6 +51,7 @@ $(eval $(call tool,$(HELM),helm,helm.sh/helm/v3/cmd/helm,\
 	-X helm.sh/helm/v3/internal/version.version=$(call tool_version,helm,helm.sh/helm/v3) \
 	$(foreach package,chartutil lint/rules,$(foreach part,Major=1 Minor=$(helm_kubernetes_minor),\
 		-X helm.sh/helm/v3/pkg/$(package).k8sVersion$(part)))))
+$(eval $(call tool,$(HUGO),hugo,github.com/gohugoio/hugo))
 $(eval $(call tool,$(JQ),jq,github.com/itchyny/gojq/cmd/gojq))
 $(eval $(call tool,$(PRINT_PROTO),print-proto,.))
 $(eval $(call tool,$(PROTOC_GEN_GO),protoc-gen-go,google.golang.org/protobuf/cmd/protoc-gen-go))
@@ -56,3 +61,4 @@ $(eval $(call tool,$(OPTIONS_DOCS),options-docs,.))
 $(eval $(call tool,$(METRICS_DOCS),metrics-docs,.))
 $(eval $(call tool,$(GOVULNCHECK),supply-chain,golang.org/x/vuln/cmd/govulncheck))
 $(eval $(call tool,$(CYCLONEDX),supply-chain,github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod))
+$(eval $(call tool,$(RELEASER),releaser,.))

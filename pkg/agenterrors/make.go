@@ -220,6 +220,11 @@ func HubUnreachable(message string) error {
 	return made(codes.Unavailable, message, errorInfo(ReasonHubUnreachable, nil))
 }
 
+// RightsChanged means that the caller of a watch may read other Clusters than when the watch began.
+func RightsChanged(message string) error {
+	return made(codes.Unavailable, message, errorInfo(ReasonRightsChanged, nil))
+}
+
 func invalidArgument(reason Reason, violations ...FieldViolation) error {
 	badRequest := &errdetails.BadRequest{}
 	sentences := make([]string, 0, len(violations))

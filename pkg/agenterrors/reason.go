@@ -72,6 +72,9 @@ const (
 	// ReasonClusterPaused comes with UNAVAILABLE: the Cluster is paused, so missing objects may
 	// have been moved to another hub.
 	ReasonClusterPaused Reason = "CLUSTER_PAUSED"
+	// ReasonRightsChanged comes with UNAVAILABLE: the caller of a watch may read other Clusters than
+	// when the watch began. A new watch shows them.
+	ReasonRightsChanged Reason = "RIGHTS_CHANGED"
 	// ReasonHubUnreachable comes with UNAVAILABLE: the hub's API server did not respond.
 	ReasonHubUnreachable Reason = "HUB_UNREACHABLE"
 )

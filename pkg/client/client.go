@@ -23,6 +23,8 @@ type Client struct {
 	Claims agentv1alpha1.ClaimServiceClient
 	// Machines serves the Machines of the node groups.
 	Machines agentv1alpha1.MachineServiceClient
+	// Clusters serves the Clusters that the client's identity may read.
+	Clusters agentv1alpha1.ClusterServiceClient
 	// Status describes the agent and the rights of the client's identity.
 	Status agentv1alpha1.StatusServiceClient
 	// Issuer issues certificates for a Cluster's own identity.
@@ -98,6 +100,7 @@ func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
 		NodeGroups: agentv1alpha1.NewNodeGroupServiceClient(wrapped),
 		Claims:     agentv1alpha1.NewClaimServiceClient(wrapped),
 		Machines:   agentv1alpha1.NewMachineServiceClient(wrapped),
+		Clusters:   agentv1alpha1.NewClusterServiceClient(wrapped),
 		Status:     agentv1alpha1.NewStatusServiceClient(wrapped),
 		Issuer:     agentv1alpha1.NewCertificateServiceClient(wrapped),
 		options:    options,

@@ -50,6 +50,24 @@ func (c *Client) MirrorMachines(cluster *agentv1alpha1.ClusterRef) *Mirror[*agen
 	return m
 }
 
+// MirrorClusters returns a mirror of the Clusters that the client's identity may read, by
+// [ClusterKey].
+func (c *Client) MirrorClusters() *Mirror[*agentv1alpha1.Cluster] {
+	return newMirror(c, "clusters", func(cluster *agentv1alpha1.Cluster) string { return ClusterKey(cluster.GetRef()) },
+		watch(c.Clusters.WatchClusters, &agentv1alpha1.WatchClustersRequest{},
+			func(r *agentv1alpha1.WatchClustersResponse) event[*agentv1alpha1.Cluster] {
+				if e, ok := r.GetEvent().(*agentv1alpha1.WatchClustersResponse_Removed); ok {
+					return event[*agentv1alpha1.Cluster]{kind: removed, key: ClusterKey(e.Removed)}
+				}
+				return decode(r, r.GetUpsert(), r.GetUpsert() != nil)
+			}))
+}
+
+// ClusterKey returns `<namespace>/<name>` of a Cluster.
+func ClusterKey(ref *agentv1alpha1.ClusterRef) string {
+	return ref.GetNamespace() + "/" + ref.GetName()
+}
+
 // markers are the events that every stream has in addition to its objects.
 type markers interface {
 	GetSynced() *agentv1alpha1.Synced

@@ -16,6 +16,7 @@ var retried = map[string][]string{
 	agentv1alpha1.ClaimService_ServiceDesc.ServiceName:     {"CreateClaim", "ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims"},
 	agentv1alpha1.MachineService_ServiceDesc.ServiceName:   {"ListMachines", "GetMachine"},
 	agentv1alpha1.StatusService_ServiceDesc.ServiceName:    {"GetStatus"},
+	agentv1alpha1.ClusterService_ServiceDesc.ServiceName:   {"ListClusters"},
 
 	agentv1alpha1.CertificateService_ServiceDesc.ServiceName: {"IssueCertificate"},
 }

@@ -84,6 +84,7 @@ var areas = []struct {
 	{"SyncClaims", syncCases},
 	{"Holders", holderCases},
 	{"Machines", slices.Concat(machineReadingCases, machineCases)},
+	{"Clusters", clusterCases},
 	{"Requests", requestCases},
 	{"Server", slices.Concat(serverReadingCases, serverCases)},
 }

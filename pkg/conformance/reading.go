@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/features"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -89,6 +90,15 @@ var serverReadingCases = []testCase{
 		require.NotEmpty(s, response.GetAgentId())
 		require.NotNil(s, response.GetTime())
 		require.True(s, response.GetCachesSynced())
+	}},
+
+	{"server.features", reader(0), "status lists the served API packages and the features, each once", func(s *suite) {
+		response, err := s.Client().Status.GetStatus(s.bounded(), &agentv1alpha1.GetStatusRequest{})
+		require.NoError(s, err)
+		require.Contains(s, response.GetServedApiVersions(), response.GetApiVersion())
+		require.Len(s, lo.Uniq(response.GetServedApiVersions()), len(response.GetServedApiVersions()))
+		require.Empty(s, features.Missing(response.GetFeatures(), features.Baseline()))
+		require.Len(s, lo.Uniq(response.GetFeatures()), len(response.GetFeatures()))
 	}},
 }
 

@@ -66,6 +66,7 @@ var serverCases = []testCase{
 			agentv1alpha1.NodeGroupService_ServiceDesc.ServiceName,
 			agentv1alpha1.ClaimService_ServiceDesc.ServiceName,
 			agentv1alpha1.MachineService_ServiceDesc.ServiceName,
+			agentv1alpha1.ClusterService_ServiceDesc.ServiceName,
 			agentv1alpha1.StatusService_ServiceDesc.ServiceName,
 			grpc_health_v1.Health_ServiceDesc.ServiceName,
 		})

@@ -49,7 +49,7 @@ type Agent struct {
 	localClient *client.Client
 	closers     []func() error
 
-	clusters map[clusterKey]struct{}
+	clusters map[clusterKey]*cluster
 	paused   map[clusterKey]struct{}
 	groups   map[string]*group
 	claims   map[clusterKey]map[string]*claim
@@ -61,7 +61,6 @@ type Agent struct {
 	reports     map[clusterKey][]*agentv1alpha1.NodeReport
 	sequence    int64 // of claims, in order of creation
 	names       int64 // number of machine names used
-	generation  int64 // of the node groups
 	// expired counts how often the Cluster's tokens were made too old.
 	expired  map[clusterKey]int64
 	unsynced bool
@@ -71,6 +70,8 @@ type Agent struct {
 	groupFeed   *feed[*agentv1alpha1.NodeGroup]
 	claimFeed   *feed[*agentv1alpha1.Claim]
 	machineFeed *feed[*agentv1alpha1.Machine]
+	// clusterFeed has every Cluster under the empty key: its streams are of all of them.
+	clusterFeed *feed[*agentv1alpha1.Cluster]
 	dropped     chan struct{}
 	frozen      chan struct{} // nil unless streams are frozen
 }
@@ -89,7 +90,7 @@ func New(options ...Option) *Agent {
 		expired:     map[clusterKey]int64{},
 		script:      &script{clock: s.clock, methods: map[string]*methodScript{}},
 		health:      health.NewServer(),
-		clusters:    map[clusterKey]struct{}{},
+		clusters:    map[clusterKey]*cluster{},
 		paused:      map[clusterKey]struct{}{},
 		groups:      map[string]*group{},
 		claims:      map[clusterKey]map[string]*claim{},
@@ -100,10 +101,8 @@ func New(options ...Option) *Agent {
 		groupFeed:   newFeed[*agentv1alpha1.NodeGroup](),
 		claimFeed:   newFeed[*agentv1alpha1.Claim](),
 		machineFeed: newFeed[*agentv1alpha1.Machine](),
+		clusterFeed: newFeed[*agentv1alpha1.Cluster](),
 		dropped:     make(chan struct{}),
-	}
-	for _, cluster := range s.clusters {
-		a.clusters[keyOf(cluster)] = struct{}{}
 	}
 	validator, err := validation.New()
 	if err != nil {
@@ -117,11 +116,17 @@ func New(options ...Option) *Agent {
 	agentv1alpha1.RegisterNodeGroupServiceServer(a.server, nodeGroupService{agent: a})
 	agentv1alpha1.RegisterClaimServiceServer(a.server, claimService{agent: a})
 	agentv1alpha1.RegisterMachineServiceServer(a.server, machineService{agent: a})
+	agentv1alpha1.RegisterClusterServiceServer(a.server, clusterService{agent: a})
 	agentv1alpha1.RegisterStatusServiceServer(a.server, statusService{agent: a})
 	agentv1alpha1.RegisterCertificateServiceServer(a.server, certificateService{agent: a})
 	grpc_health_v1.RegisterHealthServer(a.server, a.health)
 	reflection.Register(a.server)
 
+	a.edit(func() {
+		for _, ref := range s.clusters {
+			a.ensureCluster(keyOf(ref))
+		}
+	})
 	a.local = a.listen(localIdentity())
 	a.localClient = a.connect(a.local)
 	return a
@@ -230,9 +235,7 @@ func (a *Agent) SetSynced(synced bool) {
 
 // AddCluster adds a Cluster. The Cluster of a node group is added automatically.
 func (a *Agent) AddCluster(cluster *agentv1alpha1.ClusterRef) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.clusters[keyOf(cluster)] = struct{}{}
+	a.edit(func() { a.ensureCluster(keyOf(cluster)) })
 }
 
 // RemoveCluster removes a Cluster with its node groups, machines and claims.
@@ -257,19 +260,21 @@ func (a *Agent) RemoveCluster(cluster *agentv1alpha1.ClusterRef) {
 		delete(a.paused, key)
 		delete(a.onboardings, key)
 		delete(a.reports, key)
+		a.touchCluster(key)
 	})
 }
 
 // SetPaused pauses or unpauses a Cluster, as is done to move it to another hub. While it is paused,
 // nothing is concluded from missing objects, and releases are rejected.
 func (a *Agent) SetPaused(cluster *agentv1alpha1.ClusterRef, paused bool) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if paused {
-		a.paused[keyOf(cluster)] = struct{}{}
-	} else {
-		delete(a.paused, keyOf(cluster))
-	}
+	a.edit(func() {
+		if paused {
+			a.paused[keyOf(cluster)] = struct{}{}
+		} else {
+			delete(a.paused, keyOf(cluster))
+		}
+		a.touchCluster(keyOf(cluster))
+	})
 }
 
 // whole returns nil if a missing object of the Cluster is certainly gone. a.mu must be held.

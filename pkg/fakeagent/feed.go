@@ -20,6 +20,8 @@ import (
 type feed[T proto.Message] struct {
 	objects  map[clusterKey]map[string]T
 	watchers map[*watcher[T]]struct{}
+	// generation counts the changes.
+	generation int64
 }
 
 func newFeed[T proto.Message]() *feed[T] {
@@ -37,6 +39,7 @@ func (f *feed[T]) put(cluster clusterKey, key string, object T) bool {
 		return false
 	}
 	objects[key] = object
+	f.generation++
 	f.tell(cluster, change[T]{key: key, object: object})
 	return true
 }
@@ -48,6 +51,7 @@ func (f *feed[T]) remove(cluster clusterKey, key string) bool {
 		return false
 	}
 	delete(f.objects[cluster], key)
+	f.generation++
 	f.tell(cluster, change[T]{key: key, object: object, removed: true})
 	return true
 }
@@ -156,7 +160,7 @@ func serve[T proto.Message](
 		return err
 	}
 	f.watchers[w] = struct{}{}
-	snapshot, generation, dropped := f.list(cluster, keep), a.generation, a.dropped
+	snapshot, generation, dropped := f.list(cluster, keep), f.generation, a.dropped
 	a.mu.Unlock()
 	defer func() {
 		a.mu.Lock()
@@ -207,7 +211,7 @@ func serve[T proto.Message](
 		a.mu.Lock()
 		changes, overflow := w.take()
 		if overflow != "" {
-			snapshot, generation = f.list(cluster, keep), a.generation
+			snapshot, generation = f.list(cluster, keep), f.generation
 		}
 		a.mu.Unlock()
 		if overflow != "" {

@@ -72,7 +72,7 @@ func (a *Agent) AddNodeGroup(described *agentv1alpha1.NodeGroup) string {
 		if described.GetCreatedAt() == nil {
 			described.CreatedAt = timestamppb.New(a.now())
 		}
-		a.clusters[cluster] = struct{}{}
+		a.ensureCluster(cluster)
 		g := &group{id: described.GetId(), cluster: cluster}
 		g.describe(described)
 		a.groups[g.id] = g

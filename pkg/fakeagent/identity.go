@@ -98,12 +98,15 @@ func (a *Agent) admit(ctx context.Context, method string) error {
 // not they exist.
 func (a *Agent) authorize(ctx context.Context, method string, request any) error {
 	rule := a.rules[method]
-	if !rule.OfCluster() {
+	if !rule.OfCluster() && !rule.OfAnyCluster {
 		return nil
 	}
 	caller, err := callerOf(ctx)
 	if err != nil {
 		return err
+	}
+	if rule.OfAnyCluster {
+		return a.onboarded(caller)
 	}
 	scoped, ok := request.(interface {
 		GetCluster() *agentv1alpha1.ClusterRef

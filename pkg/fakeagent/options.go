@@ -7,6 +7,7 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/features"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -40,6 +41,8 @@ type settings struct {
 	coolDown       time.Duration
 	tokenLifetime  time.Duration
 	version        string
+	apiVersions    []string
+	features       []string
 	trustDomain    string
 	authority      *Authority
 	clusters       []*agentv1alpha1.ClusterRef
@@ -54,6 +57,8 @@ func defaults() settings {
 		infrastructure: Infrastructure{Provision: Manual, Join: Manual},
 		tokenLifetime:  time.Hour,
 		version:        "devel",
+		apiVersions:    []string{"capi.agent.v1alpha1"},
+		features:       features.Served(features.Configured{features.ClusterAutoscaler: false}),
 		trustDomain:    TrustDomain,
 		clusters:       []*agentv1alpha1.ClusterRef{DefaultCluster()},
 	}
@@ -101,6 +106,19 @@ func WithCoolDown(period time.Duration) Option {
 // WithTokenLifetime sets how long a token of ListClaims is valid. The default is one hour.
 func WithTokenLifetime(lifetime time.Duration) Option {
 	return func(s *settings) { s.tokenLifetime = lifetime }
+}
+
+// WithFeatures sets the features that GetStatus lists; see package features. The default is those of
+// this fake. Without names it is like an agent that is older than the list. The fake does all that it
+// can do in any case.
+func WithFeatures(names ...string) Option {
+	return func(s *settings) { s.features = names }
+}
+
+// WithAPIVersions sets the API packages that GetStatus lists as served. Without names it is like an
+// agent that is older than the list.
+func WithAPIVersions(packages ...string) Option {
+	return func(s *settings) { s.apiVersions = packages }
 }
 
 // WithVersion sets the version that GetStatus reports. The default is `devel`.

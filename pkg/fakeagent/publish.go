@@ -5,6 +5,7 @@ type dirt struct {
 	groups   map[*group]struct{}
 	machines map[*machine]struct{}
 	claims   map[*claim]struct{}
+	clusters map[clusterKey]struct{}
 }
 
 func newDirt() dirt {
@@ -12,12 +13,15 @@ func newDirt() dirt {
 		groups:   map[*group]struct{}{},
 		machines: map[*machine]struct{}{},
 		claims:   map[*claim]struct{}{},
+		clusters: map[clusterKey]struct{}{},
 	}
 }
 
 func (a *Agent) touch(g *group) { a.changed.groups[g] = struct{}{} }
 
 func (a *Agent) touchClaim(c *claim) { a.changed.claims[c] = struct{}{} }
+
+func (a *Agent) touchCluster(key clusterKey) { a.changed.clusters[key] = struct{}{} }
 
 // touchMachine also touches the claim, which includes its machine.
 func (a *Agent) touchMachine(m *machine) {
@@ -31,18 +35,16 @@ func (a *Agent) touchMachine(m *machine) {
 func (a *Agent) publish() {
 	now := a.now()
 	for g := range a.changed.groups {
-		shown := false
+		a.touchCluster(g.cluster)
 		switch a.groups[g.id] {
 		case g:
-			shown = a.groupFeed.put(g.cluster, g.id, g.render(now))
+			a.groupFeed.put(g.cluster, g.id, g.render(now))
 		case nil:
-			shown = a.groupFeed.remove(g.cluster, g.id)
-		}
-		if shown {
-			a.generation++
+			a.groupFeed.remove(g.cluster, g.id)
 		}
 	}
 	for m := range a.changed.machines {
+		a.touchCluster(m.group.cluster)
 		switch {
 		case m.gone:
 			a.machineFeed.remove(m.group.cluster, m.name)
@@ -51,10 +53,19 @@ func (a *Agent) publish() {
 		}
 	}
 	for c := range a.changed.claims {
+		a.touchCluster(c.cluster)
 		if a.claims[c.cluster][c.id] == c {
 			a.claimFeed.put(c.cluster, c.id, c.render())
 		} else {
 			a.claimFeed.remove(c.cluster, c.id)
+		}
+	}
+	// The last, because it counts what was published above.
+	for key := range a.changed.clusters {
+		if shown := a.renderCluster(key); shown != nil {
+			a.clusterFeed.put(clusterKey{}, key.String(), shown)
+		} else {
+			a.clusterFeed.remove(clusterKey{}, key.String())
 		}
 	}
 	a.changed = newDirt()

@@ -65,12 +65,15 @@ type Rule struct {
 	Anyone, Everyone bool
 	// Roles are allowed for the Cluster that the request names.
 	Roles []Role
+	// OfAnyCluster means that the request names no Cluster, and that the answer is about those that the
+	// role is granted for.
+	OfAnyCluster bool
 	// AsHolder means that the request names the holder that the caller acts as.
 	AsHolder bool
 }
 
 // OfCluster reports whether the request names a Cluster that the role must be granted for.
-func (r Rule) OfCluster() bool { return len(r.Roles) > 0 }
+func (r Rule) OfCluster() bool { return len(r.Roles) > 0 && !r.OfAnyCluster }
 
 // Rules returns the rule of every served method, by its full name. They are equal to the agent's
 // rules, which a test of the agent verifies.
@@ -92,6 +95,9 @@ func Rules() map[string]Rule {
 		agentv1alpha1.MachineService_GetMachine_FullMethodName:    {Roles: readers},
 		agentv1alpha1.MachineService_ListMachines_FullMethodName:  {Roles: readers},
 		agentv1alpha1.MachineService_WatchMachines_FullMethodName: {Roles: readers},
+
+		agentv1alpha1.ClusterService_ListClusters_FullMethodName:  {Roles: readers, OfAnyCluster: true},
+		agentv1alpha1.ClusterService_WatchClusters_FullMethodName: {Roles: readers, OfAnyCluster: true},
 
 		agentv1alpha1.CertificateService_IssueCertificate_FullMethodName: {Roles: []Role{RoleCluster, RoleBootstrap}},
 

@@ -320,6 +320,9 @@ func (s claimService) SyncClaims(
 		return nil, agenterrors.SpokeMismatch("spoke_id: the live set was read in another cluster than the one that made the claims")
 	}
 	set.noteNodes()
+	if reports {
+		a.noteShim(ctx, cluster, request.GetSpokeId())
+	}
 	for _, c := range set.orphans(t.Sequence) {
 		if why := set.keeps(c); why != "" {
 			response.KeptClaimIds = append(response.KeptClaimIds, c.id)

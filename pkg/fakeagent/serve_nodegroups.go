@@ -26,7 +26,7 @@ func (s nodeGroupService) ListNodeGroups(
 	}
 	return &agentv1alpha1.ListNodeGroupsResponse{
 		NodeGroups: a.groupFeed.list(cluster, everything[*agentv1alpha1.NodeGroup]),
-		Generation: a.generation,
+		Generation: a.groupFeed.generation,
 	}, nil
 }
 

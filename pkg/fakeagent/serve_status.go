@@ -29,13 +29,14 @@ func (s statusService) GetStatus(
 	response := &agentv1alpha1.GetStatusResponse{
 		ApiVersion:          "capi.agent.v1alpha1",
 		CachesSynced:        !a.unsynced,
-		CatalogueGeneration: a.generation,
+		CatalogueGeneration: a.groupFeed.generation,
 		AgentId:             a.id,
 		Identity:            caller.name,
 		Time:                timestamppb.New(a.now()),
 	}
 	if len(caller.grants) > 0 {
 		response.Version = a.settings.version
+		response.ServedApiVersions, response.Features = slices.Clone(a.settings.apiVersions), slices.Clone(a.settings.features)
 	}
 	for _, grant := range caller.grants {
 		if !slices.Contains(response.GetRoles(), string(grant.Role)) {

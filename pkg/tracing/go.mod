@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/pkg/tracing
 
-go 1.26.11
+go 1.26.0
 
 require (
 	github.com/go-logr/logr v1.4.4

@@ -86,7 +86,7 @@ var (
 // attacks are in order: those that fill the attacker's Cluster precede those that list its content.
 var attacks = []attack{
 	{
-		name: "A1 decode bombs",
+		name: "decode bombs",
 		about: "requests that take a hundred times their size in memory: millions of empty elements, the worst legal request, ones " +
 			"that are too large, and the same by an identity without a right",
 		run:  decodeBombs,
@@ -95,7 +95,7 @@ var attacks = []attack{
 		holds: (193 + 8*4 + 16) * mebibyte,
 	},
 	{
-		name: "A1 half-sent messages",
+		name: "half-sent messages",
 		about: "16 connections with a thousand calls each that announce 4 MiB, send what a stream's window takes, " +
 			"and never the rest",
 		run:  halfSent,
@@ -104,7 +104,7 @@ var attacks = []attack{
 		holds: 2000*64*kibibyte + 8*4*mebibyte + openStreams,
 	},
 	{
-		name:  "A1 requests in small frames",
+		name:  "requests in small frames",
 		about: "16 connections with a thousand calls each, whose requests come in frames of one byte",
 		run:   smallFrames,
 		// What the agent reads before it slows the connections down never becomes a whole request.
@@ -113,7 +113,7 @@ var attacks = []attack{
 		holds: framesRead*350 + 64*(30+8+64)*kibibyte,
 	},
 	{
-		name:  "A2 fat claims",
+		name:  "fat claims",
 		about: "claims with a thousand candidates of 250 characters, made and released with a long reason, in loops",
 		run:   fatClaims,
 		// Aborted means a lost race. NotFound does not occur, because the first candidate exists.
@@ -122,14 +122,14 @@ var attacks = []attack{
 		holds: requestsHandled + 10000*4*kibibyte, writes: true,
 	},
 	{
-		name:  "A2 tombstones",
+		name:  "tombstones",
 		about: "releases of claims that never were, each with a reason of 4 KiB",
 		run:   tombstones,
 		must:  []string{ok}, may: []string{refused, late, cut},
 		holds: requestsHandled + 10000*4*kibibyte, writes: true,
 	},
 	{
-		name:  "A4 invented candidates",
+		name:  "invented candidates",
 		about: "200 at a time: may a claim be made of a thousand node groups that do not exist",
 		run:   inventedCandidates,
 		// Unavailable: the agent looks up the first few unknown names in the hub, and cannot tell about
@@ -138,7 +138,7 @@ var attacks = []attack{
 		holds: requestsHandled,
 	},
 	{
-		name:  "A4 lists",
+		name:  "lists",
 		about: "200 at a time: a list of all claims, ended ones included",
 		run:   listFlood,
 		must:  []string{ok}, may: []string{refused, late, cut},
@@ -146,7 +146,7 @@ var attacks = []attack{
 		holds: (32 + 2*64) * mebibyte,
 	},
 	{
-		name:  "A5 streams",
+		name:  "streams",
 		about: "hundreds of watches of all claims, Machines and node groups, held, or opened and closed over and over",
 		run:   streams,
 		must:  []string{heldStream, ok}, may: []string{refused, late, cut, notConnected},
@@ -154,7 +154,7 @@ var attacks = []attack{
 		holds: 32*mebibyte + openStreams,
 	},
 	{
-		name:  "A5 slow readers",
+		name:  "slow readers",
 		about: "lists and watches, of which nothing is read: the windows of 16 connections stay closed",
 		run:   slowReaders,
 		must:  []string{refused}, may: []string{closedByAgent, notConnected, late, "reset"},
@@ -162,14 +162,14 @@ var attacks = []attack{
 		holds: (32+2*64)*mebibyte + openStreams,
 	},
 	{
-		name:  "A5 connections",
+		name:  "connections",
 		about: "connections by the hundred, each with the tenant's certificate",
 		run:   manyConnections,
 		must:  []string{kept, closedByAgent}, may: []string{notConnected},
 		holds: 512 * 100 * kibibyte,
 	},
 	{
-		name:  "A5 handshakes",
+		name:  "handshakes",
 		about: "2,000 connections that say nothing, or begin a handshake and never end it",
 		run:   unfinishedHandshakes,
 		must:  []string{closedByAgent}, may: []string{kept, notConnected},

@@ -220,23 +220,23 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 	goes(hooked)
 
 	// By now everything else has waited for as long.
-	told := func(what string, about func(corev1.Event) bool) {
-		t.Helper()
-		poll(t, soon, func(ctx context.Context) (string, error) {
-			var all corev1.EventList
-			err := w.Spoke.List(ctx, &all)
-			return lo.Ternary(lo.ContainsBy(all.Items, about), "", what), err
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		var all corev1.EventList
+		err := w.Spoke.List(ctx, &all)
+		told := lo.ContainsBy(all.Items, func(e corev1.Event) bool {
+			return e.InvolvedObject.Name == ends[kept].NodeClaim && e.Reason == "MachineDeletionStuck" && strings.Contains(e.Message, ends[kept].Machine)
 		})
-	}
-	told("the NodeClaim to say that the infrastructure's machine stays", func(e corev1.Event) bool {
-		return e.InvolvedObject.Name == ends[kept].NodeClaim && e.Reason == "MachineDeletionStuck" && strings.Contains(e.Message, ends[kept].Machine)
+		return lo.Ternary(told, "", "the NodeClaim to say that the infrastructure's machine stays"), err
 	})
 	g.Expect(now(kept).Reached(journey.Gone)).To(BeFalse())
 	keeping(false)
 	goes(kept)
 
-	told("the Node to say that its pod may not be evicted", func(e corev1.Event) bool {
-		return e.InvolvedObject.Name == ends[guarded].Node && e.Reason == "FailedDraining"
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		var nodeClaim karpenterv1.NodeClaim
+		err := w.Spoke.Get(ctx, client.ObjectKey{Name: ends[guarded].NodeClaim}, &nodeClaim)
+		drained := lo.FromPtr(nodeClaim.StatusConditions().Get(karpenterv1.ConditionTypeDrained))
+		return lo.Ternary(drained.Reason == "Draining", "", "the NodeClaim to say that its Node is being drained"), err
 	})
 	g.Expect(now(guarded).Reached(journey.Gone)).To(BeFalse())
 	g.Expect(claim(guarded).CurrentPhase()).To(Equal(agentv1.PhaseBound), "nobody has released it")

@@ -35,7 +35,7 @@ const (
 // Rule identifies the violated rule.
 type Rule string
 
-// The rules. I1, I2 and I6 are defined in docs/model.md.
+// The rules. I1, I2 and I6 are defined in docs/claims.md, "What always holds".
 const (
 	OneClaimOneMachine   Rule = "I1: one claim has one Machine and one Machine has one claim"
 	OneProviderID        Rule = "I1: no two NodeClaims share a provider ID"

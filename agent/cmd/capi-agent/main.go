@@ -4,13 +4,13 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/signal"
 	"syscall"
 
 	"github.com/go-logr/logr"
+	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"go.uber.org/zap/zapcore"
 	"k8s.io/client-go/rest"
@@ -28,57 +28,54 @@ import (
 )
 
 func main() {
-	if err := run(os.Args[1:]); err != nil {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := newCommand().ExecuteContext(ctx)
+	stop()
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "capi-agent:", err)
 		os.Exit(1)
 	}
 }
 
-func run(arguments []string) error {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	if len(arguments) > 0 {
-		switch arguments[0] {
-		case "uninstall":
-			return uninstall(ctx, arguments[1:], os.Stdout)
-		case "policy":
-			return policy(arguments[1:], os.Stdout)
-		case "onboard":
-			return onboard(ctx, arguments[1:], os.Stdout, os.Stderr)
-		case "offboard":
-			return offboard(ctx, arguments[1:], os.Stdout)
-		case "metrics-docs": // for make generate-docs
-			return describeMetrics(ctx, os.Stdout)
-		}
-	}
+// newCommand returns the command that serves, with the subcommands.
+func newCommand() *cobra.Command {
 	o := options.New()
-	flags := pflag.NewFlagSet("capi-agent", pflag.ContinueOnError)
-	flags.SortFlags = false
-	flags.Usage = func() {
-		fmt.Fprintf(flags.Output(),
-			"Usage: capi-agent [flags]\n       capi-agent uninstall [flags]\n       capi-agent policy check [flags] FILE\n"+
-				"       capi-agent onboard [flags] NAMESPACE/CLUSTER\n       capi-agent offboard [flags] NAMESPACE/CLUSTER\n\n%s", flags.FlagUsages())
-	}
+	flags := newFlags()
 	o.AddFlags(flags)
-	showVersion := flags.Bool("version", false, "Print the version and exit.")
-	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
-		return nil
-	} else if err != nil {
-		return err
+	command := &cobra.Command{
+		Use:   "capi-agent",
+		Short: "Serve the node groups, claims and Machines of Cluster API clusters over gRPC",
+		Long: "Serves the node groups, claims and Machines of Cluster API clusters over gRPC, in their management cluster. " +
+			"Every flag is an environment variable as well, as in CAPI_AGENT_LISTEN_ADDRESS; the flag wins.",
+		Version: version.Version() + " " + version.Commit(),
+		Args:    cobra.NoArgs,
+		// main reports errors, and a usage of sixty flags would hide them.
+		SilenceErrors: true, SilenceUsage: true,
+		RunE: func(command *cobra.Command, _ []string) error {
+			if err := options.FromEnvironment(flags); err != nil {
+				return err
+			}
+			if err := o.Validate(); err != nil {
+				return err
+			}
+			return serve(command.Context(), o)
+		},
 	}
-	if flags.NArg() > 0 {
-		return fmt.Errorf("%q is no command; there are uninstall, policy, onboard and offboard", flags.Arg(0))
-	}
-	if *showVersion {
-		fmt.Println(version.Version(), version.Commit())
-		return nil
-	}
-	if err := options.FromEnvironment(flags); err != nil {
-		return err
-	}
-	if err := o.Validate(); err != nil {
-		return err
-	}
+	command.SetVersionTemplate("{{.Version}}\n")
+	command.Flags().SortFlags = false
+	command.Flags().AddFlagSet(flags)
+	command.AddCommand(newUninstall(), newPolicy(), newPrices(), newOnboard(), newOffboard(), newMetricsDocs())
+	return command
+}
+
+// newFlags returns a set of flags that are shown in the order of their definition.
+func newFlags() *pflag.FlagSet {
+	flags := pflag.NewFlagSet("", pflag.ContinueOnError)
+	flags.SortFlags = false
+	return flags
+}
+
+func serve(ctx context.Context, o *options.Options) error {
 	logger := newLogger(o)
 	log.SetLogger(logger)
 	klog.SetLogger(logger)

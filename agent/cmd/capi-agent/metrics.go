@@ -7,6 +7,7 @@ import (
 	"io"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
@@ -16,6 +17,15 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 )
+
+func newMetricsDocs() *cobra.Command {
+	return &cobra.Command{
+		Use: "metrics-docs", Short: "Describe the metrics, for make generate-docs", Hidden: true, Args: cobra.NoArgs,
+		RunE: func(command *cobra.Command, _ []string) error {
+			return describeMetrics(command.Context(), command.OutOrStdout())
+		},
+	}
+}
 
 // describeMetrics prints a line for each metric of an agent that uses everything: the type that
 // serves it, "?" if that is one of several metrics of a collector, a tab, and its description.

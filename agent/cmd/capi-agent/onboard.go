@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -20,68 +21,79 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
-// onboard assigns an onboarding to a Cluster, and reports on out. The secret for the spoke is
-// written to manifest, unless it is delivered directly.
-func onboard(ctx context.Context, arguments []string, manifest, out io.Writer) error {
-	flags := pflag.NewFlagSet("capi-agent onboard", pflag.ContinueOnError)
-	flags.SortFlags = false
-	flags.Usage = func() {
-		fmt.Fprintf(flags.Output(), `Usage: capi-agent onboard [flags] NAMESPACE/CLUSTER
+// onboardFlags are the flags of onboard whose values must be parsed or read.
+type onboardFlags struct {
+	onboarding.Options
 
-Onboards a Cluster: writes a new onboarding on it (the label agent.karpenter.cluster.x-k8s.io/onboarding), and makes the secret that its shim gets
-its first certificate with. The shim makes its own key in the spoke, and renews its certificate from then on. Without
+	kubeconfig, issuer, serverCA, secret string
+	spokeKubeconfig, spokeContext        string
+	resourceSet, dryRun                  bool
+}
+
+func newOnboard() *cobra.Command {
+	var f onboardFlags
+	command := &cobra.Command{
+		Use:   "onboard [flags] NAMESPACE/CLUSTER",
+		Short: "Onboard a Cluster, so that its shim gets its certificates from the agent",
+		Long: `Onboards a Cluster: writes a new onboarding on it (the label agent.karpenter.cluster.x-k8s.io/onboarding), and makes the secret
+that its shim gets its first certificate with. The shim makes its own key in the spoke, and renews its certificate from then on. Without
 --spoke-kubeconfig and --cluster-resource-set the secret is printed, to be applied to the spoke:
 
   capi-agent onboard team-a/production | kubectl --context spoke apply -f -
 
-The secret serves one key, and no longer than --valid-for. The caller needs to read the issuer's secret, and to get and patch Clusters.
-
-%s`, flags.FlagUsages())
+The secret serves one key, and no longer than --valid-for. The caller needs to read the issuer's secret, and to get and patch Clusters.`,
+		Args: exactly(1, "onboard NAMESPACE/CLUSTER"),
+		RunE: func(command *cobra.Command, args []string) error {
+			return onboard(command.Context(), args[0], f, command.OutOrStdout(), command.ErrOrStderr())
+		},
 	}
-	o := onboarding.Options{}
-	kubeconfig := addHubFlag(flags)
-	issuer := flags.String("issuer-secret", "capi-agent-system/capi-agent-ca",
+	flags := command.Flags()
+	flags.SortFlags = false
+	addHubFlag(flags, &f.kubeconfig)
+	flags.StringVar(&f.issuer, "issuer-secret", "capi-agent-system/capi-agent-ca",
 		"The secret in the hub, as `namespace/name`, with the authority that the agent has as --issuer-cert-file and --issuer-key-file.")
-	serverCA := flags.String("server-ca-file", "",
+	flags.StringVar(&f.serverCA, "server-ca-file", "",
 		"A PEM `file` with the authorities of the agent's own certificate. Empty means ca.crt of the issuer's secret, else the issuer itself.")
-	secret := flags.String("secret", "karpenter/karpenter-agent-bootstrap", "The secret to make in the spoke, as `namespace/name`.")
-	flags.StringVar(&o.TrustDomain, "trust-domain", options.New().TrustDomain, "The agent's own --trust-domain.")
-	flags.DurationVar(&o.ValidFor, "valid-for", time.Hour, "How long the spoke has until its shim has its first certificate.")
-	flags.BoolVar(&o.Again, "again", false, "Onboard a Cluster that is onboarded already. The present certificate of its shim ends at once.")
-	spokeKubeconfig := flags.String("spoke-kubeconfig", "", "Write the secret into the spoke, with this kubeconfig `file`, instead of printing it.")
-	spokeContext := flags.String("spoke-context", "", "The `context` of --spoke-kubeconfig. Empty means its current one.")
-	resourceSet := flags.Bool("cluster-resource-set", false,
+	flags.StringVar(&f.secret, "secret", "karpenter/karpenter-agent-bootstrap", "The secret to make in the spoke, as `namespace/name`.")
+	flags.StringVar(&f.TrustDomain, "trust-domain", options.New().TrustDomain, "The agent's own --trust-domain.")
+	flags.DurationVar(&f.ValidFor, "valid-for", time.Hour, "How long the spoke has until its shim has its first certificate.")
+	flags.BoolVar(&f.Again, "again", false, "Onboard a Cluster that is onboarded already. The present certificate of its shim ends at once.")
+	flags.StringVar(&f.spokeKubeconfig, "spoke-kubeconfig", "", "Write the secret into the spoke, with this kubeconfig `file`, instead of printing it.")
+	flags.StringVar(&f.spokeContext, "spoke-context", "", "The `context` of --spoke-kubeconfig. Empty means its current one.")
+	flags.BoolVar(&f.resourceSet, "cluster-resource-set", false,
 		"Have Cluster API bring the secret into the spoke, by a ClusterResourceSet for this one onboarding, instead of printing it.")
-	dryRun := flags.Bool("dry-run", false, "Say what would be done, and do nothing.")
-	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
-		return nil
-	} else if err != nil {
-		return err
-	}
+	addDryRunFlag(flags, &f.dryRun)
+	return command
+}
+
+// onboard assigns an onboarding to a Cluster, and reports on out. The secret for the spoke is
+// written to manifest, unless it is delivered directly.
+func onboard(ctx context.Context, cluster string, f onboardFlags, manifest, out io.Writer) error {
+	o := f.Options
 	var err error
-	if o.Cluster, err = clusterArgument(flags, "onboard"); err != nil {
+	if o.Cluster, err = parseCluster(cluster); err != nil {
 		return err
 	}
-	if o.Issuer, err = namedSecret(*issuer); err != nil {
+	if o.Issuer, err = namedSecret(f.issuer); err != nil {
 		return fmt.Errorf("--issuer-secret: %w", err)
 	}
-	if o.Secret, err = namedSecret(*secret); err != nil {
+	if o.Secret, err = namedSecret(f.secret); err != nil {
 		return fmt.Errorf("--secret: %w", err)
 	}
 	switch {
-	case *resourceSet && *spokeKubeconfig != "":
+	case f.resourceSet && f.spokeKubeconfig != "":
 		return errors.New("--cluster-resource-set: excludes --spoke-kubeconfig; leave one of them out")
-	case *spokeContext != "" && *spokeKubeconfig == "":
+	case f.spokeContext != "" && f.spokeKubeconfig == "":
 		return errors.New("--spoke-context: has no effect without --spoke-kubeconfig")
 	case o.ValidFor < time.Minute:
 		return fmt.Errorf("--valid-for: %s is below 1m", o.ValidFor)
 	}
-	if *serverCA != "" {
-		if o.ServerCA, err = os.ReadFile(*serverCA); err != nil {
+	if f.serverCA != "" {
+		if o.ServerCA, err = os.ReadFile(f.serverCA); err != nil {
 			return fmt.Errorf("--server-ca-file: %w", err)
 		}
 	}
-	hub, err := reach(*kubeconfig, "")
+	hub, err := reach(f.kubeconfig, "")
 	if err != nil {
 		return fmt.Errorf("--kubeconfig: %w", err)
 	}
@@ -90,12 +102,12 @@ The secret serves one key, and no longer than --valid-for. The caller needs to r
 		return fmt.Errorf("onboard: %w", err)
 	}
 	var spoke client.Client
-	if *spokeKubeconfig != "" {
-		if spoke, err = reach(*spokeKubeconfig, *spokeContext); err != nil {
+	if f.spokeKubeconfig != "" {
+		if spoke, err = reach(f.spokeKubeconfig, f.spokeContext); err != nil {
 			return fmt.Errorf("--spoke-kubeconfig: %w", err)
 		}
 	}
-	return carryOut(ctx, hub, spoke, o, prepared, delivery{resourceSet: *resourceSet, dryRun: *dryRun}, manifest, out)
+	return carryOut(ctx, hub, spoke, o, prepared, delivery{resourceSet: f.resourceSet, dryRun: f.dryRun}, manifest, out)
 }
 
 // delivery is how the secret is delivered to the spoke.
@@ -164,40 +176,45 @@ func carryOut(
 	return nil
 }
 
-// offboard ends the onboarding of a Cluster, and reports on out.
-func offboard(ctx context.Context, arguments []string, out io.Writer) error {
-	flags := pflag.NewFlagSet("capi-agent offboard", pflag.ContinueOnError)
+func newOffboard() *cobra.Command {
+	var (
+		kubeconfig string
+		dryRun     bool
+	)
+	command := &cobra.Command{
+		Use:   "offboard [flags] NAMESPACE/CLUSTER",
+		Short: "End the onboarding of a Cluster",
+		Long: `Ends the onboarding of a Cluster. The agent then refuses every certificate of the Cluster's identity, including those that were
+issued elsewhere. Its claims and Machines are not changed. To onboard it again, use capi-agent onboard.`,
+		Args: exactly(1, "offboard NAMESPACE/CLUSTER"),
+		RunE: func(command *cobra.Command, args []string) error {
+			return offboard(command.Context(), args[0], kubeconfig, dryRun, command.OutOrStdout())
+		},
+	}
+	flags := command.Flags()
 	flags.SortFlags = false
-	flags.Usage = func() {
-		fmt.Fprintf(flags.Output(), `Usage: capi-agent offboard [flags] NAMESPACE/CLUSTER
+	addHubFlag(flags, &kubeconfig)
+	addDryRunFlag(flags, &dryRun)
+	return command
+}
 
-Ends the onboarding of a Cluster. The agent then refuses every certificate of the Cluster's identity, including those that were issued elsewhere.
-Its claims and Machines are not changed. To onboard it again, use capi-agent onboard.
-
-%s`, flags.FlagUsages())
-	}
-	kubeconfig := addHubFlag(flags)
-	dryRun := flags.Bool("dry-run", false, "Say what would be done, and do nothing.")
-	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
-		return nil
-	} else if err != nil {
-		return err
-	}
-	cluster, err := clusterArgument(flags, "offboard")
+// offboard ends the onboarding of a Cluster, and reports on out.
+func offboard(ctx context.Context, name, kubeconfig string, dryRun bool, out io.Writer) error {
+	cluster, err := parseCluster(name)
 	if err != nil {
 		return err
 	}
-	hub, err := reach(*kubeconfig, "")
+	hub, err := reach(kubeconfig, "")
 	if err != nil {
 		return fmt.Errorf("--kubeconfig: %w", err)
 	}
-	was, err := onboarding.Offboard(ctx, hub, cluster, *dryRun)
+	was, err := onboarding.Offboard(ctx, hub, cluster, dryRun)
 	switch {
 	case err != nil:
 		return fmt.Errorf("offboard: %w", err)
 	case !was:
 		fmt.Fprintf(out, "%s has been offboarded before\n", cluster)
-	case *dryRun:
+	case dryRun:
 		fmt.Fprintf(out, "would offboard %s: its certificates would be refused within seconds\n", cluster)
 	default:
 		fmt.Fprintf(out, "%s is offboarded: its certificates are refused within seconds. Its claims and Machines stay\n", cluster)
@@ -205,15 +222,16 @@ Its claims and Machines are not changed. To onboard it again, use capi-agent onb
 	return nil
 }
 
-func addHubFlag(flags *pflag.FlagSet) *string {
-	return flags.String("kubeconfig", "", "The kubeconfig `file` of the hub. Empty means the KUBECONFIG variable, else ~/.kube/config.")
+func addHubFlag(flags *pflag.FlagSet, kubeconfig *string) {
+	flags.StringVar(kubeconfig, "kubeconfig", "", "The kubeconfig `file` of the hub. Empty means the KUBECONFIG variable, else ~/.kube/config.")
 }
 
-func clusterArgument(flags *pflag.FlagSet, command string) (types.NamespacedName, error) {
-	if flags.NArg() != 1 {
-		return types.NamespacedName{}, fmt.Errorf("write `capi-agent %s NAMESPACE/CLUSTER`", command)
-	}
-	cluster, err := options.ParseName(flags.Arg(0))
+func addDryRunFlag(flags *pflag.FlagSet, dryRun *bool) {
+	flags.BoolVar(dryRun, "dry-run", false, "Say what would be done, and do nothing.")
+}
+
+func parseCluster(text string) (types.NamespacedName, error) {
+	cluster, err := options.ParseName(text)
 	if err != nil {
 		return types.NamespacedName{}, fmt.Errorf("%w of a Cluster", err)
 	}

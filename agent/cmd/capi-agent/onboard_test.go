@@ -22,16 +22,16 @@ func TestMistakesInTheOnboardingCommandsAreNamed(t *testing.T) {
 		"--kubeconfig=/nofile a/b":                              "--kubeconfig:",
 		"--nonsense":                                            "unknown flag",
 	} {
-		var manifest, out strings.Builder
-		require.ErrorContains(t, onboard(t.Context(), strings.Fields(arguments), &manifest, &out), says, arguments)
-		require.Empty(t, manifest.String()+out.String())
+		said, err := run(t, append([]string{"onboard"}, strings.Fields(arguments)...)...)
+		require.ErrorContains(t, err, says, arguments)
+		require.Empty(t, said)
 	}
 	for arguments, says := range map[string]string{
 		"":                         "write `capi-agent offboard NAMESPACE/CLUSTER`",
 		"--kubeconfig=/nofile a/b": "--kubeconfig:",
 		"--kubeconfig=/nofile a":   `"a" is not <namespace>/<name> of a Cluster`,
 	} {
-		var out strings.Builder
-		require.ErrorContains(t, offboard(t.Context(), strings.Fields(arguments), &out), says, arguments)
+		_, err := run(t, append([]string{"offboard"}, strings.Fields(arguments)...)...)
+		require.ErrorContains(t, err, says, arguments)
 	}
 }

@@ -7,7 +7,7 @@ import (
 	"io"
 	"os"
 
-	"github.com/spf13/pflag"
+	"github.com/spf13/cobra"
 	"k8s.io/client-go/util/cert"
 	"k8s.io/utils/clock"
 
@@ -15,46 +15,59 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
-// policy checks a policy file, and reports its content and the rights of a certificate on out.
-func policy(arguments []string, out io.Writer) error {
-	flags := pflag.NewFlagSet("capi-agent policy check", pflag.ContinueOnError)
+func newPolicy() *cobra.Command {
+	var trustDomain, certificate string
+	check := &cobra.Command{
+		Use:   "check [flags] FILE",
+		Short: "Check a policy file as the agent does",
+		Long:  `Checks a policy file as the agent does, and names every mistake. An agent whose new policy has a mistake keeps using its last valid one.`,
+		Args:  exactly(1, "policy check FILE"),
+		RunE: func(command *cobra.Command, args []string) error {
+			return checkPolicy(args[0], trustDomain, certificate, command.OutOrStdout())
+		},
+	}
+	flags := check.Flags()
 	flags.SortFlags = false
-	flags.Usage = func() {
-		fmt.Fprintf(flags.Output(), `Usage: capi-agent policy check [flags] FILE
-
-Checks a policy file as the agent does, which goes on with its last valid policy when a new one has a mistake. Every mistake is named.
-
-%s`, flags.FlagUsages())
-	}
-	trustDomain := flags.String("trust-domain", options.New().TrustDomain, "The agent's own --trust-domain.")
-	certificate := flags.String("certificate", "",
-		"A PEM file with a client certificate, followed by those of its issuers, up to the root where the policy names the root: "+
+	flags.StringVar(&trustDomain, "trust-domain", options.New().TrustDomain, "The agent's own --trust-domain.")
+	flags.StringVar(&certificate, "certificate", "",
+		"A PEM `file` with a client certificate, followed by those of its issuers, up to the root where the policy names the root: "+
 			"what it may do is printed. Its signatures are not verified.")
-	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
+	command := &cobra.Command{Use: "policy", Short: "Work with policies of access", Args: exactly(0, "policy check FILE")}
+	command.RunE = func(*cobra.Command, []string) error { return errors.New("write `capi-agent policy check FILE`") }
+	command.AddCommand(check)
+	return command
+}
+
+// exactly accepts n arguments, and otherwise says how to write the command.
+func exactly(n int, usage string) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) != n {
+			return fmt.Errorf("write `capi-agent %s`", usage)
+		}
 		return nil
-	} else if err != nil {
-		return err
 	}
-	if flags.NArg() != 2 || flags.Arg(0) != "check" {
-		return errors.New("write `capi-agent policy check FILE`")
-	}
-	content, err := os.ReadFile(flags.Arg(1))
+}
+
+// checkPolicy checks a policy file, and reports its content, and the rights of a certificate unless
+// that is empty, on out.
+func checkPolicy(file, trustDomain, certificate string, out io.Writer) error {
+	content, err := os.ReadFile(file) //nolint:gosec // the user names it
 	if err != nil {
 		return fmt.Errorf("reading the policy file: %w", err)
 	}
-	parsed, err := authz.ParsePolicy(content, *trustDomain)
+	parsed, err := authz.ParsePolicy(content, trustDomain)
 	if err != nil {
 		return err
 	}
 	fmt.Fprintln(out, "valid:", parsed)
-	if *certificate == "" {
+	if certificate == "" {
 		return nil
 	}
-	chain, err := cert.CertsFromFile(*certificate)
+	chain, err := cert.CertsFromFile(certificate)
 	if err != nil {
 		return fmt.Errorf("--certificate: %w", err)
 	}
-	authorizer, err := authz.New(*trustDomain, func() *authz.Policy { return parsed }, clock.RealClock{})
+	authorizer, err := authz.New(trustDomain, func() *authz.Policy { return parsed }, clock.RealClock{})
 	if err != nil {
 		return fmt.Errorf("--trust-domain: %w", err)
 	}

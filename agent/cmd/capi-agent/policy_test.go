@@ -3,7 +3,6 @@ package main
 import (
 	"os"
 	"path/filepath"
-	"strings"
 	"testing"
 	"time"
 
@@ -50,16 +49,21 @@ func TestAPolicyIsCheckedAsTheAgentDoes(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "policy.yaml")
 			require.NoError(t, os.WriteFile(path, []byte(c.policy), 0o600))
-			var out strings.Builder
-			err := policy(append([]string{"check", path}, c.arguments...), &out)
+			said, err := run(t, append([]string{"policy", "check", path}, c.arguments...)...)
 			if c.err != "" {
 				require.ErrorContains(t, err, c.err)
 				return
 			}
 			require.NoError(t, err)
-			require.Contains(t, out.String(), c.said)
+			require.Contains(t, said, c.said)
 		})
 	}
-	require.ErrorContains(t, policy([]string{"check"}, nil), "write `capi-agent policy check FILE`")
-	require.ErrorContains(t, policy([]string{"check", filepath.Join(folder, "none")}, nil), "reading the policy file")
+	for says, arguments := range map[string][]string{
+		"write `capi-agent policy check FILE`": {"policy", "check"},
+		"write `capi-agent policy check":       {"policy"},
+		"reading the policy file":              {"policy", "check", filepath.Join(folder, "none")},
+	} {
+		_, err := run(t, arguments...)
+		require.ErrorContains(t, err, says)
+	}
 }

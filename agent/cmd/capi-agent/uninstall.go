@@ -2,13 +2,12 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"time"
 
 	"github.com/go-logr/logr"
-	"github.com/spf13/pflag"
+	"github.com/spf13/cobra"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
@@ -16,37 +15,39 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
-// uninstall removes everything that agents have written to the hub, and reports on out.
-func uninstall(ctx context.Context, arguments []string, out io.Writer) error {
+func newUninstall() *cobra.Command {
 	o := options.New()
-	flags := pflag.NewFlagSet("capi-agent uninstall", pflag.ContinueOnError)
+	var (
+		timeout time.Duration
+		force   bool
+	)
+	command := &cobra.Command{
+		Use:   "uninstall",
+		Short: "Remove everything that agents have written to the hub",
+		Long: `Removes everything that agents have written to the hub: ledgers, marks, finalizers and hooks, and the MachineClaims. Releases in progress are
+completed first, which requires Cluster API to be running. All other Machines stay, and are the user's from then on. Stop the agents first. The
+command can be repeated, and continues where it stopped.`,
+		Args: cobra.NoArgs,
+		RunE: func(command *cobra.Command, _ []string) error {
+			return uninstall(command.Context(), o, timeout, force, command.OutOrStdout())
+		},
+	}
+	flags := command.Flags()
 	flags.SortFlags = false
-	flags.Usage = func() {
-		fmt.Fprintf(flags.Output(), `Usage: capi-agent uninstall [flags]
-
-Removes everything that agents wrote from the hub: ledgers, marks, finalizers and hooks, and the MachineClaims. Releases that
-are under way are finished first, for which Cluster API must run. All other Machines stay, and are the user's then.
-Stop the agents before. It can be repeated, and goes on where it stopped.
-
-%s`, flags.FlagUsages())
-	}
 	o.AddScopeFlags(flags)
-	timeout := flags.Duration("timeout", 10*time.Minute, "How long to wait for releases that are under way.")
-	force := flags.Bool("force", false,
+	flags.DurationVar(&timeout, "timeout", 10*time.Minute, "How long to wait for releases that are under way.")
+	flags.BoolVar(&force, "force", false,
 		"Do not wait for releases: let their Machines go as they are. Cluster API may replace them, and a MachineDeployment may be left larger by them.")
-	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
-		return nil
-	} else if err != nil {
-		return err
-	}
-	if flags.NArg() > 0 {
-		return fmt.Errorf("uninstall takes no arguments but flags; %q is none", flags.Arg(0))
-	}
+	return command
+}
+
+// uninstall removes everything that agents have written to the hub, and reports on out.
+func uninstall(ctx context.Context, o *options.Options, timeout time.Duration, force bool, out io.Writer) error {
 	if err := o.ValidateScope(); err != nil {
 		return err
 	}
-	if *timeout <= 0 {
-		return fmt.Errorf("--timeout: %s is not above 0", *timeout)
+	if timeout <= 0 {
+		return fmt.Errorf("--timeout: %s is not above 0", timeout)
 	}
 	log.SetLogger(logr.Discard())
 	klog.SetLogger(logr.Discard())
@@ -54,9 +55,9 @@ Stop the agents before. It can be repeated, and goes on where it stopped.
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, *timeout)
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	err = agent.Uninstall(ctx, config, o, *force, func(format string, arguments ...any) { fmt.Fprintf(out, format+"\n", arguments...) })
+	err = agent.Uninstall(ctx, config, o, force, func(format string, arguments ...any) { fmt.Fprintf(out, format+"\n", arguments...) })
 	if err != nil {
 		return fmt.Errorf("uninstall: %w", err)
 	}

@@ -54,12 +54,17 @@ type caller struct {
 	// create, release and collect claims.
 	reads bool
 	acts  []string
+	// readsOther reports whether it may read data of another Cluster, but not of this one.
+	readsOther bool
 	// scales reports whether it may call as the cluster-autoscaler does, without naming a Cluster.
 	scales bool
 	// certified reports whether it may get a certificate of the Cluster, and outdated whether its
 	// own certificate belongs to a past onboarding of the Cluster.
 	certified, outdated bool
 }
+
+// readsSome reports whether it may read data of any Cluster.
+func (c caller) readsSome() bool { return c.reads || c.readsOther }
 
 // rpc is a method, with a request for the Cluster.
 type rpc struct {
@@ -82,6 +87,9 @@ type row struct {
 	open, connected bool
 	// certifies reports whether only the Cluster's own callers may call it.
 	certifies bool
+	// fleet reports whether every caller with a role for any Cluster may call it, and gets an answer
+	// about those Clusters alone.
+	fleet bool
 	// scales reports whether only the autoscaler of a single Cluster may call it.
 	scales bool
 }
@@ -111,6 +119,12 @@ func wanted(by caller, of rpc) string {
 		return codes.Unauthenticated.String()
 	case of.connected:
 		return admitted
+	case of.fleet && by.outdated && by.reads:
+		return codes.Unauthenticated.String()
+	case of.fleet && by.readsSome():
+		return admitted
+	case of.fleet:
+		return codes.PermissionDenied.String()
 	case of.scales && by.scales:
 		return admitted
 	case of.scales:
@@ -150,6 +164,9 @@ var requests = map[protoreflect.FullName]row{
 	"capi.agent.v1alpha1.MachineService.GetMachine":    {json: `{"cluster": $CLUSTER, "name": "$ID"}`, also: codes.NotFound},
 	"capi.agent.v1alpha1.MachineService.ListMachines":  {json: `{"cluster": $CLUSTER}`},
 	"capi.agent.v1alpha1.MachineService.WatchMachines": {json: `{"cluster": $CLUSTER}`},
+
+	"capi.agent.v1alpha1.ClusterService.ListClusters":  {json: `{}`, fleet: true},
+	"capi.agent.v1alpha1.ClusterService.WatchClusters": {json: `{}`, fleet: true},
 
 	"capi.agent.v1alpha1.CertificateService.IssueCertificate": {
 		// A shim on a unix socket is admitted, but has no certificate that could be renewed.
@@ -328,8 +345,8 @@ deny:
 		{name: "denied by the policy", conn: as("spiffe://karpenter-capi/denied"), connects: true},
 		{name: "no role", conn: as("spiffe://karpenter-capi/nobody"), connects: true, identified: true},
 		{name: "a Cluster that is not listed", conn: as("spiffe://karpenter-capi/cluster/" + namespace + "/unlisted"), connects: true, identified: true},
-		{name: "another Cluster", conn: as("spiffe://karpenter-capi/cluster/" + namespace + "/other"), connects: true, identified: true},
-		{name: "reader, of another Cluster", conn: as("spiffe://karpenter-capi/reader-of-other"), connects: true, identified: true},
+		{name: "another Cluster", conn: as("spiffe://karpenter-capi/cluster/" + namespace + "/other"), connects: true, identified: true, readsOther: true},
+		{name: "reader, of another Cluster", conn: as("spiffe://karpenter-capi/reader-of-other"), connects: true, identified: true, readsOther: true},
 		{name: "reader", conn: as("spiffe://karpenter-capi/reader"), connects: true, identified: true, reads: true},
 		{
 			name: "autoscaler", conn: as("spiffe://karpenter-capi/autoscaler"), connects: true, identified: true, reads: true,
@@ -363,7 +380,7 @@ deny:
 			name: "unix socket of the Cluster", conn: onSocket(authz.RoleCluster), connects: true, identified: true, reads: true,
 			acts: []string{"karpenter"}, certified: true,
 		},
-		{name: "unix socket of readers of other Clusters", conn: onSocket(authz.RoleReader), connects: true, identified: true},
+		{name: "unix socket of readers of other Clusters", conn: onSocket(authz.RoleReader), connects: true, identified: true, readsOther: true},
 		{name: "unix socket", conn: onSocket(authz.RoleAdmin), connects: true, identified: true, reads: true, acts: holders},
 		{
 			name: "loopback, without TLS", conn: connect(loopback.Addr().String(), local.NewCredentials()), connects: true, identified: true, reads: true,

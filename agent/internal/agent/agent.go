@@ -13,6 +13,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -29,6 +30,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/configmap"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/contact"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/fleet"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/inventory"
@@ -169,9 +171,18 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err != nil {
 		return nil, fmt.Errorf("making the client of the Spokes: %w", err)
 	}
+	var shownClusters *fleet.Fleet
 	keeper := spokes.New(spokes.Config{
 		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: clock.RealClock{}, Log: c.Log.WithName("spokes"),
+		Changed: func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
 	})
+	clusters := newFeed(o, fleet.Equal)
+	shownClusters = fleet.New(fleet.Config{
+		Feed: clusters, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Spokes: keeper, Scope: scope,
+	})
+	if err := shownClusters.SetupWithManager(a.manager); err != nil {
+		return nil, err
+	}
 	if err := a.manager.Add(manager.RunnableFunc(keeper.Run)); err != nil {
 		return nil, fmt.Errorf("adding the keeper of Spokes: %w", err)
 	}
@@ -185,6 +196,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Issuing: a.issuing(o, keeper), Note: a.noteOn(keeper),
 		Contact: probe,
 		Engine:  engine, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
+		Clusters:   clusters,
 		Autoscaler: autoscaler.New(autoscaler.Config{Engine: engine, Groups: held, Claims: shownClaims}),
 		Scope:      scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
 		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,

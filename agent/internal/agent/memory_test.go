@@ -42,14 +42,8 @@ var bounds = map[string]bound{
 
 var otherwise = bound{request: 256, legal: 8, illegal: 8}
 
-// methodName returns the name of a call's method, without the holder.
-func methodName(of rpc) string {
-	name, _, _ := strings.Cut(of.name(), ",")
-	return name
-}
-
 func boundOf(of rpc) bound {
-	if b, listed := bounds[methodName(of)]; listed {
+	if b, listed := bounds[strings.Split(of.name(), ",")[0]]; listed {
 		return b
 	}
 	return otherwise
@@ -63,7 +57,7 @@ func TestMemoryOfTheWorstRequests(t *testing.T) {
 	require.NoError(t, err)
 	var measured []string
 	for _, of := range target.calls(t) {
-		name := methodName(of)
+		name, _, _ := strings.Cut(of.name(), ",")
 		if slices.Contains(measured, name) {
 			continue // with another holder
 		}
@@ -114,20 +108,20 @@ const worstBegins, worstEnds = "<!-- worst requests -->\n", "<!-- end of worst r
 
 // cost returns how many MiB a request allocates. What the agent does in the background counts too, so
 // that a cost above the bound is measured again.
-func (of *target) cost(t *testing.T, call rpc, a attack, most float64) float64 {
-	t.Helper()
+func (t *target) cost(test *testing.T, of rpc, a attack, most float64) float64 { //nolint:thelper // t is the target
+	test.Helper()
 	const tries = 3
 	least := 0.0
 	for try := range tries {
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)
-		answer, err := call.send(t, of.caller(call), a.request)
+		answer, err := of.send(test, t.caller(of), a.request)
 		runtime.ReadMemStats(&after)
 		// It is unavailable for candidates that the agent has not seen yet.
-		require.Contains(t, append(slices.Clip(answerable), codes.Unavailable), status.Code(err), "%s: %v", a.name, err)
+		require.Contains(test, append(slices.Clip(answerable), codes.Unavailable), status.Code(err), "%s: %v", a.name, err)
 		// The answer may name every claim that the request names.
-		require.LessOrEqual(t, len(answer), maxFuzzedAnswer+len(a.request), a.name)
-		require.LessOrEqual(t, proto.Size(status.Convert(err).Proto()), maxFuzzedStatus, a.name)
+		require.LessOrEqual(test, len(answer), maxFuzzedAnswer+len(a.request), a.name)
+		require.LessOrEqual(test, proto.Size(status.Convert(err).Proto()), maxFuzzedStatus, a.name)
 		cost := float64(after.TotalAlloc-before.TotalAlloc) / mebibyte
 		if try == 0 || cost < least {
 			least = cost
@@ -144,7 +138,7 @@ func worstTable(calls []rpc) string {
 	text.WriteString("| method | request, at most | worst legal request | worst illegal request |\n|---|---|---|---|\n")
 	var shown []string
 	for _, of := range calls {
-		name := methodName(of)
+		name, _, _ := strings.Cut(of.name(), ",")
 		if slices.Contains(shown, name) {
 			continue
 		}

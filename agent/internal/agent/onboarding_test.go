@@ -653,3 +653,47 @@ func TestASilentSpokeIsNotConnected(t *testing.T) {
 	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1"})
 	require.Equal(t, v1alpha1.SynchronizedReason, connected().Reason)
 }
+
+// Each agent shows the shims that call the others, and is told once something is new.
+func TestWhatOneAgentNotesTheOthersShow(t *testing.T) {
+	namespace := plane.Namespace(t)
+	cluster := capitest.NewCluster(namespace, "spoke")
+	plane.Create(t, cluster)
+	key, now := kubeclient.ObjectKeyFromObject(cluster), clocktesting.NewFakeClock(time.Now())
+	var told []types.NamespacedName
+	keeper := func() *spokes.Spokes {
+		return spokes.New(spokes.Config{
+			Client: plane.Client, Namespaces: []string{namespace}, Clock: now, Serves: func(types.NamespacedName) bool { return true },
+			Changed: func(cluster types.NamespacedName) { told = append(told, cluster) },
+		})
+	}
+	one, other := keeper(), keeper()
+	one.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1"})
+	require.Equal(t, []types.NamespacedName{key}, told)
+	status, known := one.Status(key)
+	require.True(t, known)
+	require.Equal(t, "karpenter/v1", status.ShimVersion)
+	_, known = other.Status(key)
+	require.False(t, known)
+
+	now.Step(time.Minute)
+	require.NoError(t, other.Read(t.Context()))
+	require.NoError(t, other.Look(t.Context()))
+	require.NoError(t, one.Look(t.Context()))
+	require.Equal(t, []types.NamespacedName{key, key}, told, "the other has learnt it, and nothing else is new")
+	status, known = other.Status(key)
+	require.True(t, known)
+	require.True(t, meta.IsStatusConditionTrue(status.Conditions, v1alpha1.ConnectedCondition))
+
+	now.Step(time.Hour)
+	require.NoError(t, other.Look(t.Context()))
+	require.Len(t, told, 3)
+	status, _ = other.Status(key)
+	require.True(t, meta.IsStatusConditionFalse(status.Conditions, v1alpha1.ConnectedCondition))
+
+	require.NoError(t, plane.Client.Delete(t.Context(), &v1alpha1.Spoke{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "spoke"}}))
+	require.NoError(t, other.Look(t.Context()))
+	require.Len(t, told, 4)
+	_, known = other.Status(key)
+	require.False(t, known)
+}

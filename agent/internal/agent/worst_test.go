@@ -336,7 +336,7 @@ func (w worst) walk(
 			kind != protoreflect.StringKind && kind != protoreflect.BytesKind && kind != protoreflect.MessageKind {
 			continue
 		}
-		to := slices.Concat(numbers, []protowire.Number{field.Number()})
+		to := append(slices.Clone(numbers), field.Number())
 		name := strings.TrimPrefix(path+"."+string(field.Name()), ".")
 		visit(name, to, field)
 		if field.Message() != nil {

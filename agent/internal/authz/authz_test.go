@@ -455,6 +455,7 @@ func TestEveryMethodHasARule(t *testing.T) {
 		namesCluster := field != nil && field.Message() != nil && field.Message().FullName() == proto.MessageName(&agentv1alpha1.ClusterRef{})
 		g.Expect(rule.OfCluster).To(Equal(namesCluster), "%s", name)
 		g.Expect(rule.OneCluster).To(Equal(strings.HasPrefix(name, "/clusterautoscaler.")), "%s", name)
+		g.Expect(rule.OfAnyCluster).To(Equal(strings.HasPrefix(name, "/capi.agent.v1alpha1.ClusterService/")), "%s", name)
 		if rule.OfCluster {
 			g.Expect(rule.Anyone || rule.Everyone).To(BeFalse(), "%s", name)
 			// A Cluster's certificate is for the Cluster's own callers only: it would outlive an

@@ -22,6 +22,7 @@ func TestTheFakeAgentHasTheseRoles(t *testing.T) {
 			g.Expect(fake.Everyone).To(Equal(rule.Everyone))
 			g.Expect(fake.AsHolder).To(Equal(rule.AsHolder))
 			g.Expect(fake.OfCluster()).To(Equal(rule.OfCluster))
+			g.Expect(fake.OfAnyCluster).To(Equal(rule.OfAnyCluster))
 			for _, role := range roles {
 				g.Expect(slices.Contains(fake.Roles, fakeagent.Role(role))).To(Equal(slices.Contains(rule.Roles, role)), string(role))
 			}

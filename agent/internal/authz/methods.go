@@ -23,6 +23,9 @@ type Rule struct {
 	// OneCluster means that the request names no Cluster: it is for the only one that the caller was
 	// granted one of the roles for; see [Caller.OnlyCluster].
 	OneCluster bool
+	// OfAnyCluster means that the request names no Cluster, and that the response holds those that the
+	// caller was granted one of the roles for.
+	OfAnyCluster bool
 	// AsHolder means that the request names the holder that the caller acts as. One of the caller's
 	// roles must allow this holder; see [Holders].
 	AsHolder bool
@@ -56,6 +59,9 @@ var Methods = map[string]Rule{
 	agentv1alpha1.MachineService_GetMachine_FullMethodName:    {Roles: readers, OfCluster: true},
 	agentv1alpha1.MachineService_ListMachines_FullMethodName:  {Roles: readers, OfCluster: true},
 	agentv1alpha1.MachineService_WatchMachines_FullMethodName: {Roles: readers, OfCluster: true},
+
+	agentv1alpha1.ClusterService_ListClusters_FullMethodName:  {Roles: readers, OfAnyCluster: true},
+	agentv1alpha1.ClusterService_WatchClusters_FullMethodName: {Roles: readers, OfAnyCluster: true},
 
 	// Administrators are not listed: they have no identity of a Cluster to be signed.
 	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName: {

@@ -128,21 +128,41 @@ func repository() (string, error) {
 }
 
 func crds(top string) ([]*apiextensionsv1.CustomResourceDefinition, error) {
+	ours := filepath.Join(top, "deploy", "charts", "agent", "crds", "agent.karpenter.cluster.x-k8s.io_")
+	own, err := readCRDs(ours+"machineclaims.yaml", ours+"spokes.yaml")
+	if err != nil {
+		return nil, err
+	}
+	const bases = "core/config/crd/bases/"
+	theirs, err := ClusterAPICRDs(
+		bases+"addons.cluster.x-k8s.io_clusterresourcesets.yaml", bases+"cluster.x-k8s.io_clusters.yaml", bases+"cluster.x-k8s.io_machinedeployments.yaml",
+		bases+"cluster.x-k8s.io_machinesets.yaml", bases+"cluster.x-k8s.io_machines.yaml", bases+"cluster.x-k8s.io_machinehealthchecks.yaml",
+	)
+	return slices.Concat([]*apiextensionsv1.CustomResourceDefinition{infrastructureTemplateCRD()}, own, theirs), err
+}
+
+// ClusterAPICRDs reads CustomResourceDefinitions from Cluster API's module, given their paths in it.
+// Each has one version, the newest, because there is no conversion webhook.
+func ClusterAPICRDs(paths ...string) ([]*apiextensionsv1.CustomResourceDefinition, error) {
+	top, err := repository()
+	if err != nil {
+		return nil, err
+	}
 	list := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/cluster-api")
 	list.Dir = filepath.Join(top, "agent")
 	out, err := list.Output()
 	if err != nil {
 		return nil, fmt.Errorf("finding the module sigs.k8s.io/cluster-api: %w", err)
 	}
-	bases := filepath.Join(strings.TrimSpace(string(out)), "core", "config", "crd", "bases")
-	files := []string{filepath.Join(bases, "addons.cluster.x-k8s.io_clusterresourcesets.yaml")}
-	for _, kind := range []string{"machineclaims", "spokes"} {
-		files = append(files, filepath.Join(top, "deploy", "charts", "agent", "crds", "agent.karpenter.cluster.x-k8s.io_"+kind+".yaml"))
+	files := make([]string, 0, len(paths))
+	for _, path := range paths {
+		files = append(files, filepath.Join(strings.TrimSpace(string(out)), filepath.FromSlash(path)))
 	}
-	for _, kind := range []string{"clusters", "machinedeployments", "machinesets", "machines", "machinehealthchecks"} {
-		files = append(files, filepath.Join(bases, "cluster.x-k8s.io_"+kind+".yaml"))
-	}
-	all := []*apiextensionsv1.CustomResourceDefinition{infrastructureTemplateCRD()}
+	return readCRDs(files...)
+}
+
+func readCRDs(files ...string) ([]*apiextensionsv1.CustomResourceDefinition, error) {
+	all := make([]*apiextensionsv1.CustomResourceDefinition, 0, len(files))
 	for _, file := range files {
 		content, err := os.ReadFile(file)
 		if err != nil {

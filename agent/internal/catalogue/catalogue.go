@@ -113,7 +113,7 @@ func New(c Config) (*Catalogue, error) {
 		groups: map[types.NamespacedName]*entry{},
 		problems: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "capi_agent_node_group_problems",
-			Help: "Values of a node group's description that cannot be used.",
+			Help: "Number of unusable values in a node group's description.",
 		}, []string{"namespace", "machine_deployment"}),
 	}
 	if c.Registerer != nil {

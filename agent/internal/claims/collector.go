@@ -41,44 +41,46 @@ const (
 
 var (
 	ledgerDescription = prometheus.NewDesc("capi_agent_ledger_machines",
-		"Machines of a node group by owner, according to its ledger: floor (the user's), spare (no claim's), pending (accounted for, "+
-			"their Machine not named yet), named (Machine named, not bound yet), releasing (being removed, replica held), "+
+		"Machines of a node group by owner, according to its ledger: floor (owned by the user), spare (not claimed), pending (admitted claims "+
+			"without an assigned Machine), named (assigned to a claim, not bound yet), releasing (being removed, replica held), "+
 			"given_back (being removed, replica removed).",
 		[]string{namespaceLabel, deploymentLabel, "part"}, nil)
 	replicasDescription = prometheus.NewDesc("capi_agent_node_group_replicas",
 		"spec.replicas of the MachineDeployment of a node group that has a ledger.", []string{namespaceLabel, deploymentLabel}, nil)
 	sequenceDescription = prometheus.NewDesc("capi_agent_ledger_sequence",
-		"How often the ledger of a node group was written.", []string{namespaceLabel, deploymentLabel}, nil)
+		"Number of times the ledger of a node group was written.", []string{namespaceLabel, deploymentLabel}, nil)
 	unreadableDescription = prometheus.NewDesc("capi_agent_ledger_unreadable",
-		"1 for a node group whose ledger this agent cannot read: a newer agent's, or edited by hand.",
+		"1 for a node group whose ledger this agent cannot read, because a newer agent wrote it or it was edited by hand.",
 		[]string{namespaceLabel, deploymentLabel}, nil)
 	frozenDescription = prometheus.NewDesc("capi_agent_node_group_frozen",
-		"1 for a node group that is frozen because another writer set its replicas below what is claimed, or writes one number again and again.",
+		"1 for a node group that is frozen because another writer set its replicas below the number of claims, or keeps overwriting them.",
 		[]string{namespaceLabel, deploymentLabel}, nil)
 	claimsDescription = prometheus.NewDesc("capi_agent_claims",
-		"Claims by node group and phase; ended ones while they are remembered.", []string{namespaceLabel, deploymentLabel, "phase"}, nil)
+		"Claims by node group and phase. Ended claims are counted as long as their tombstones are kept.",
+		[]string{namespaceLabel, deploymentLabel, "phase"}, nil)
 	clusterClaimsDescription = prometheus.NewDesc("capi_agent_cluster_claims",
-		"Claims of a Cluster by state (live; ended: those that are remembered), each of which has a limit.",
+		"Claims of a Cluster by state (live: not ended; ended: tombstones). Each state has its own limit.",
 		[]string{namespaceLabel, clusterLabel, "state"}, nil)
 )
 
 // Recent operations and their limits, so that an alert need not repeat the agent's options.
 var (
 	releasesDescription = prometheus.NewDesc("capi_agent_cluster_recent_releases",
-		"Claims of a Cluster that had a Machine and were released within --release-window.", []string{namespaceLabel, clusterLabel}, nil)
+		"Claims of a Cluster with a Machine that were released within the last --release-window.", []string{namespaceLabel, clusterLabel}, nil)
 	creationsDescription = prometheus.NewDesc("capi_agent_node_group_recent_creations",
-		"Claims of a node group that were made within a minute.", []string{namespaceLabel, deploymentLabel}, nil)
+		"Claims of a node group that were created within the last minute.", []string{namespaceLabel, deploymentLabel}, nil)
 	limitDescription = prometheus.NewDesc("capi_agent_limit",
-		"The limits that are set (live and ended: claims of a Cluster; creations: claims of a node group within a minute; releases: of a "+
+		"Configured limits (live, ended: claims of a Cluster; creations: claims of a node group within a minute; releases: claims of a "+
 			"Cluster within --release-window).", []string{"limit"}, nil)
 	ownLimitDescription = prometheus.NewDesc("capi_agent_cluster_limit",
-		"The limits of a Cluster that has annotations for them, which replace capi_agent_limit; 0 for none.",
+		"Limits that a Cluster's annotations set instead of capi_agent_limit. 0 means no limit.",
 		[]string{namespaceLabel, clusterLabel, "limit"}, nil)
 )
 
 // keptDescription is by Cluster, because such claims do not concern their node group.
 var keptDescription = prometheus.NewDesc("capi_agent_claims_owner_missing",
-	"Claims of a Cluster that are kept although their holder's live set lacks them: a person has to look.", []string{namespaceLabel, "cluster"}, nil)
+	"Claims of a Cluster that are kept although they are missing from their holder's live set. They require manual action.",
+	[]string{namespaceLabel, "cluster"}, nil)
 
 func (c collector) Describe(descriptions chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{

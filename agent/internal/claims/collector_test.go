@@ -55,30 +55,30 @@ func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
 	err := testutil.CollectAndCompare((&Engine{Config: Config{
 		Client: c, Clock: clocktesting.NewFakeClock(newTestTime()), Bounds: Bounds{Claims: 20, Releases: 3, ReleaseWindow: 10 * time.Minute},
 	}}).Collector(), strings.NewReader(`
-# HELP capi_agent_claims Claims by node group and phase; ended ones while they are remembered.
+# HELP capi_agent_claims Claims by node group and phase. Ended claims are counted as long as their tombstones are kept.
 # TYPE capi_agent_claims gauge
 capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Bound"} 1
 capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Ended"} 1
 capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Pending"} 2
-# HELP capi_agent_cluster_claims Claims of a Cluster by state (live; ended: those that are remembered), each of which has a limit.
+# HELP capi_agent_cluster_claims Claims of a Cluster by state (live: not ended; ended: tombstones). Each state has its own limit.
 # TYPE capi_agent_cluster_claims gauge
 capi_agent_cluster_claims{cluster="spoke",namespace="fleet",state="ended"} 1
 capi_agent_cluster_claims{cluster="spoke",namespace="fleet",state="live"} 3
-# HELP capi_agent_cluster_recent_releases Claims of a Cluster that had a Machine and were released within --release-window.
+# HELP capi_agent_cluster_recent_releases Claims of a Cluster with a Machine that were released within the last --release-window.
 # TYPE capi_agent_cluster_recent_releases gauge
 capi_agent_cluster_recent_releases{cluster="spoke",namespace="fleet"} 1
-# HELP capi_agent_cluster_limit The limits of a Cluster that has annotations for them, which replace capi_agent_limit; 0 for none.
+# HELP capi_agent_cluster_limit Limits that a Cluster's annotations set instead of capi_agent_limit. 0 means no limit.
 # TYPE capi_agent_cluster_limit gauge
 capi_agent_cluster_limit{cluster="spoke",limit="live",namespace="fleet"} 5
 capi_agent_cluster_limit{cluster="spoke",limit="releases",namespace="fleet"} 3
-# HELP capi_agent_limit The limits that are set (live and ended: claims of a Cluster; creations: claims of a node group within a minute; releases: of a Cluster within --release-window).
+# HELP capi_agent_limit Configured limits (live, ended: claims of a Cluster; creations: claims of a node group within a minute; releases: claims of a Cluster within --release-window).
 # TYPE capi_agent_limit gauge
 capi_agent_limit{limit="live"} 20
 capi_agent_limit{limit="releases"} 3
-# HELP capi_agent_node_group_recent_creations Claims of a node group that were made within a minute.
+# HELP capi_agent_node_group_recent_creations Claims of a node group that were created within the last minute.
 # TYPE capi_agent_node_group_recent_creations gauge
 capi_agent_node_group_recent_creations{machine_deployment="workers",namespace="fleet"} 1
-# HELP capi_agent_ledger_machines Machines of a node group by owner, according to its ledger: floor (the user's), spare (no claim's), pending (accounted for, their Machine not named yet), named (Machine named, not bound yet), releasing (being removed, replica held), given_back (being removed, replica removed).
+# HELP capi_agent_ledger_machines Machines of a node group by owner, according to its ledger: floor (owned by the user), spare (not claimed), pending (admitted claims without an assigned Machine), named (assigned to a claim, not bound yet), releasing (being removed, replica held), given_back (being removed, replica removed).
 # TYPE capi_agent_ledger_machines gauge
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="floor"} 2
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="given_back"} 1
@@ -86,10 +86,10 @@ capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="pending"} 2
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="releasing"} 1
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="spare"} 1
-# HELP capi_agent_ledger_sequence How often the ledger of a node group was written.
+# HELP capi_agent_ledger_sequence Number of times the ledger of a node group was written.
 # TYPE capi_agent_ledger_sequence gauge
 capi_agent_ledger_sequence{machine_deployment="workers",namespace="fleet"} 7
-# HELP capi_agent_ledger_unreadable 1 for a node group whose ledger this agent cannot read: a newer agent's, or edited by hand.
+# HELP capi_agent_ledger_unreadable 1 for a node group whose ledger this agent cannot read, because a newer agent wrote it or it was edited by hand.
 # TYPE capi_agent_ledger_unreadable gauge
 capi_agent_ledger_unreadable{machine_deployment="broken",namespace="fleet"} 1
 # HELP capi_agent_node_group_replicas spec.replicas of the MachineDeployment of a node group that has a ledger.

@@ -18,22 +18,22 @@ import (
 var (
 	createSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name:    "capi_agent_claim_create_seconds",
-		Help:    "Time that a claim of a Cluster took to become durable, in seconds.",
+		Help:    "Time until a claim of a Cluster was durable, in seconds.",
 		Buckets: prometheus.ExponentialBuckets(0.005, 2, 12),
 	}, []string{namespaceLabel, clusterLabel})
 	createsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claim_creates_total",
-		Help: "Attempts to make a claim of a Cluster, by result (durable; refused: the request cannot be met; cancelled: by the caller; " +
-			"failed: the agent or the hub did not do what was asked for, or not in time).",
+		Help: "Attempts to create a claim of a Cluster, by result (durable; refused: the request cannot be met; cancelled: by the caller; " +
+			"failed: an error or a timeout of the agent or the hub).",
 	}, []string{namespaceLabel, clusterLabel, "result"})
 	boundSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name:    "capi_agent_claim_bound_seconds",
-		Help:    "Time from the creation of a Cluster's claim to its Machine, in seconds.",
+		Help:    "Time from the creation of a Cluster's claim until it was bound to its Machine, in seconds.",
 		Buckets: prometheus.ExponentialBuckets(0.25, 2, 14),
 	}, []string{namespaceLabel, clusterLabel})
 	joinedSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name: "capi_agent_claim_node_joined_seconds",
-		Help: "Time from the creation of a Cluster's claim until its shim, which does so each minute, reports the Machine's Node as registered, " +
+		Help: "Time from the creation of a Cluster's claim until its shim reported the Machine's Node as registered, accurate to a minute, " +
 			"in seconds.",
 		// From a quarter of a minute to four hours and a quarter.
 		Buckets: prometheus.ExponentialBuckets(15, 2, 11),
@@ -44,8 +44,8 @@ var (
 	}, []string{namespaceLabel, clusterLabel, deploymentLabel, "reason"})
 	refusedTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claims_refused_total",
-		Help: "Claims and releases that were refused because a limit is reached (live: claims that have not ended; ended: ended claims that are " +
-			"remembered; quota: the hub's ResourceQuota; creations: --max-creations-per-minute; releases: --max-releases-per-window).",
+		Help: "Claims and releases that were refused because a limit was reached (live: claims that have not ended; ended: tombstones; " +
+			"quota: the hub's ResourceQuota; creations: --max-creations-per-minute; releases: --max-releases-per-window).",
 	}, []string{namespaceLabel, clusterLabel, "limit"})
 	writesTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_ledger_writes_total",
@@ -53,12 +53,12 @@ var (
 	}, []string{"kind", "result"})
 	loweringsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_replicas_lowered_total",
-		Help: "How often another writer set the replicas of a node group below what is claimed, or twice back to a number of its own, " +
-			"which froze the group.",
+		Help: "Number of times a node group was frozen because another writer set its replicas below the number of claims, " +
+			"or overwrote them twice.",
 	}, []string{namespaceLabel, deploymentLabel})
 	panicsTotal = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "capi_agent_claim_panics_total",
-		Help: "Steps of node groups that panicked: bugs. The log names the node group and has the stack.",
+		Help: "Steps of node groups that panicked because of a bug. The log contains the node group and the stack trace.",
 	})
 	actionsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claim_actions_total",

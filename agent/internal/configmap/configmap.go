@@ -78,7 +78,7 @@ func (c caches) GetCache() cache.Cache { return c.Cache }
 func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
 	f := &Follower[T]{Config: c, first: make(chan struct{}), usable: prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "capi_agent_" + lo.SnakeCase(c.What) + "_usable",
-		Help: "1 while the " + c.What + " that is there now can be used; 0 when the last good one is used, or none.",
+		Help: "1 if the current " + c.What + " is usable. 0 if the last usable one is in use instead, or none.",
 	})}
 	if c.Registerer != nil {
 		if err := c.Registerer.Register(f.usable); err != nil {

@@ -82,6 +82,7 @@ type Feed[T any] struct {
 	// generations counts the changes of each Cluster's objects. An entry stays when no objects are
 	// left.
 	generations map[types.NamespacedName]int64
+	observers   []func(cluster types.NamespacedName)
 	ready       chan struct{}
 	closed      bool
 	resyncs     int64
@@ -141,6 +142,17 @@ func (f *Feed[T]) changed(cluster types.NamespacedName, key string) {
 	for subscriber := range f.subscribers[cluster] {
 		subscriber.note(key)
 	}
+	for _, observe := range f.observers {
+		observe(cluster)
+	}
+}
+
+// Observe makes the feed call a function after each change of an object, with the Cluster of the
+// object. The function must be fast, must be safe for concurrent use, and must not call the feed.
+func (f *Feed[T]) Observe(observe func(cluster types.NamespacedName)) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.observers = append(f.observers, observe)
 }
 
 // SetReady marks the view as complete. From then on, reads and subscriptions succeed.
@@ -467,6 +479,23 @@ func (s *Subscription[T]) Close() {
 	delete(s.feed.subscribers[s.cluster], s)
 	if len(s.feed.subscribers[s.cluster]) == 0 {
 		delete(s.feed.subscribers, s.cluster)
+	}
+}
+
+// Count returns how many objects a Cluster has.
+func (f *Feed[T]) Count(cluster types.NamespacedName) int {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	return len(f.scopes[cluster])
+}
+
+// Each calls a function for each object of a Cluster, in no particular order. The function must be
+// fast, and must neither modify the object nor call the feed.
+func (f *Feed[T]) Each(cluster types.NamespacedName, do func(T)) {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	for _, object := range f.scopes[cluster] {
+		do(object)
 	}
 }
 

@@ -170,12 +170,12 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 		lists: semaphore.NewWeighted(listsInAll), unknown: newHandshakes(),
 		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_calls_refused_total",
-			Help: "Calls and connections refused because their caller had too much open or called too often, by reason and method.",
+			Help: "Calls and connections that were refused because the caller exceeded a limit, by reason and method.",
 		}, []string{"reason", "method"}),
 		slowed: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_slow_reads_total",
-			Help: "Reads of a caller's connection that were delayed, by reason (refusals: it keeps calling although its calls are rejected; " +
-				"frames: it sends too many HTTP/2 frames).",
+			Help: "Reads from a caller's connection that were delayed, by reason (refusals: the caller keeps calling although its calls are rejected; " +
+				"frames: the caller sends too many HTTP/2 frames).",
 		}, []string{"reason"}),
 	}
 	if registerer != nil {

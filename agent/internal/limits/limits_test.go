@@ -52,7 +52,7 @@ func TestACallerThatCallsTooOftenIsRefusedAndNoOther(t *testing.T) {
 	clock.Step(500 * time.Millisecond)
 	begin(t, l, "a", false).End()
 	require.NoError(t, testutil.GatherAndCompare(registry, strings.NewReader(`
-# HELP capi_agent_calls_refused_total Calls and connections refused because their caller had too much open or called too often, by reason and method.
+# HELP capi_agent_calls_refused_total Calls and connections that were refused because the caller exceeded a limit, by reason and method.
 # TYPE capi_agent_calls_refused_total counter
 capi_agent_calls_refused_total{method="/m",reason="rate"} 1
 `)))

@@ -30,6 +30,35 @@ func Cluster(name types.NamespacedName) *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: name.Namespace, Name: name.Name}
 }
 
+// FleetCluster converts a Cluster, without what it has and without its shim.
+func FleetCluster(c *clusterv1.Cluster) *agentv1alpha1.Cluster {
+	return &agentv1alpha1.Cluster{
+		Ref:       Cluster(types.NamespacedName{Namespace: c.Namespace, Name: c.Name}),
+		Uid:       string(c.UID),
+		CreatedAt: timestamp(c.CreationTimestamp.Time),
+		Paused:    c.Spec.Paused != nil && *c.Spec.Paused,
+		Deleting:  !c.DeletionTimestamp.IsZero(),
+	}
+}
+
+// Shim converts what the agents have seen of a shim. It returns nil for a shim that has never
+// synchronized.
+func Shim(s *v1alpha1.SpokeStatus) *agentv1alpha1.Shim {
+	if s.LastSyncTime == nil {
+		return nil
+	}
+	message := &agentv1alpha1.Shim{
+		Connected: meta.IsStatusConditionTrue(s.Conditions, v1alpha1.ConnectedCondition),
+		LastSync:  timestamp(s.LastSyncTime.Time),
+		Version:   text(s.ShimVersion),
+		SpokeId:   text(s.SpokeID),
+	}
+	if s.Certificate != nil && s.Certificate.NotAfter != nil {
+		message.CertificateNotAfter = timestamp(s.Certificate.NotAfter.Time)
+	}
+	return message
+}
+
 // NodeGroup converts a node group.
 func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 	capacityType, err := wire.ParseCapacityType(g.Machine.CapacityType)

@@ -101,7 +101,7 @@ func New(c Config) (*Nodes, error) {
 		strandedOf: map[types.NamespacedName]map[types.NamespacedName]bool{},
 		unusable: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "capi_agent_node_report_unusable_values_total",
-			Help: "Quantities in reports about Nodes that could not be read and were ignored.",
+			Help: "Quantities in reports about Nodes that were ignored because they could not be parsed.",
 		}),
 	}
 	if c.Registerer != nil {

@@ -38,7 +38,7 @@ type Follower struct {
 func New(mgr manager.Manager, c Config) (*Follower, error) {
 	f := &Follower{changes: make(chan event.TypedGenericEvent[types.NamespacedName], 1)}
 	entries := prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "capi_agent_price_list_entries", Help: "Prices in the list that is used.",
+		Name: "capi_agent_price_list_entries", Help: "Number of prices in the price list in use.",
 	})
 	if c.Registerer != nil {
 		if err := c.Registerer.Register(entries); err != nil {

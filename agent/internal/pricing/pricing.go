@@ -75,7 +75,7 @@ func (p Policy) Of(md *clusterv1.MachineDeployment, machine capacity.Description
 	if annotated != nil {
 		return *annotated, problems
 	}
-	if price, found := p.List.price(machine); found {
+	if price, found := p.List.price(selectorOf(md, machine)); found {
 		if price.Currency == "" {
 			price.Currency = p.Currency
 		}

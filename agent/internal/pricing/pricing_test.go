@@ -109,6 +109,68 @@ func TestAnnotationOverTheMostSpecificEntryOverEstimate(t *testing.T) {
 	}
 }
 
+// One list may serve hubs with several regions, providers and Clusters.
+func TestTheMostSpecificEntryWins(t *testing.T) {
+	g := NewWithT(t)
+	const content = `
+prices:
+- {instanceType: a, perHour: 1}
+- {instanceType: a, capacityType: spot, perHour: 2}
+- {instanceType: a, infrastructure: Metal3Machine, perHour: 3}
+- {instanceType: a, region: r, perHour: 4}
+- {instanceType: a, region: r, infrastructure: Metal3Machine, perHour: 5}
+- {instanceType: a, zone: z, perHour: 6}
+- {instanceType: a, cluster: "*/*", perHour: 7}
+- {instanceType: a, cluster: team-b/*, perHour: 8}
+- {instanceType: a, cluster: team-b/production, perHour: 9}
+- {instanceType: a, cluster: team-b/production, zone: z, perHour: 10}
+- {instanceType: b, cluster: team-*/p*, perHour: 11}
+`
+	list, err := pricing.ParseList("the list", []byte(content))
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(list.Len()).To(Equal(11))
+	withoutClusters, err := pricing.ParseList("the list", []byte(strings.ReplaceAll(content, `cluster: "*/*"`, "cluster: nobody/*")))
+	g.Expect(err).NotTo(HaveOccurred())
+	for name, c := range map[string]struct {
+		list                                                      *pricing.List
+		instanceType, cluster, zone, region, infrastructure, kind string
+		perHour                                                   float64
+		detail                                                    string
+	}{
+		"none":          {withoutClusters, "a", "team-a/x", "", "", "AWSMachine", "on-demand", 1, "instanceType=a"},
+		"capacity type": {withoutClusters, "a", "team-a/x", "", "", "AWSMachine", "spot", 2, "instanceType=a,capacityType=spot"},
+		"provider over capacity type": {
+			withoutClusters, "a", "team-a/x", "", "", "Metal3Machine", "spot", 3, "instanceType=a,infrastructure=Metal3Machine",
+		},
+		"region": {withoutClusters, "a", "team-a/x", "", "r", "AWSMachine", "spot", 4, "instanceType=a,region=r"},
+		"region and provider": {
+			withoutClusters, "a", "team-a/x", "", "r", "Metal3Machine", "spot", 5, "instanceType=a,region=r,infrastructure=Metal3Machine",
+		},
+		"zone over region":       {withoutClusters, "a", "team-a/x", "z", "r", "Metal3Machine", "spot", 6, "instanceType=a,zone=z"},
+		"any Cluster over zone":  {list, "a", "team-a/x", "z", "r", "Metal3Machine", "spot", 7, "instanceType=a,cluster=*/*"},
+		"pattern":                {list, "a", "team-b/x", "z", "r", "Metal3Machine", "spot", 8, "instanceType=a,cluster=team-b/*"},
+		"Cluster over pattern":   {list, "a", "team-b/production", "", "", "AWSMachine", "spot", 9, "instanceType=a,cluster=team-b/production"},
+		"Cluster and zone":       {list, "a", "team-b/production", "z", "", "AWSMachine", "spot", 10, "instanceType=a,cluster=team-b/production,zone=z"},
+		"asterisks in each part": {list, "b", "team-c/prod", "", "", "AWSMachine", "spot", 11, "instanceType=b,cluster=team-*/p*"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			md := &clusterv1.MachineDeployment{}
+			md.Namespace, md.Spec.ClusterName, _ = strings.Cut(c.cluster, "/")
+			md.Spec.Template.Spec.InfrastructureRef.Kind = c.infrastructure + "Template"
+			m := machine("4", "16Gi", c.kind)
+			m.InstanceType, m.Zone, m.Region = c.instanceType, c.zone, c.region
+			price, _ := pricing.Policy{List: c.list}.Of(md, m)
+			g.Expect(price.PerHour).To(Equal(c.perHour))
+			g.Expect(price.Source.Detail).To(Equal("the list " + c.detail))
+		})
+	}
+	elsewhere := machine("4", "16Gi", wire.CapacityTypeOnDemand)
+	elsewhere.InstanceType = "b"
+	price, _ := pricing.Policy{List: list}.Of(&clusterv1.MachineDeployment{}, elsewhere)
+	g.Expect(price.Source.Kind).To(Equal(capacity.FromEstimate), "the Cluster is not in the list")
+}
+
 func TestEitherAnnotationIsAPrice(t *testing.T) {
 	for name, c := range map[string]struct {
 		current, capacity string
@@ -153,12 +215,17 @@ func TestListThatCannotBeUsedNamesTheField(t *testing.T) {
 		"not YAML":               {"prices: [", "it is not YAML"},
 		"a key twice":            {"currency: EUR\ncurrency: USD", "already set"},
 		"another form":           {"[1, 2]", "it has not the form of a price list"},
-		"unknown field":          {"prices: [{instanceType: a, perHour: 1, region: b}]", `unknown field "prices[0].region"`},
+		"unknown field":          {"prices: [{instanceType: a, perHour: 1, planet: b}]", `unknown field "prices[0].planet"`},
 		"misspelt case":          {"prices: [{instancetype: a, perHour: 1}]", `unknown field "prices[0].instancetype"`},
 		"currency":               {"currency: Euro", `currency: "Euro" is not an ISO 4217 code`},
 		"no instance type":       {"prices: [{perHour: 1}]", "prices[0].instanceType: is missing"},
 		"no label value":         {"prices: [{instanceType: a, perHour: 1},{instanceType: a b, perHour: 1}]", "prices[1].instanceType:"},
 		"zone":                   {"prices: [{instanceType: a, zone: a/b, perHour: 1}]", "prices[0].zone:"},
+		"region":                 {"prices: [{instanceType: a, region: a/b, perHour: 1}]", "prices[0].region:"},
+		"cluster":                {"prices: [{instanceType: a, cluster: production, perHour: 1}]", `prices[0].cluster: "production" is no Cluster`},
+		"pattern of clusters":    {"prices: [{instanceType: a, cluster: '[a]/b', perHour: 1}]", "prices[0].cluster:"},
+		"infrastructure":         {"prices: [{instanceType: a, infrastructure: metal3, perHour: 1}]", `prices[0].infrastructure: "metal3" is no kind`},
+		"the same in a region":   {"prices: [{instanceType: a, region: r, perHour: 1},{instanceType: a, region: r, perHour: 1}]", "prices[1]: is for"},
 		"capacity type":          {"prices: [{instanceType: a, capacityType: cheap, perHour: 1}]", "prices[0].capacityType:"},
 		"no price":               {"prices: [{instanceType: a}]", "prices[0].perHour: is missing"},
 		"negative":               {"prices: [{instanceType: a, perHour: -1}]", "prices[0].perHour: -1 is not a price"},

@@ -219,6 +219,9 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 	if rule.OneCluster {
 		return s.authorizeOnly(ctx, rule)
 	}
+	if rule.OfAnyCluster {
+		return s.onboarded(ctx, callerOf(ctx))
+	}
 	if !rule.OfCluster {
 		return nil
 	}

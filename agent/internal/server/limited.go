@@ -48,10 +48,11 @@ var lightMethods = []string{
 	externalgrpc.CloudProvider_PricingPodPrice_FullMethodName,
 }
 
-// lists names the methods whose responses grow with the size of a Cluster.
+// lists names the methods whose responses grow with the size of a Cluster, or of the fleet.
 var lists = []string{
 	agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.MachineService_ListMachines_FullMethodName,
-	agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, externalgrpc.CloudProvider_NodeGroups_FullMethodName,
+	agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, agentv1alpha1.ClusterService_ListClusters_FullMethodName,
+	externalgrpc.CloudProvider_NodeGroups_FullMethodName,
 }
 
 type cutKey struct{}

@@ -225,14 +225,14 @@ func CertificateMetrics(name string, stats func() (notAfter time.Time, errors in
 	return []prometheus.Collector{
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "capi_agent_certificate_not_after_seconds", ConstLabels: labels,
-			Help: "When the certificate in use ends, of several the first, in seconds since 1970.",
+			Help: "Expiry of the certificate in use, or of the first to expire if there are several, in seconds since 1970.",
 		}, func() float64 {
 			notAfter, _ := stats()
 			return float64(notAfter.Unix())
 		}),
 		prometheus.NewCounterFunc(prometheus.CounterOpts{
 			Name: "capi_agent_certificate_reload_errors_total", ConstLabels: labels,
-			Help: "How often files were read that could not be used; those that were usable last stay in force.",
+			Help: "Number of times unusable files were read. The last usable files stay in use.",
 		}, func() float64 {
 			_, errors := stats()
 			return float64(errors)

@@ -17,11 +17,12 @@ import (
 var (
 	callerLabels     = []string{"namespace", "cluster"}
 	callsDescription = prometheus.NewDesc("capi_agent_caller_calls_total",
-		"Calls that a Cluster's own shim has made, refused ones included. Without a Cluster: those of all other callers.", callerLabels, nil)
+		"Calls of a Cluster's own shim, including refused calls. The series with an empty cluster counts the calls of all other callers.",
+		callerLabels, nil)
 	refusedDescription = prometheus.NewDesc("capi_agent_caller_refused_calls_total",
-		"Those of capi_agent_caller_calls_total that were refused by a limit, or for lack of a right.", callerLabels, nil)
+		"Calls counted in capi_agent_caller_calls_total that were refused because of a limit or a missing permission.", callerLabels, nil)
 	hubRequestsDescription = prometheus.NewDesc("capi_agent_caller_hub_requests_total",
-		"Requests to the hub's API server that these calls have made.", callerLabels, nil)
+		"Requests to the hub's API server that were made for the calls counted in capi_agent_caller_calls_total.", callerLabels, nil)
 )
 
 // load counts what each Cluster's calls cost. Only Clusters that exist have numbers of their own,

@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"reflect"
 	"time"
 
 	"google.golang.org/grpc"
@@ -24,9 +25,9 @@ type endedRightsError struct{ error }
 func (e *endedRightsError) Unwrap() error { return e.error }
 
 // whileEntitled returns a context that is cancelled with an [*endedRightsError] once the caller of
-// a stream may no longer call its method for the Cluster: because the policy has changed, or its
-// certificate has expired or belongs to a past onboarding.
-func (s *Server) whileEntitled(ctx context.Context, cluster types.NamespacedName) (context.Context, context.CancelFunc) {
+// a stream is no longer entitled to it: because the policy has changed, or its certificate has
+// expired or belongs to a past onboarding.
+func (s *Server) whileEntitled(ctx context.Context, entitled func() error) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	go func() {
 		ticker := time.NewTicker(s.config.RightsInterval)
@@ -37,7 +38,7 @@ func (s *Server) whileEntitled(ctx context.Context, cluster types.NamespacedName
 				return
 			case <-ticker.C:
 			}
-			if err := s.entitled(ctx, cluster); err != nil {
+			if err := entitled(); err != nil {
 				cancel(&endedRightsError{err})
 				return
 			}
@@ -50,15 +51,35 @@ func (s *Server) whileEntitled(ctx context.Context, cluster types.NamespacedName
 // otherwise.
 func (s *Server) entitled(ctx context.Context, cluster types.NamespacedName) error {
 	method, _ := grpc.Method(ctx)
-	c := caller{problem: "the connection has no identity"}
-	if p, ok := peer.FromContext(ctx); ok {
-		c = s.callerOn(p.AuthInfo)
-	}
+	c := s.presently(ctx)
 	switch {
 	case c.problem != "":
 		return agenterrors.Unauthenticated(c.problem)
 	case !c.MayCallFor(authz.Methods[method], cluster):
 		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster any more")
+	}
+	return s.onboarded(ctx, c)
+}
+
+// presently identifies the caller of a stream again: its rights may have changed.
+func (s *Server) presently(ctx context.Context) caller {
+	if p, ok := peer.FromContext(ctx); ok {
+		return s.callerOn(p.AuthInfo)
+	}
+	return caller{problem: "the connection has no identity"}
+}
+
+// entitledToMany is like [Server.entitled] for a stream of all Clusters that the caller may read. It
+// ends when the caller may read others, so that the next stream shows them.
+func (s *Server) entitledToMany(ctx context.Context, rule authz.Rule, since caller) error {
+	c := s.presently(ctx)
+	switch {
+	case c.problem != "":
+		return agenterrors.Unauthenticated(c.problem)
+	case !c.MayCall(rule):
+		return agenterrors.PermissionDenied("this identity may not call this method any more")
+	case !reflect.DeepEqual(c.Grants, since.Grants):
+		return agenterrors.RightsChanged("this identity may read other Clusters than before; watch again")
 	}
 	return s.onboarded(ctx, c)
 }

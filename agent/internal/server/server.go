@@ -62,6 +62,8 @@ type Config struct {
 	NodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
 	Machines   *feed.Feed[*agentv1alpha1.Machine]
 	Claims     *feed.Feed[*agentv1alpha1.Claim]
+	// Clusters is the view of all Clusters at once; see [fleet.All]. REQUIRED.
+	Clusters *feed.Feed[*agentv1alpha1.Cluster]
 	// Show converts a claim that was read live, and adds its Machine. REQUIRED.
 	Show func(ctx context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error)
 	// Onboarded reads the caches, and OnboardedLive the API server. Onboarded is only called once
@@ -214,6 +216,7 @@ func (s *Server) services() []string {
 	names := []string{
 		agentv1alpha1.NodeGroupService_ServiceDesc.ServiceName, agentv1alpha1.ClaimService_ServiceDesc.ServiceName,
 		agentv1alpha1.MachineService_ServiceDesc.ServiceName, agentv1alpha1.CertificateService_ServiceDesc.ServiceName,
+		agentv1alpha1.ClusterService_ServiceDesc.ServiceName,
 	}
 	if s.config.Autoscaler != nil {
 		names = append(names, externalgrpc.CloudProvider_ServiceDesc.ServiceName)
@@ -273,7 +276,7 @@ func (s *Server) stopping() bool {
 }
 
 func (s *Server) ready() []<-chan struct{} {
-	return []<-chan struct{}{s.config.NodeGroups.Ready(), s.config.Machines.Ready(), s.config.Claims.Ready()}
+	return []<-chan struct{}{s.config.NodeGroups.Ready(), s.config.Machines.Ready(), s.config.Claims.Ready(), s.config.Clusters.Ready()}
 }
 
 // Serve serves on every listener until the context ends. It then waits for calls in flight, at most
@@ -339,6 +342,7 @@ func (s *Server) shutDown(servers []*grpc.Server) {
 	s.config.NodeGroups.Close()
 	s.config.Machines.Close()
 	s.config.Claims.Close()
+	s.config.Clusters.Close()
 	drained := make(chan struct{})
 	go func() {
 		defer close(drained)
@@ -365,6 +369,7 @@ func (s *Server) register(server registrar) {
 	agentv1alpha1.RegisterNodeGroupServiceServer(server, &nodeGroups{Server: s})
 	agentv1alpha1.RegisterClaimServiceServer(server, &claimService{Server: s})
 	agentv1alpha1.RegisterMachineServiceServer(server, &machines{Server: s})
+	agentv1alpha1.RegisterClusterServiceServer(server, &clusterService{Server: s})
 	agentv1alpha1.RegisterStatusServiceServer(server, &status{Server: s})
 	agentv1alpha1.RegisterCertificateServiceServer(server, &certificateService{Server: s})
 	if s.config.Autoscaler != nil {
@@ -383,31 +388,34 @@ func (s *Server) collectors() []prometheus.Collector {
 	}
 	var all []prometheus.Collector
 	for _, v := range []view{
-		{"node_groups", s.config.NodeGroups.Stats}, {"machines", s.config.Machines.Stats}, {"claims", s.config.Claims.Stats},
+		{"node_groups", s.config.NodeGroups.Stats},
+		{"machines", s.config.Machines.Stats},
+		{"claims", s.config.Claims.Stats},
+		{"clusters", s.config.Clusters.Stats},
 	} {
 		labels := prometheus.Labels{"view": v.name}
 		all = append(all,
 			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-				Name: "capi_agent_view_objects", Help: "Objects in a view.", ConstLabels: labels,
+				Name: "capi_agent_view_objects", Help: "Number of objects in a view.", ConstLabels: labels,
 			}, func() float64 { return float64(v.stats().Objects) }),
 			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-				Name: "capi_agent_view_watchers", Help: "Watch streams on a view.", ConstLabels: labels,
+				Name: "capi_agent_view_watchers", Help: "Number of watch streams on a view.", ConstLabels: labels,
 			}, func() float64 { return float64(v.stats().Subscribers) }),
 			prometheus.NewCounterFunc(prometheus.CounterOpts{
-				Name: "capi_agent_view_resyncs_total", Help: "Watch streams that were too slow and got a new snapshot.", ConstLabels: labels,
+				Name: "capi_agent_view_resyncs_total", Help: "Number of new snapshots sent to watch streams that were too slow.", ConstLabels: labels,
 			}, func() float64 { return float64(v.stats().Resyncs) }),
 		)
 	}
 	return append(all,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "capi_agent_build_info", Help: "1, with the version of the agent as labels.",
+			Name: "capi_agent_build_info", Help: "Always 1. The labels contain the version of the agent.",
 			ConstLabels: prometheus.Labels{"version": s.config.Version, "commit": s.config.Commit},
 		}, func() float64 { return 1 }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "capi_agent_catalogue_generation", Help: "Changes of any node group since the start.",
+			Name: "capi_agent_catalogue_generation", Help: "Number of changes to node groups since the agent started.",
 		}, func() float64 { return float64(s.config.NodeGroups.Generation()) }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "capi_agent_hub_reachable", Help: "1 while the hub's API server answers.",
+			Name: "capi_agent_hub_reachable", Help: "1 if the hub's API server responds, 0 otherwise.",
 		}, func() float64 {
 			if s.inContact() == nil {
 				return 1
@@ -415,7 +423,7 @@ func (s *Server) collectors() []prometheus.Collector {
 			return 0
 		}),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "capi_agent_synced", Help: "1 once the view of the hub is complete.",
+			Name: "capi_agent_synced", Help: "1 if the agent's views of the hub are complete, 0 otherwise.",
 		}, func() float64 {
 			if s.Synced() {
 				return 1

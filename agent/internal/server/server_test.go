@@ -140,6 +140,7 @@ type fixture struct {
 	nodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
 	machines   *feed.Feed[*agentv1alpha1.Machine]
 	claims     *feed.Feed[*agentv1alpha1.Claim]
+	clusters   *feed.Feed[*agentv1alpha1.Cluster]
 	registry   *prometheus.Registry
 	authority  *testpki.Authority
 	serverPKI  string
@@ -177,6 +178,7 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 	f := &fixture{
 		T: t, engine: &engine{}, registry: prometheus.NewRegistry(), authority: testpki.New(t), serverPKI: t.TempDir(), log: &lines{},
 		nodeGroups: newFeed[*agentv1alpha1.NodeGroup](4), machines: newFeed[*agentv1alpha1.Machine](4), claims: newFeed[*agentv1alpha1.Claim](4),
+		clusters: newFeed[*agentv1alpha1.Cluster](4),
 	}
 	policy, err := authz.ParsePolicy(
 		[]byte("identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  allClusters: true\n"), "karpenter-capi")
@@ -184,7 +186,7 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 	authorizer, err := authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
 	require.NoError(t, err)
 	config := server.Config{
-		Engine: f.engine, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims,
+		Engine: f.engine, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims, Clusters: f.clusters,
 		Show: func(_ context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
 			return messages.Claim(claim, nil), nil
 		},
@@ -236,6 +238,7 @@ func (f *fixture) SetReady() {
 	f.nodeGroups.SetReady()
 	f.machines.SetReady()
 	f.claims.SetReady()
+	f.clusters.SetReady()
 }
 
 // as connects with a certificate for the URI names.
@@ -474,7 +477,7 @@ func TestNothingIsAnsweredBeforeTheViewIsComplete(t *testing.T) {
 	require.False(t, response.GetCachesSynced())
 	require.ErrorContains(t, f.server.Check(), "not complete")
 	require.NoError(t, testutil.GatherAndCompare(f.registry, strings.NewReader(`
-# HELP capi_agent_synced 1 once the view of the hub is complete.
+# HELP capi_agent_synced 1 if the agent's views of the hub are complete, 0 otherwise.
 # TYPE capi_agent_synced gauge
 capi_agent_synced 0
 `), "capi_agent_synced"))
@@ -809,10 +812,10 @@ func TestMetricsShowTheViews(t *testing.T) {
 	f := start(t)
 	f.nodeGroups.Set(spoke, "fleet/a", &agentv1alpha1.NodeGroup{Id: "fleet/a"})
 	require.NoError(t, testutil.GatherAndCompare(f.registry, strings.NewReader(`
-# HELP capi_agent_catalogue_generation Changes of any node group since the start.
+# HELP capi_agent_catalogue_generation Number of changes to node groups since the agent started.
 # TYPE capi_agent_catalogue_generation gauge
 capi_agent_catalogue_generation 1
-# HELP capi_agent_synced 1 once the view of the hub is complete.
+# HELP capi_agent_synced 1 if the agent's views of the hub are complete, 0 otherwise.
 # TYPE capi_agent_synced gauge
 capi_agent_synced 1
 `), "capi_agent_catalogue_generation", "capi_agent_synced"))

@@ -9,6 +9,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/pkg/features"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -17,19 +18,22 @@ type status struct {
 	*Server
 }
 
+// apiVersion is the only API package served.
+var apiVersion = string(agentv1alpha1.File_capi_agent_v1alpha1_status_proto.Package())
+
 // reads matches callers that may read a Cluster's node groups.
 var reads = authz.Methods[agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName]
 
 func (s *status) GetStatus(ctx context.Context, _ *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
 	c := callerOf(ctx)
 	clusters, all := c.Clusters()
-	version, commit := s.config.Version, s.config.Commit
+	version, commit, served, features := s.config.Version, s.config.Commit, []string{apiVersion}, s.features()
 	if len(c.Grants) == 0 {
-		// The version reveals known vulnerabilities, so only callers with a grant see it.
-		version, commit = "", ""
+		// They reveal known vulnerabilities, so only callers with a grant see them.
+		version, commit, served, features = "", "", nil, nil
 	}
 	return &agentv1alpha1.GetStatusResponse{
-		ApiVersion:          string(agentv1alpha1.File_capi_agent_v1alpha1_status_proto.Package()),
+		ApiVersion:          apiVersion,
 		Version:             version,
 		Commit:              commit,
 		CachesSynced:        s.Synced(),
@@ -40,7 +44,17 @@ func (s *status) GetStatus(ctx context.Context, _ *agentv1alpha1.GetStatusReques
 		Clusters: lo.Map(clusters, func(name types.NamespacedName, _ int) *agentv1alpha1.ClusterRef {
 			return messages.Cluster(name)
 		}),
-		AllClusters: all,
-		Time:        timestamppb.New(s.config.Clock.Now()),
+		AllClusters:       all,
+		Time:              timestamppb.New(s.config.Clock.Now()),
+		ServedApiVersions: served,
+		Features:          features,
 	}, nil
+}
+
+// features returns what the agent can do, as configured.
+func (s *Server) features() []string {
+	return features.Served(features.Configured{
+		features.Certificates:      s.config.Issuing != nil,
+		features.ClusterAutoscaler: s.config.Autoscaler != nil,
+	})
 }

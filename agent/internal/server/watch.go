@@ -32,8 +32,16 @@ func watch[T any](
 	}
 	ctx, stop := s.whileInContact(ctx)
 	defer stop()
-	ctx, end := s.whileEntitled(ctx, cluster)
+	ctx, end := s.whileEntitled(ctx, func() error { return s.entitled(ctx, cluster) })
 	defer end()
+	return forward(ctx, objects, cluster, wanted, send)
+}
+
+// forward sends a feed's events until the context ends, which ends with the cause that the caller is
+// told.
+func forward[T any](
+	ctx context.Context, objects *feed.Feed[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T],
+) error {
 	subscription, err := objects.Subscribe(cluster, wanted)
 	if err != nil {
 		return answerOther(ctx, err)

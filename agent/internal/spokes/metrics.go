@@ -10,11 +10,11 @@ import (
 var (
 	labels               = []string{"namespace", "cluster"}
 	connectedDescription = prometheus.NewDesc("capi_agent_spoke_connected",
-		"1 for a Cluster whose shim synchronizes its claims with an agent, 0 once none has heard from it for 15 minutes.", labels, nil)
+		"1 if the Cluster's shim synchronizes its claims with an agent, 0 if no agent has received a synchronization for 15 minutes.", labels, nil)
 	lastSyncDescription = prometheus.NewDesc("capi_agent_spoke_last_sync_timestamp_seconds",
-		"When a Cluster's shim last synchronized its claims, to within five minutes, in seconds since 1970.", labels, nil)
+		"Time of the last synchronization of claims by the Cluster's shim, in seconds since 1970, accurate to five minutes.", labels, nil)
 	certificateDescription = prometheus.NewDesc("capi_agent_spoke_certificate_not_after_seconds",
-		"When the certificate that a Cluster's shim last called with ends, in seconds since 1970.", labels, nil)
+		"Expiry of the certificate of the latest call by the Cluster's shim, in seconds since 1970.", labels, nil)
 )
 
 // seen is what the metrics show of a Spoke.
@@ -23,19 +23,19 @@ type seen struct {
 	lastSync, certificateUntil float64 // zero if unknown
 }
 
-func seenOf(spoke *v1alpha1.Spoke) seen {
-	s := seen{connected: meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition)}
-	if at := spoke.Status.LastSyncTime; at != nil {
+func seenOf(status v1alpha1.SpokeStatus) seen {
+	s := seen{connected: meta.IsStatusConditionTrue(status.Conditions, v1alpha1.ConnectedCondition)}
+	if at := status.LastSyncTime; at != nil {
 		s.lastSync = float64(at.Unix())
 	}
-	if c := spoke.Status.Certificate; c != nil && c.NotAfter != nil {
+	if c := status.Certificate; c != nil && c.NotAfter != nil {
 		s.certificateUntil = float64(c.NotAfter.Unix())
 	}
 	return s
 }
 
-// Collector returns metrics of the Spokes, as of the last [Spokes.Look]. All agents report the same
-// Spokes, whichever of them the shims call.
+// Collector returns metrics of the Spokes, as of the last [Spokes.Look] and of what was noted since.
+// All agents report the same Spokes, whichever of them the shims call.
 func (s *Spokes) Collector() prometheus.Collector { return collector{s} }
 
 type collector struct{ *Spokes }
@@ -51,7 +51,8 @@ func (collector) Describe(descriptions chan<- *prometheus.Desc) {
 func (c collector) Collect(metrics chan<- prometheus.Metric) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for name, s := range c.seen {
+	for name, status := range c.seen {
+		s := seenOf(status)
 		gauge := func(d *prometheus.Desc, value float64) {
 			metrics <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, name.Namespace, name.Name)
 		}

@@ -61,6 +61,9 @@ type Config struct {
 	Namespaces []string
 	// Serves reports whether the agent serves a Cluster. REQUIRED.
 	Serves func(cluster types.NamespacedName) bool
+	// Changed is called when [Spokes.Status] has changed for a Cluster. It must not block. Nil calls
+	// nothing.
+	Changed func(cluster types.NamespacedName)
 	// Clock provides the time. REQUIRED.
 	Clock clock.WithTicker
 	// Log receives a line if Spokes cannot be written. Zero discards it.
@@ -73,8 +76,8 @@ type Spokes struct {
 
 	mu    sync.Mutex
 	noted map[types.NamespacedName]note
-	// seen are the served Spokes, for the metrics.
-	seen map[types.NamespacedName]seen
+	// seen are the served Spokes, as last read or written.
+	seen map[types.NamespacedName]v1alpha1.SpokeStatus
 	// failed is the error that was logged last.
 	failed string
 }
@@ -89,7 +92,10 @@ func New(c Config) *Spokes {
 	if c.Log.GetSink() == nil {
 		c.Log = logr.Discard()
 	}
-	return &Spokes{Config: c, noted: map[types.NamespacedName]note{}}
+	if c.Changed == nil {
+		c.Changed = func(types.NamespacedName) {}
+	}
+	return &Spokes{Config: c, noted: map[types.NamespacedName]note{}, seen: map[types.NamespacedName]v1alpha1.SpokeStatus{}}
 }
 
 // ErrOtherKey means that the onboarding's bootstrap certificate has already been used with another
@@ -235,13 +241,57 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 		Type: v1alpha1.ConnectedCondition, Status: metav1.ConditionTrue, Reason: v1alpha1.SynchronizedReason,
 		Message: "The shim synchronizes its claims.", LastTransitionTime: metav1.NewTime(now),
 	})
-	if equality.Semantic.DeepEqual(before.Status, spoke.Status) {
-		return nil // another agent has written it
+	if !equality.Semantic.DeepEqual(before.Status, spoke.Status) { // else another agent has written it
+		if err := s.Client.Status().Patch(ctx, spoke, client.MergeFrom(before)); err != nil {
+			return fmt.Errorf("writing the Spoke's status: %w", err)
+		}
 	}
-	if err := s.Client.Status().Patch(ctx, spoke, client.MergeFrom(before)); err != nil {
-		return fmt.Errorf("writing the Spoke's status: %w", err)
-	}
+	s.see(spoke)
 	return nil
+}
+
+// Status returns what was last read or written of a Cluster's Spoke: by this agent at once, by
+// another one at the next [Spokes.Look]. It is false if there is none.
+func (s *Spokes) Status(cluster types.NamespacedName) (v1alpha1.SpokeStatus, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	status, known := s.seen[cluster]
+	return status, known
+}
+
+func (s *Spokes) see(spoke *v1alpha1.Spoke) {
+	key := client.ObjectKeyFromObject(spoke)
+	s.mu.Lock()
+	before, known := s.seen[key]
+	s.seen[key] = spoke.Status
+	s.mu.Unlock()
+	if !known || !equality.Semantic.DeepEqual(before, spoke.Status) {
+		s.Changed(key)
+	}
+}
+
+// seeAll replaces what is known of the Spokes by a complete listing, which began at the given time.
+// What was written since then is newer, and stays.
+func (s *Spokes) seeAll(all map[types.NamespacedName]v1alpha1.SpokeStatus, began time.Time) {
+	var changed []types.NamespacedName
+	s.mu.Lock()
+	for key, status := range s.seen {
+		if n, noted := s.noted[key]; noted && !n.at.Before(began) {
+			all[key] = status
+		} else if _, remains := all[key]; !remains {
+			changed = append(changed, key)
+		}
+	}
+	for key, status := range all {
+		if before, known := s.seen[key]; !known || !equality.Semantic.DeepEqual(before, status) {
+			changed = append(changed, key)
+		}
+	}
+	s.seen = all
+	s.mu.Unlock()
+	for _, key := range changed {
+		s.Changed(key)
+	}
 }
 
 // report logs an error, unless it was logged last.
@@ -275,19 +325,28 @@ func (s *Spokes) Run(ctx context.Context) error {
 // Look marks silent Spokes once.
 func (s *Spokes) Look(ctx context.Context) error {
 	s.forget()
-	all := map[types.NamespacedName]seen{}
+	return s.readAll(ctx, s.lookAt)
+}
+
+// Read reads the Spokes, and changes none.
+func (s *Spokes) Read(ctx context.Context) error {
+	return s.readAll(ctx, func(context.Context, *v1alpha1.Spoke) error { return nil })
+}
+
+// readAll calls a function for each served Spoke, and then sees it.
+func (s *Spokes) readAll(ctx context.Context, do func(context.Context, *v1alpha1.Spoke) error) error {
+	began := s.Clock.Now()
+	all := map[types.NamespacedName]v1alpha1.SpokeStatus{}
 	err := each(ctx, s.Client, s.Namespaces, func(ctx context.Context, spoke *v1alpha1.Spoke) error {
 		if !s.Serves(client.ObjectKeyFromObject(spoke)) {
 			return nil
 		}
-		err := s.lookAt(ctx, spoke)
-		all[client.ObjectKeyFromObject(spoke)] = seenOf(spoke)
+		err := do(ctx, spoke)
+		all[client.ObjectKeyFromObject(spoke)] = spoke.Status
 		return err
 	})
 	if err == nil { // else Spokes may be missing
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.seen = all
+		s.seeAll(all, began)
 	}
 	return err
 }
@@ -373,6 +432,9 @@ func (s *Spokes) lookAt(ctx context.Context, spoke *v1alpha1.Spoke) error {
 	})
 	// The patch fails if another actor has written the Spoke meanwhile: the shim may be back.
 	err := s.Client.Status().Patch(ctx, spoke, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+	if err != nil {
+		spoke.Status = before.Status
+	}
 	if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
 		return fmt.Errorf("writing the Spoke's status: %w", err)
 	}

@@ -81,6 +81,9 @@ const (
 	// ConditionAgentCertificateValid is False when the client certificate that the agent is called with has ended, or soon will, and has not been
 	// renewed. There is none where the agent is called without a certificate.
 	ConditionAgentCertificateValid = "AgentCertificateValid"
+	// ConditionAgentCompatible is False when the agent and this shim are of versions that are not meant for each other, or the agent lacks a
+	// feature that the shim relies on. Ready does not need it: what works goes on. There is none before an agent has answered.
+	ConditionAgentCompatible = "AgentCompatible"
 	// ConditionNodeGroupsValid is False when the agent reports values that it could not use in the description of a selected
 	// node group. Ready does not need it: such a group is used without those values, or not at all.
 	ConditionNodeGroupsValid = "NodeGroupsValid"
@@ -111,7 +114,7 @@ type ClusterAPINodeClassStatus struct {
 	// +optional
 	Selected []SelectedNodeGroup `json:"selected,omitempty"`
 	// conditions are the signals for health and readiness: Ready, NodeGroupsFound, AgentReachable, AgentCertificateValid,
-	// NodeGroupsValid.
+	// AgentCompatible, NodeGroupsValid.
 	// +optional
 	Conditions []status.Condition `json:"conditions,omitempty"`
 }

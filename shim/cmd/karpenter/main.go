@@ -7,6 +7,8 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"runtime/debug"
+	"strings"
 
 	"github.com/awslabs/operatorpkg/status"
 	"go.opentelemetry.io/otel/trace"
@@ -55,6 +57,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
+const versionFlag = "version"
+
 func main() {
 	if len(os.Args) > 1 && os.Args[1] == planAdoption {
 		if err := plan(operator.Signals(context.Background()), os.Args[2:], os.Stdout); err != nil {
@@ -70,7 +74,13 @@ func main() {
 		}
 		return
 	}
-	ctx, err := parse(context.Background(), os.Args[1:])
+	if len(os.Args) == 2 && strings.TrimLeft(os.Args[1], "-") == versionFlag { // no other option has to be valid for it
+		fmt.Println(version())
+		return
+	}
+	ctx, err := parse(context.Background(), os.Args[1:], func(flags *flag.FlagSet) {
+		flags.Bool(versionFlag, false, "Print the versions of the shim and of Karpenter, and exit. No other option may be given.")
+	})
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "karpenter: %v\n", err)
 		os.Exit(2)
@@ -80,6 +90,19 @@ func main() {
 		log.FromContext(ctx).Error(err, "ending")
 		os.Exit(1)
 	}
+}
+
+// version returns the release, and the version of Karpenter core that is built in.
+func version() string {
+	core := "unknown"
+	if info, ok := debug.ReadBuildInfo(); ok {
+		for _, module := range info.Deps {
+			if module.Path == "sigs.k8s.io/karpenter" {
+				core = module.Version
+			}
+		}
+	}
+	return fmt.Sprintf("%s with Karpenter %s", coreoperator.Version, core)
 }
 
 // parse parses core's and the shim's flags like core does, but returns errors instead of panicking.
@@ -146,7 +169,10 @@ func run(ctx context.Context) error {
 		return err
 	}
 	connection := agentstate.New(mirrors)
-	runnables := []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection}
+	fit := agentstate.NewFit(agentstate.FitConfig{
+		Status: agent.Status, Connection: nodeGroups, Version: coreoperator.Version, Timeout: opts.AgentTimeout, Clock: clock.RealClock{},
+	})
+	runnables := []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection, fit}
 	certificate, keepers := clientCertificate(ctx, opts, op, agent, held, cluster)
 	for _, runnable := range append(runnables, keepers...) {
 		if err := op.Add(runnable); err != nil {
@@ -195,7 +221,7 @@ func run(ctx context.Context) error {
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
 			finder, opts.AgentTimeout),
-		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
+		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, fit, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
 		floor.New(op.Clock, op.GetClient(), finder, claimSync.Soon, op.EventRecorder),
 	)
 	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {

@@ -18,12 +18,16 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 )
 
-const streamLabel = "stream"
+const (
+	// subsystem is the part of the names of metrics about the connection to the agent.
+	subsystem   = "capi_agent"
+	streamLabel = "stream"
+)
 
 var connected = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
-	Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "connected",
-	Help: "Whether the stream follows the agent: 1, or 0 while the last known view is used.",
-}, []opmetrics.Label{{Name: streamLabel, Help: "What is streamed."}}, opmetrics.Alpha)
+	Namespace: metrics.Namespace, Subsystem: subsystem, Name: "connected",
+	Help: "1 if the stream is connected to the agent. 0 if the last known view is in use instead.",
+}, []opmetrics.Label{{Name: streamLabel, Help: "Name of the stream."}}, opmetrics.Alpha)
 
 // Mirror is a mirror of objects of the agent.
 type Mirror interface {
@@ -35,8 +39,8 @@ type Mirror interface {
 func RegisterMirrors(registerer prometheus.Registerer, mirrors map[string]Mirror) error {
 	for name, mirror := range mirrors {
 		err := registerer.Register(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "last_event_timestamp_seconds", ConstLabels: prometheus.Labels{streamLabel: name},
-			Help: "When the stream last carried anything, heartbeats included, in seconds since 1970. NaN when it never has.",
+			Namespace: metrics.Namespace, Subsystem: subsystem, Name: "last_event_timestamp_seconds", ConstLabels: prometheus.Labels{streamLabel: name},
+			Help: "Time of the stream's last event, including heartbeats, in seconds since 1970. NaN if there has been none.",
 		}, func() float64 {
 			if at := mirror.State().LastEvent; !at.IsZero() {
 				return float64(at.Unix())

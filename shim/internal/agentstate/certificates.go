@@ -31,8 +31,8 @@ func RegisterCertificates(registerer prometheus.Registerer, stats func() certifi
 		labels := prometheus.Labels{"certificate": of.name}
 		errs = append(errs,
 			registerer.Register(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-				Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "certificate_not_after_seconds", ConstLabels: labels,
-				Help: "When the certificate in use ends, of several the first, in seconds since 1970. 0 when there is none.",
+				Namespace: metrics.Namespace, Subsystem: subsystem, Name: "certificate_not_after_seconds", ConstLabels: labels,
+				Help: "Expiry of the certificate in use, or of the first to expire if there are several, in seconds since 1970. 0 if there is none.",
 			}, func() float64 {
 				if end := of.notAfter(stats()); !end.IsZero() {
 					return float64(end.Unix())
@@ -40,8 +40,8 @@ func RegisterCertificates(registerer prometheus.Registerer, stats func() certifi
 				return 0
 			})),
 			registerer.Register(prometheus.NewCounterFunc(prometheus.CounterOpts{
-				Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "certificate_reload_errors_total", ConstLabels: labels,
-				Help: "How often files were read that could not be used; those that were usable last stay in force.",
+				Namespace: metrics.Namespace, Subsystem: subsystem, Name: "certificate_reload_errors_total", ConstLabels: labels,
+				Help: "Number of times unusable files were read. The last usable files stay in use.",
 			}, func() float64 { return float64(of.errors(stats())) })))
 	}
 	if err := errors.Join(errs...); err != nil {

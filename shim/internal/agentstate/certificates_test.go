@@ -19,11 +19,11 @@ func TestTheEndOfCertificatesIsAMetric(t *testing.T) {
 		return certificates.Stats{CertificateNotAfter: time.Unix(1700, 0), AuthoritiesErrors: 3}
 	}))
 	require.NoError(t, testutil.GatherAndCompare(registry, strings.NewReader(`
-# HELP karpenter_capi_agent_certificate_not_after_seconds When the certificate in use ends, of several the first, in seconds since 1970. 0 when there is none.
+# HELP karpenter_capi_agent_certificate_not_after_seconds Expiry of the certificate in use, or of the first to expire if there are several, in seconds since 1970. 0 if there is none.
 # TYPE karpenter_capi_agent_certificate_not_after_seconds gauge
 karpenter_capi_agent_certificate_not_after_seconds{certificate="agent-ca"} 0
 karpenter_capi_agent_certificate_not_after_seconds{certificate="client"} 1700
-# HELP karpenter_capi_agent_certificate_reload_errors_total How often files were read that could not be used; those that were usable last stay in force.
+# HELP karpenter_capi_agent_certificate_reload_errors_total Number of times unusable files were read. The last usable files stay in use.
 # TYPE karpenter_capi_agent_certificate_reload_errors_total counter
 karpenter_capi_agent_certificate_reload_errors_total{certificate="agent-ca"} 3
 karpenter_capi_agent_certificate_reload_errors_total{certificate="client"} 0

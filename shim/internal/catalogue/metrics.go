@@ -10,15 +10,15 @@ import (
 var (
 	nodeGroups = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
 		Namespace: metrics.Namespace, Subsystem: "capi_catalogue", Name: "node_groups",
-		Help: "Node groups that can be scheduled on.",
+		Help: "Number of node groups that pods can be scheduled on.",
 	}, nil, opmetrics.Alpha)
 	nodeGroupsUnusable = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
 		Namespace: metrics.Namespace, Subsystem: "capi_catalogue", Name: "node_groups_unusable",
-		Help: "Node groups that cannot be scheduled on, as a value in their description cannot be a node label.",
+		Help: "Number of node groups that pods cannot be scheduled on because a value in their description is not a valid node label.",
 	}, nil, opmetrics.Alpha)
 	rebuildSeconds = opmetrics.NewPrometheusHistogram(crmetrics.Registry, prometheus.HistogramOpts{
 		Namespace: metrics.Namespace, Subsystem: "capi_catalogue", Name: "rebuild_duration_seconds",
-		Help:    "How long making a snapshot of the catalogue took.",
+		Help:    "Time taken to build a snapshot of the catalogue, in seconds.",
 		Buckets: prometheus.ExponentialBuckets(0.0005, 2, 14),
 	}, nil, opmetrics.Alpha)
 )

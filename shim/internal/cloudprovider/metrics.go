@@ -12,9 +12,9 @@ const resultLabel = "result"
 var claimsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 	Namespace: metrics.Namespace, Subsystem: "capi", Name: "claims_total",
 	Help: "Attempts to claim a machine, by result: claimed, no_capacity, or the reason of the NodeClaim's condition Launched.",
-}, []opmetrics.Label{{Name: resultLabel, Help: "How the attempt ended."}}, opmetrics.Alpha)
+}, []opmetrics.Label{{Name: resultLabel, Help: "Result of the attempt."}}, opmetrics.Alpha)
 
 var adoptionsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 	Namespace: metrics.Namespace, Subsystem: "capi", Name: "adoptions_total",
 	Help: "Attempts to adopt the machine of a NodeClaim that has no claim, by result: adopted, refused, or error.",
-}, []opmetrics.Label{{Name: resultLabel, Help: "How the attempt ended."}}, opmetrics.Alpha)
+}, []opmetrics.Label{{Name: resultLabel, Help: "Result of the attempt."}}, opmetrics.Alpha)

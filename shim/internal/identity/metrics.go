@@ -19,8 +19,8 @@ const (
 
 var requestsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 	Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "certificate_requests_total",
-	Help: "Client certificates that the agent was asked to issue for this shim, by what for, and by what became of it: refused lasts until a " +
-		"person acts, failed is repeated.",
+	Help: "Requests for client certificates to the agent, by purpose and result. A refused request requires manual action; " +
+		"a failed one is retried.",
 }, []opmetrics.Label{
 	{Name: "purpose", Help: "enrollment or renewal."}, {Name: "result", Help: "issued, refused or failed."},
 }, opmetrics.Alpha)

@@ -28,7 +28,7 @@ import (
 // putOffTotal counts the refused creations.
 var putOffTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 	Namespace: metrics.Namespace, Subsystem: "capi", Name: "static_node_claims_put_off_total",
-	Help: "NodeClaims of static NodePools that were not made, as no node group had room for one a moment before.",
+	Help: "NodeClaims of static NodePools that were not created because no node group had room shortly before.",
 }, []opmetrics.Label{{Name: metrics.NodePoolLabel, Help: "The NodePool."}}, opmetrics.Alpha)
 
 // Gate remembers the static NodePools that recently had no room. It is safe for concurrent use.

@@ -1,7 +1,7 @@
 package main
 
 // mutants are the deliberate breakages. Each leaves out one rule of the protocol. Rules R1 to R5
-// are described in docs/claims.md.
+// and invariants I1 to I10 are described in docs/claims.md, the other violations in docs/model.md.
 var mutants = []mutant{
 	// The anchor: a claim belongs to one node group.
 	{name: "no anchor: each group has an object for the claim", smoke: true, edits: []edit{

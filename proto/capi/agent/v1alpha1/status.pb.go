@@ -62,7 +62,7 @@ func (*GetStatusRequest) Descriptor() ([]byte, []int) {
 // GetStatusResponse describes the agent and the caller as the agent sees it.
 type GetStatusResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The newest API package served, for example `capi.agent.v1alpha1`.
+	// The newest API package served, for example `capi.agent.v1alpha1`; see served_api_versions.
 	ApiVersion string `protobuf:"bytes,1,opt,name=api_version,json=apiVersion,proto3" json:"api_version,omitempty"`
 	// The agent's own version, for example `v0.1.0`; `devel` when not built from a release. Empty for an identity without roles.
 	Version string `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
@@ -83,7 +83,14 @@ type GetStatusResponse struct {
 	// The identity may act for every Cluster.
 	AllClusters bool `protobuf:"varint,10,opt,name=all_clusters,json=allClusters,proto3" json:"all_clusters,omitempty"`
 	// The agent's clock.
-	Time          *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=time,proto3" json:"time,omitempty"`
+	Time *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=time,proto3" json:"time,omitempty"`
+	// Every API package served, oldest first. Empty for an identity without roles, and of an agent that is older than this field, which serves
+	// api_version alone.
+	ServedApiVersions []string `protobuf:"bytes,12,rep,name=served_api_versions,json=servedApiVersions,proto3" json:"served_api_versions,omitempty"`
+	// What the agent can do beyond the first `capi.agent.v1alpha1`, by name, and what it can do as configured: see the page on compatibility. A
+	// name never changes its meaning, and is never used again for another one. Empty for an identity without roles, and of an agent that is
+	// older than this field.
+	Features      []string `protobuf:"bytes,13,rep,name=features,proto3" json:"features,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -195,12 +202,26 @@ func (x *GetStatusResponse) GetTime() *timestamppb.Timestamp {
 	return nil
 }
 
+func (x *GetStatusResponse) GetServedApiVersions() []string {
+	if x != nil {
+		return x.ServedApiVersions
+	}
+	return nil
+}
+
+func (x *GetStatusResponse) GetFeatures() []string {
+	if x != nil {
+		return x.Features
+	}
+	return nil
+}
+
 var File_capi_agent_v1alpha1_status_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_status_proto_rawDesc = "" +
 	"\n" +
 	" capi/agent/v1alpha1/status.proto\x12\x13capi.agent.v1alpha1\x1a capi/agent/v1alpha1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x12\n" +
-	"\x10GetStatusRequest\"\x9b\x03\n" +
+	"\x10GetStatusRequest\"\xe7\x03\n" +
 	"\x11GetStatusResponse\x12\x1f\n" +
 	"\vapi_version\x18\x01 \x01(\tR\n" +
 	"apiVersion\x12\x18\n" +
@@ -214,7 +235,9 @@ const file_capi_agent_v1alpha1_status_proto_rawDesc = "" +
 	"\bclusters\x18\t \x03(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\bclusters\x12!\n" +
 	"\fall_clusters\x18\n" +
 	" \x01(\bR\vallClusters\x12.\n" +
-	"\x04time\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\x04time2k\n" +
+	"\x04time\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12.\n" +
+	"\x13served_api_versions\x18\f \x03(\tR\x11servedApiVersions\x12\x1a\n" +
+	"\bfeatures\x18\r \x03(\tR\bfeatures2k\n" +
 	"\rStatusService\x12Z\n" +
 	"\tGetStatus\x12%.capi.agent.v1alpha1.GetStatusRequest\x1a&.capi.agent.v1alpha1.GetStatusResponseBRZPgithub.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1;agentv1alpha1b\x06proto3"
 

@@ -10,10 +10,11 @@ import (
 var (
 	awaited = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
 		Namespace: metrics.Namespace, Subsystem: "capi", Name: "node_claims_awaited",
-		Help: "NodeClaims that have not been checked for adoption since this process began to act. Nothing is planned or disrupted until there is none.",
+		Help: "NodeClaims that have not been checked for adoption since this process became the leader. " +
+			"Nothing is provisioned or disrupted until all have been checked.",
 	}, nil, opmetrics.Alpha)
 	returnsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 		Namespace: metrics.Namespace, Subsystem: "capi", Name: "returns_total",
-		Help: "NodeClaims that were detached from their machine, which is the user's from then on.",
+		Help: "NodeClaims whose machine was returned to the user.",
 	}, nil, opmetrics.Alpha)
 )

@@ -12,23 +12,23 @@ const subsystem = "capi"
 var (
 	lastSuccess = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
 		Namespace: metrics.Namespace, Subsystem: subsystem, Name: "claim_sync_last_success_timestamp_seconds",
-		Help: "When the agent last took the set of NodeClaims.",
+		Help: "Time at which the agent last accepted the live set, in seconds since 1970.",
 	}, nil, opmetrics.Alpha)
 	errorsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 		Namespace: metrics.Namespace, Subsystem: subsystem, Name: "claim_sync_errors_total",
-		Help: "Rounds of claim sync that failed.",
+		Help: "Number of failed claim synchronizations.",
 	}, nil, opmetrics.Alpha)
 	collectedTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 		Namespace: metrics.Namespace, Subsystem: subsystem, Name: "claims_collected_total",
-		Help: "Claims that the agent released because no NodeClaim owned them.",
+		Help: "Claims that the agent released because they had no NodeClaim.",
 	}, nil, opmetrics.Alpha)
 	keptClaims = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
 		Namespace: metrics.Namespace, Subsystem: subsystem, Name: "claims_kept_without_node_claim",
-		Help: "Claims that no NodeClaim owns and that the agent keeps, as of the last round of claim sync.",
+		Help: "Claims without a NodeClaim that the agent keeps, as of the last claim synchronization.",
 	}, nil, opmetrics.Alpha)
 	unknownClaims = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
 		Namespace: metrics.Namespace, Subsystem: subsystem, Name: "node_claims_without_claim",
-		Help: "NodeClaims that the agent knows no live claim for, as of the last round of claim sync.",
+		Help: "NodeClaims without a live claim, as of the last claim synchronization.",
 	}, nil, opmetrics.Alpha)
 )
 

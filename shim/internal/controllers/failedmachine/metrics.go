@@ -12,10 +12,10 @@ const reasonLabel = "reason"
 var (
 	givenUpTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 		Namespace: metrics.Namespace, Subsystem: "capi", Name: "node_claims_given_up_total",
-		Help: "NodeClaims that were deleted because their machine will not come.",
-	}, []opmetrics.Label{{Name: reasonLabel, Help: "How the claim ended, or what was exceeded."}}, opmetrics.Alpha)
+		Help: "NodeClaims that were deleted because their machine failed or was late.",
+	}, []opmetrics.Label{{Name: reasonLabel, Help: "Reason for which the claim ended, or the exceeded deadline."}}, opmetrics.Alpha)
 	extensionsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 		Namespace: metrics.Namespace, Subsystem: "capi", Name: "registration_extensions_total",
-		Help: "Times core was made to wait longer for the Node of a slow machine.",
+		Help: "Number of times Karpenter's registration timeout was extended for a slow machine.",
 	}, nil, opmetrics.Alpha)
 )

@@ -97,6 +97,14 @@ type Certificate interface {
 	Warning() (message string, found bool)
 }
 
+// Fit reports whether the agent and this shim are meant for each other. [agentstate.Fit] implements
+// it.
+type Fit interface {
+	Verdict() agentstate.Verdict
+	// Changes receives a value after the verdict has changed. It has one reader.
+	Changes() <-chan struct{}
+}
+
 // Controller maintains the status and the finalizer of ClusterAPINodeClasses.
 type Controller struct {
 	clock      clock.Clock
@@ -105,6 +113,7 @@ type Controller struct {
 	connection Connection
 	// certificate may be replaced at any time.
 	certificate Certificate
+	fit         Fit
 	cluster     *agentv1alpha1.ClusterRef
 	recorder    events.Recorder
 	grace       time.Duration
@@ -118,12 +127,12 @@ type Controller struct {
 // spec.nodeClassRef. grace is how long the agent may be unreachable before node classes stop being
 // Ready.
 func New(
-	clk clock.Clock, kube client.Client, catalogue *catalogue.Catalogue, connection Connection, certificate Certificate,
+	clk clock.Clock, kube client.Client, catalogue *catalogue.Catalogue, connection Connection, certificate Certificate, fit Fit,
 	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, grace time.Duration,
 ) *Controller {
 	return &Controller{
-		clock: clk, kube: kube, catalogue: catalogue, connection: connection, certificate: certificate, cluster: cluster, recorder: recorder,
-		grace: grace, started: clk.Now(), written: map[string]time.Time{},
+		clock: clk, kube: kube, catalogue: catalogue, connection: connection, certificate: certificate, fit: fit, cluster: cluster,
+		recorder: recorder, grace: grace, started: clk.Now(), written: map[string]time.Time{},
 	}
 }
 
@@ -221,6 +230,7 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	conditions := nodeClass.StatusConditions(status.WithClock(c.clock))
 	c.describeConnection(conditions)
 	c.describeCertificate(conditions)
+	c.describeFit(conditions)
 
 	snapshot := c.catalogue.Snapshot()
 	if snapshot == nil {
@@ -314,6 +324,19 @@ func (c *Controller) describeCertificate(conditions status.ConditionSet) {
 	}
 }
 
+func (c *Controller) describeFit(conditions status.ConditionSet) {
+	switch verdict := c.fit.Verdict(); {
+	case !verdict.Known:
+		if before := conditions.Get(v1alpha1.ConditionAgentCompatible); before != nil {
+			conditions.Set(*before) // A restart alone does not change the condition.
+		}
+	case verdict.Fits():
+		conditions.SetTrue(v1alpha1.ConditionAgentCompatible)
+	default:
+		conditions.SetFalse(v1alpha1.ConditionAgentCompatible, verdict.Reason, lo.Ellipsis(verdict.Message, longestMessage))
+	}
+}
+
 // explain omits what differs between attempts, such as the request id, because every change of a
 // condition is a write.
 func explain(err error) string {
@@ -327,7 +350,9 @@ func explain(err error) string {
 // announce publishes events on conditions that became worse, and when the agent is reachable again.
 // An expiring certificate is not announced here, but at regular intervals.
 func (c *Controller) announce(ctx context.Context, before, after *v1alpha1.ClusterAPINodeClass) {
-	for _, kind := range []string{v1alpha1.ConditionNodeGroupsFound, v1alpha1.ConditionAgentReachable, v1alpha1.ConditionNodeGroupsValid} {
+	for _, kind := range []string{
+		v1alpha1.ConditionNodeGroupsFound, v1alpha1.ConditionAgentReachable, v1alpha1.ConditionAgentCompatible, v1alpha1.ConditionNodeGroupsValid,
+	} {
 		was, is := find(before, kind), find(after, kind)
 		if kind == v1alpha1.ConditionAgentReachable && was.IsFalse() && is.IsTrue() {
 			c.recorder.Publish(events.Event{
@@ -402,6 +427,7 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		For(&v1alpha1.ClusterAPINodeClass{}).
 		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.catalogue.Changes(), func() {} })).
 		WatchesRawSource(c.on(c.connection.StateChanges)).
+		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.fit.Changes(), func() {} })).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }

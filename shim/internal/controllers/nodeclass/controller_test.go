@@ -19,6 +19,7 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/agentstate"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodeclass"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
@@ -41,12 +42,20 @@ type certificate struct {
 
 func (c *certificate) Warning() (string, bool) { return c.warning, c.found }
 
+// fit is the verdict that the test sets.
+type fit struct{ verdict agentstate.Verdict }
+
+func (f *fit) Verdict() agentstate.Verdict { return f.verdict }
+
+func (f *fit) Changes() <-chan struct{} { return nil }
+
 type env struct {
 	*shimtest.World
 	t          *testing.T
 	clock      *clocktesting.FakeClock
 	connection *connection
 	certificate
+	fit        fit
 	again      time.Duration // the last result's RequeueAfter
 	controller *nodeclass.Controller
 }
@@ -65,7 +74,7 @@ func setUp(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *env {
 }
 
 func (e *env) with(c *catalogue.Catalogue) *nodeclass.Controller {
-	return nodeclass.New(e.clock, e.Kube, c, e.connection, &e.certificate, e.Cluster, e.Recorder, grace)
+	return nodeclass.New(e.clock, e.Kube, c, e.connection, &e.certificate, &e.fit, e.Cluster, e.Recorder, grace)
 }
 
 func (e *env) reconcile(name string) *v1alpha1.ClusterAPINodeClass {
@@ -104,6 +113,25 @@ func TestANodeClassThatSelectsGroupsIsReady(t *testing.T) {
 
 	version := nodeClass.ResourceVersion
 	assert.Equal(t, version, e.reconcile(shimtest.NodeClassName).ResourceVersion, "nothing is written when nothing changed")
+}
+
+func TestAnAgentThatDoesNotFitIsShownAndDoesNotCostReadiness(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	assert.Nil(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentCompatible), "no agent has answered yet")
+
+	e.fit.verdict = agentstate.Verdict{Known: true, Reason: "VersionSkew", Message: "upgrade the agent"}
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	fits := condition(nodeClass, v1alpha1.ConditionAgentCompatible)
+	assert.True(t, fits.IsFalse())
+	assert.Equal(t, "VersionSkew", fits.Reason)
+	assert.Equal(t, "upgrade the agent", fits.Message)
+	assert.True(t, condition(nodeClass, status.ConditionReady).IsTrue())
+	assert.Equal(t, []string{"VersionSkew"}, e.Recorder.Reasons())
+
+	e.fit.verdict = agentstate.Verdict{}
+	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentCompatible).IsFalse(), "a restart changes nothing")
+	e.fit.verdict = agentstate.Verdict{Known: true}
+	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentCompatible).IsTrue())
 }
 
 func TestASelectorThatMatchesNothingIsNamed(t *testing.T) {

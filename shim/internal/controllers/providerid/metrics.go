@@ -12,11 +12,11 @@ const registeredLabel = "registered"
 var (
 	patchesTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 		Namespace: metrics.Namespace, Subsystem: "capi", Name: "provider_id_patches_total",
-		Help: "NodeClaims that were given their machine's provider ID. With registered=true, core had written the placeholder back.",
+		Help: "NodeClaims whose provider ID was set to that of their machine. With registered=true, Karpenter core had restored the placeholder.",
 	}, []opmetrics.Label{{Name: registeredLabel, Help: "Whether the NodeClaim was registered before."}}, opmetrics.Alpha)
 	conflictsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 		Namespace: metrics.Namespace, Subsystem: "capi", Name: "provider_id_conflicts_total",
-		Help: "Times a NodeClaim could not be given its machine's provider ID, as it or another NodeClaim has a contradicting one.",
+		Help: "Number of times a NodeClaim's provider ID could not be set because it, or another NodeClaim, has a conflicting one.",
 	}, nil, opmetrics.Alpha)
 )
 

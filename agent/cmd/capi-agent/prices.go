@@ -1,0 +1,78 @@
+package main
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
+)
+
+// prices makes a price list from flat rates.
+type prices struct {
+	currency string
+	rates    pricing.FlatRates
+	of       pricing.FlatEntry
+	meta     metav1.ObjectMeta
+}
+
+func newPrices() *cobra.Command {
+	var p prices
+	command := &cobra.Command{
+		Use:   "prices [flags] MACHINE...",
+		Short: "Print a price list from flat rates",
+		Long: "Prints a ConfigMap with a price list, for machines that have no price of a cloud. A MACHINE is an instance type with its resources, or " +
+			"with its price per hour, month or year.",
+		Example: "  capi-agent prices --per-cpu=0.004 --per-gib=0.0008 large=cpu=8,memory=32Gi,nvidia.com/gpu=1\n  capi-agent prices r760=900/month",
+		RunE:    func(command *cobra.Command, machines []string) error { return p.print(machines, command.OutOrStdout()) },
+	}
+	p.addFlags(command.Flags())
+	return command
+}
+
+func (p *prices) addFlags(flags *pflag.FlagSet) {
+	flags.SortFlags = false
+	flags.StringVar(&p.currency, "currency", "", "The prices' currency, an ISO 4217 code.")
+	for _, f := range []struct {
+		target      *float64
+		name, usage string
+	}{
+		{&p.rates.PerMachine, "per-machine", "The price per hour of a machine of any size."},
+		{&p.rates.PerCPU, "per-cpu", "The price per hour of a CPU."},
+		{&p.rates.PerGiB, "per-gib", "The price per hour of a GiB of memory."},
+		{&p.rates.PerDiskGiB, "per-disk-gib", "The price per hour of a GiB of ephemeral-storage."},
+		{&p.rates.PerAccelerator, "per-gpu", "The price per hour of one unit of any extended resource."},
+	} {
+		flags.Float64Var(f.target, f.name, 0, f.usage)
+	}
+	flags.StringVar(&p.of.Cluster, "cluster", "",
+		"The Cluster that the prices are for, as <namespace>/<name>, in which * matches any characters. Empty: all.")
+	flags.StringVar(&p.of.Zone, "zone", "", "The zone that the prices are for. Empty: all.")
+	flags.StringVar(&p.of.Region, "region", "", "The region that the prices are for. Empty: all.")
+	flags.StringVar(&p.of.Infrastructure, "infrastructure", "",
+		"The kind of the infrastructure objects that the prices are for, for example Metal3Machine. Empty: all.")
+	flags.StringVar(&p.of.CapacityType, "capacity-type", "", "The capacity type that the prices are for. Empty: all.")
+	flags.StringVar(&p.meta.Namespace, "namespace", "capi-agent-system", "The ConfigMap's namespace.")
+	flags.StringVar(&p.meta.Name, "name", "prices", "The ConfigMap's name.")
+}
+
+// print writes the ConfigMap to out.
+func (p *prices) print(machines []string, out io.Writer) error {
+	list, err := pricing.FlatList(p.currency, p.rates, p.of, machines)
+	if err != nil {
+		return err
+	}
+	text, err := yaml.Marshal(corev1.ConfigMap{
+		TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "ConfigMap"}, ObjectMeta: p.meta, Data: map[string]string{"prices.yaml": string(list)},
+	})
+	if err != nil {
+		return fmt.Errorf("writing the ConfigMap: %w", err)
+	}
+	_, err = out.Write(text)
+	return err
+}

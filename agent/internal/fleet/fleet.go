@@ -1,0 +1,211 @@
+// Package fleet maintains the view of the served Clusters: how much each of them has, and what is
+// known of its shim.
+package fleet
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	toolscache "k8s.io/client-go/tools/cache"
+	"k8s.io/utils/clock"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// Interval is how often changes are shown. Everything that happens to a Cluster meanwhile is one
+// change.
+const Interval = time.Second
+
+// All is where the feed has every Cluster. A feed keeps objects by Cluster otherwise, but this view
+// is of all of them.
+var All = types.NamespacedName{}
+
+// Key is the key of a Cluster in the feed.
+func Key(cluster types.NamespacedName) string { return cluster.String() }
+
+// Name is the Cluster that a key of the feed belongs to.
+func Name(key string) types.NamespacedName {
+	namespace, name, err := toolscache.SplitMetaNamespaceKey(key)
+	if err != nil {
+		return types.NamespacedName{Name: key} // not a key of [Key]
+	}
+	return types.NamespacedName{Namespace: namespace, Name: name}
+}
+
+// Equal reports whether two Clusters are the same to every caller.
+func Equal(a, b *agentv1alpha1.Cluster) bool { return proto.Equal(a, b) }
+
+// Spokes knows the shims. [spokes.Spokes] implements it.
+type Spokes interface {
+	// Read reads all Spokes from the hub.
+	Read(ctx context.Context) error
+	// Status returns what was last read or written of a Cluster's Spoke. It is false if there is none.
+	Status(cluster types.NamespacedName) (v1alpha1.SpokeStatus, bool)
+}
+
+// Config configures a [Fleet].
+type Config struct {
+	// Feed receives the Clusters. REQUIRED.
+	Feed *feed.Feed[*agentv1alpha1.Cluster]
+	// NodeGroups, Machines and Claims are what is counted. REQUIRED.
+	NodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
+	Machines   *feed.Feed[*agentv1alpha1.Machine]
+	Claims     *feed.Feed[*agentv1alpha1.Claim]
+	// Spokes knows the shims. Its owner calls [Fleet.Changed] when it knows something new. REQUIRED.
+	Spokes Spokes
+	// Scope determines which Clusters are served.
+	Scope hub.Scope
+	// Clock provides the time. Nil means the system clock.
+	Clock clock.WithTicker
+}
+
+// Fleet fills the feed. Use [New].
+type Fleet struct {
+	Config
+
+	reader client.Reader
+
+	mu      sync.Mutex
+	changed map[types.NamespacedName]struct{}
+}
+
+// New returns a fleet. It fills its feed once it has been set up with a manager.
+func New(c Config) *Fleet {
+	if c.Clock == nil {
+		c.Clock = clock.RealClock{}
+	}
+	f := &Fleet{Config: c, changed: map[types.NamespacedName]struct{}{}}
+	c.NodeGroups.Observe(f.Changed)
+	c.Machines.Observe(f.Changed)
+	c.Claims.Observe(f.Changed)
+	return f
+}
+
+// Changed notes that a Cluster is to be shown anew. It does not block.
+func (f *Fleet) Changed(cluster types.NamespacedName) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.changed[cluster] = struct{}{}
+}
+
+// SetupWithManager adds the fleet to the manager.
+func (f *Fleet) SetupWithManager(mgr manager.Manager) error {
+	f.reader = mgr.GetClient()
+	err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
+		informer, err := mgr.GetCache().GetInformer(ctx, &clusterv1.Cluster{})
+		if err != nil {
+			return fmt.Errorf("following Clusters: %w", err)
+		}
+		// The handler lives as long as the cache.
+		registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
+			AddFunc:    f.event,
+			UpdateFunc: func(_, object any) { f.event(object) },
+			DeleteFunc: f.event,
+		})
+		if err != nil {
+			return fmt.Errorf("following Clusters: %w", err)
+		}
+		return f.run(ctx, registration.HasSynced)
+	}))
+	if err != nil {
+		return fmt.Errorf("adding the fleet: %w", err)
+	}
+	return nil
+}
+
+func (f *Fleet) event(object any) {
+	key, err := toolscache.DeletionHandlingMetaNamespaceKeyFunc(object)
+	if err != nil {
+		return // the cache holds nothing without a key
+	}
+	f.Changed(Name(key))
+}
+
+// run shows the Clusters until the context ends.
+func (f *Fleet) run(ctx context.Context, listed func() bool) error {
+	if !toolscache.WaitForCacheSync(ctx.Done(), listed) {
+		return nil // only because ctx ended
+	}
+	for _, ready := range []<-chan struct{}{f.NodeGroups.Ready(), f.Machines.Ready(), f.Claims.Ready()} {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ready:
+		}
+	}
+	// Otherwise, a watcher would see every shim come back after each start of the agent. If the hub
+	// has no Spokes, or does not answer, the Clusters are shown without their shims.
+	if err := f.Spokes.Read(ctx); err != nil && ctx.Err() == nil {
+		log.FromContext(ctx).Info("the Clusters are shown without their shims until the Spokes can be read", "cause", err.Error())
+	}
+	f.Show(ctx)
+	f.Feed.SetReady()
+	ticker := f.Clock.NewTicker(Interval)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C():
+			f.Show(ctx)
+		}
+	}
+}
+
+// Show shows the Clusters that have changed.
+func (f *Fleet) Show(ctx context.Context) {
+	f.mu.Lock()
+	changed := f.changed
+	f.changed = map[types.NamespacedName]struct{}{}
+	f.mu.Unlock()
+	for cluster := range changed {
+		if err := f.show(ctx, cluster); err != nil {
+			log.FromContext(ctx).Error(err, "a Cluster is not shown as it is", "cluster", cluster.String())
+			f.Changed(cluster)
+		}
+	}
+}
+
+func (f *Fleet) show(ctx context.Context, name types.NamespacedName) error {
+	cluster := &clusterv1.Cluster{}
+	err := f.reader.Get(ctx, name, cluster)
+	if client.IgnoreNotFound(err) != nil {
+		return fmt.Errorf("reading the Cluster: %w", err)
+	}
+	if apierrors.IsNotFound(err) || !f.Scope.Contains(name) {
+		f.Feed.Remove(All, Key(name))
+		return nil
+	}
+	message := messages.FleetCluster(cluster)
+	if status, known := f.Spokes.Status(name); known {
+		message.Shim = messages.Shim(&status)
+	}
+	message.NodeGroups, message.Machines = count(f.NodeGroups.Count(name)), count(f.Machines.Count(name))
+	f.Claims.Each(name, func(claim *agentv1alpha1.Claim) {
+		switch claim.GetPhase() {
+		case agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+		case agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING:
+			message.PendingClaims++
+			message.Claims++
+		default:
+			message.Claims++
+		}
+	})
+	f.Feed.Set(All, Key(name), message)
+	return nil
+}
+
+func count(n int) int32 { return int32(n) }

@@ -1,0 +1,169 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/x509"
+	"encoding/base64"
+	"encoding/pem"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+const (
+	checksumsFile = "SHA256SUMS"
+	signatureFile = "SHA256SUMS.sig"
+	imagesFile    = "images.txt"
+)
+
+func checksumsCommand(_ context.Context, flags *flag.FlagSet, arguments []string) error {
+	var r release
+	r.addFlags(flags)
+	dir := flags.String("dir", "", "Folder with the release.")
+	file := flags.String("images", "deploy/images/images.yaml", "File that defines the images.")
+	layouts := flags.String("layouts", "", "Folder with the OCI layouts of the images. If it is below the release's, it is left out.")
+	if err := flags.Parse(arguments); err != nil {
+		return err
+	}
+	definitions, err := readDefinitions(*file)
+	if err != nil {
+		return err
+	}
+	if err := writeImageList(filepath.Join(*dir, imagesFile), definitions, r, *layouts); err != nil {
+		return err
+	}
+	if err := os.Remove(filepath.Join(*dir, signatureFile)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	sums, err := checksums(*dir, *layouts)
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(*dir, checksumsFile), sums, 0o644); err != nil {
+		return err
+	}
+	key, err := signingKey()
+	if err != nil {
+		return err
+	}
+	if key == nil {
+		fmt.Printf("checksums: %s, unsigned: RELEASE_KEY is not set\n", filepath.Join(*dir, checksumsFile))
+		return nil
+	}
+	signature, err := sign(key, sums)
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(*dir, signatureFile), signature, 0o644); err != nil {
+		return err
+	}
+	fmt.Printf("checksums: %s, signed\n", filepath.Join(*dir, checksumsFile))
+	return nil
+}
+
+// writeImageList writes each image with its tag and its digest, on a line, so that the signature of
+// the checksums covers images too, wherever they are.
+func writeImageList(file string, definitions []definition, r release, layouts string) error {
+	var list strings.Builder
+	for _, d := range definitions {
+		_, digest, err := d.fromLayout(r, layouts)
+		if err != nil {
+			return err
+		}
+		fmt.Fprintf(&list, "%s@%s\n", d.reference(r), digest)
+	}
+	return os.WriteFile(file, []byte(list.String()), 0o644)
+}
+
+// checksums returns the SHA-256 of every file below a folder, in the format of sha256sum.
+func checksums(dir, without string) ([]byte, error) {
+	var sums strings.Builder
+	// In lexical order.
+	err := filepath.WalkDir(dir, func(name string, entry fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case entry.IsDir() && name == filepath.Clean(cmp.Or(without, "/")):
+			return filepath.SkipDir
+		case entry.IsDir() || entry.Name() == checksumsFile:
+			return nil
+		}
+		sum, err := checksum(name)
+		if err != nil {
+			return err
+		}
+		relative, err := filepath.Rel(dir, name)
+		fmt.Fprintf(&sums, "%x  %s\n", sum, filepath.ToSlash(relative))
+		return err
+	})
+	return []byte(sums.String()), err
+}
+
+func checksum(name string) (sum []byte, err error) {
+	file, err := os.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, file.Close()) }()
+	hash := sha256.New()
+	_, err = io.Copy(hash, file)
+	return hash.Sum(nil), err
+}
+
+// signingKey returns the key in the environment: RELEASE_KEY is an ECDSA key on the curve P-256, in
+// PEM as openssl writes it, or the name of a file with one. It returns nil if there is none.
+func signingKey() (*ecdsa.PrivateKey, error) {
+	value := os.Getenv("RELEASE_KEY")
+	if value == "" {
+		return nil, nil
+	}
+	content := []byte(value)
+	if !strings.Contains(value, "-----BEGIN") {
+		var err error
+		if content, err = os.ReadFile(value); err != nil {
+			return nil, fmt.Errorf("reading RELEASE_KEY: %w", err)
+		}
+	}
+	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
+		var key any
+		var err error
+		switch block.Type {
+		case "EC PRIVATE KEY":
+			key, err = x509.ParseECPrivateKey(block.Bytes)
+		case "PRIVATE KEY":
+			key, err = x509.ParsePKCS8PrivateKey(block.Bytes)
+		default: // openssl writes the curve's parameters before the key
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("reading RELEASE_KEY: %w", err)
+		}
+		if ec, ok := key.(*ecdsa.PrivateKey); ok && ec.Curve == elliptic.P256() {
+			return ec, nil
+		}
+		return nil, errors.New("RELEASE_KEY is no ECDSA key on the curve P-256")
+	}
+	return nil, errors.New("RELEASE_KEY contains no unencrypted private key in PEM")
+}
+
+// sign returns the signature of a message in base64, as openssl and cosign verify it: ECDSA over the
+// message's SHA-256, in ASN.1.
+func sign(key *ecdsa.PrivateKey, message []byte) ([]byte, error) {
+	sum := sha256.Sum256(message)
+	signature, err := key.Sign(rand.Reader, sum[:], crypto.SHA256)
+	if err != nil {
+		return nil, err
+	}
+	return []byte(base64.StdEncoding.EncodeToString(signature) + "\n"), nil
+}

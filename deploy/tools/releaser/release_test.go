@@ -1,0 +1,278 @@
+package main
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/x509"
+	"encoding/base64"
+	"encoding/pem"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-containerregistry/pkg/name"
+	"github.com/google/go-containerregistry/pkg/registry"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
+	"github.com/google/go-containerregistry/pkg/v1/validate"
+)
+
+// What is pushed to a registry is what was built, and a chart from there refers to the image there by
+// its digest.
+func TestAReleaseIsInstalledFromARegistry(t *testing.T) {
+	root := chdirRoot(t)
+	helm := filepath.Join(root, "bin", "helm")
+	server := httptest.NewServer(registry.New())
+	t.Cleanup(server.Close)
+	address := strings.TrimPrefix(server.URL, "http://") + "/product"
+	home := t.TempDir()
+	for _, variable := range []string{"HOME", "DOCKER_CONFIG", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"} {
+		t.Setenv(variable, home)
+	}
+
+	out := t.TempDir()
+	layouts := filepath.Join(out, "images")
+	identity := []string{"--version", "v0.2.0", "--commit", "abc", "--created", "1700000000", "--registry", address}
+	made := func(command string, arguments ...string) error {
+		return run(t.Context(), append(append([]string{command}, identity...), arguments...))
+	}
+	images := func(content string) {
+		t.Helper()
+		must(t, made("images", "--binaries", binaries(t, content), "--out", layouts))
+	}
+	push := func() error {
+		return made("push", "--layouts", layouts, "--charts", out, "--helm", helm, "--insecure")
+	}
+	images("a binary")
+	must(t, made("charts", "--layouts", layouts, "--helm", helm, "--out", out))
+	must(t, push())
+
+	tag, err := name.NewTag(address+"/capi-agent:v0.2.0", name.Insecure)
+	must(t, err)
+	index, err := remote.Index(tag)
+	must(t, err)
+	must(t, validate.Index(index))
+	digest, err := index.Digest()
+	must(t, err)
+	manifest, err := index.IndexManifest()
+	must(t, err)
+	if got, want := manifest.Annotations["org.opencontainers.image.version"], "v0.2.0"; got != want {
+		t.Errorf("the index has the version %q, want %q", got, want)
+	}
+	for i, platform := range []string{"linux/amd64", "linux/arm64"} {
+		if got := manifest.Manifests[i].Platform.String(); got != platform {
+			t.Errorf("image %d is for %s, want %s", i, got, platform)
+		}
+	}
+
+	template := exec.CommandContext(t.Context(), helm, "template", "a", "oci://"+address+"/charts/capi-agent", "--version", "0.2.0", "--plain-http")
+	rendered, err := template.CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v: %s", err, rendered)
+	}
+	for _, want := range []string{"image: " + address + "/capi-agent@" + digest.String(), "helm.sh/chart: capi-agent-0.2.0", `app.kubernetes.io/version: "v0.2.0"`} {
+		if !strings.Contains(strings.ReplaceAll(string(rendered), "version: v0.2.0", `version: "v0.2.0"`), want) {
+			t.Errorf("the chart from the registry does not contain %s", want)
+		}
+	}
+
+	must(t, push()) // what is there already is no error
+	images("another binary")
+	if err := push(); err == nil || !strings.Contains(err.Error(), "is there already") {
+		t.Errorf("a release was replaced by another one: %v", err)
+	}
+	identity[1] = "v0.3.0"
+	if err := push(); err == nil || !strings.Contains(err.Error(), "instead of "+address+"/capi-agent:v0.3.0") {
+		t.Errorf("a build was pushed as another release: %v", err)
+	}
+}
+
+// The same binaries result in the same image, wherever and whenever it is built.
+func TestImagesAreReproducible(t *testing.T) {
+	d := definition{Name: "capi-agent", Commands: []string{"capi-agent"}}
+	r := release{Version: "v0.1.0", Created: time.Unix(1700000000, 0).UTC()}
+	digests := map[v1.Hash]bool{}
+	for _, content := range []string{"a", "a", "b"} {
+		index, err := d.build(r, binaries(t, content), []string{"linux/amd64"})
+		must(t, err)
+		digest, err := index.Digest()
+		must(t, err)
+		digests[digest] = true
+	}
+	if len(digests) != 2 {
+		t.Errorf("two different images have %d digests", len(digests))
+	}
+}
+
+func TestAuthoritiesAreCertificates(t *testing.T) {
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(authorities()) {
+		t.Fatal("they contain no certificate")
+	}
+	if strings.Count(string(authorities()), "BEGIN CERTIFICATE") < 100 {
+		t.Error("fewer than 100 authorities: Mozilla trusts more")
+	}
+}
+
+func TestSetScalar(t *testing.T) {
+	const document = "# Comment.\nimage:\n  # -- Digest.\n  digest: \"\" # none\n  repository: a\n  tag: 'b'\nother: {digest: c}\n"
+	for _, c := range []struct {
+		path       string
+		want, fail string
+	}{
+		{path: "image.digest", want: strings.Replace(document, `""`, `"new"`, 1)},
+		{path: "image.repository", want: strings.Replace(document, "repository: a", `repository: "new"`, 1)},
+		{path: "image.tag", want: strings.Replace(document, "'b'", `"new"`, 1)},
+		{path: "other.digest", want: strings.Replace(document, "{digest: c}", `{digest: "new"}`, 1)},
+		{path: "image.other", fail: "there is no field image.other"},
+		{path: "image.a", fail: "there is no field image.a"}, // a value, not a key
+		{path: "image", fail: "image is no scalar on one line"},
+	} {
+		got, err := setScalar([]byte(document), "new", strings.Split(c.path, ".")...)
+		if c.fail != "" {
+			if err == nil || err.Error() != c.fail {
+				t.Errorf("%s: error %v, want %s", c.path, err, c.fail)
+			}
+			continue
+		}
+		if must(t, err); string(got) != c.want {
+			t.Errorf("%s: got %s, want %s", c.path, got, c.want)
+		}
+	}
+}
+
+func TestAChangelogHasTheCommitsSinceTheLastTag(t *testing.T) {
+	repository := t.TempDir()
+	git := func(arguments ...string) {
+		t.Helper()
+		command := exec.CommandContext(t.Context(), "git", append([]string{"-C", repository, "-c", "user.name=a", "-c", "user.email=a@example.com"}, arguments...)...)
+		if output, err := command.CombinedOutput(); err != nil {
+			t.Fatalf("git %s: %v: %s", arguments[0], err, output)
+		}
+	}
+	commit := func(subject string, files ...string) {
+		t.Helper()
+		for _, file := range files {
+			must(t, os.MkdirAll(filepath.Dir(filepath.Join(repository, file)), 0o755))
+			must(t, os.WriteFile(filepath.Join(repository, file), []byte(subject), 0o644))
+		}
+		git("add", ".")
+		git("commit", "-qm", subject+"\n\nA body.")
+	}
+	write := func() string {
+		t.Helper()
+		file := filepath.Join(t.TempDir(), "CHANGELOG.md")
+		must(t, run(t.Context(), []string{"changelog", "--version", "v0.2.0", "--created", "1700000000", "--repository", repository, "--out", file}))
+		content, err := os.ReadFile(file)
+		must(t, err)
+		return string(content)
+	}
+	git("init", "-q")
+	commit("Begin", "README.md")
+	git("tag", "v0.2.0")
+	if got := write(); !strings.Contains(got, "changes since the beginning.\n\n## Documentation and examples\n\n- Begin (") {
+		t.Errorf("the first release has the changelog %s", got)
+	}
+	git("tag", "-d", "v0.2.0")
+	git("tag", "v0.1.0")
+	commit("Add a call", "agent/a.go", "proto/a.proto")
+	commit("Fix the agent", "agent/b.go")
+	commit("Test the agent", "agent/b_test.go")
+	git("tag", "v0.2.0")
+	lines := strings.Split(write(), "\n")
+	for i, want := range []string{
+		"# v0.2.0", "", "14 November 2023, changes since v0.1.0.", "",
+		"## API and packages for other programs", "", "- Add a call (", "",
+		"## Agent", "", "- Fix the agent (", "",
+		"## Tests, sandbox and build", "", "- Test the agent (", "",
+	} {
+		if i >= len(lines) || !strings.HasPrefix(lines[i], want) {
+			t.Fatalf("line %d is not %q in\n%s", i+1, want, strings.Join(lines, "\n"))
+		}
+	}
+}
+
+// The signature is ECDSA over the SHA-256 of the checksums, as openssl and cosign verify it, and sha256sum accepts the checksums.
+func TestChecksumsAreSigned(t *testing.T) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	must(t, err)
+	der, err := x509.MarshalECPrivateKey(key)
+	must(t, err)
+	written := pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})
+	file := filepath.Join(t.TempDir(), "key.pem")
+	must(t, os.WriteFile(file, append([]byte("-----BEGIN EC PARAMETERS-----\nBggqhkjOPQMBBw==\n-----END EC PARAMETERS-----\n"), written...), 0o600))
+
+	dir := t.TempDir()
+	definitions := filepath.Join(t.TempDir(), "images.yaml")
+	must(t, os.WriteFile(definitions, []byte("- {name: a, commands: [capi-agent]}\n"), 0o644))
+	arguments := []string{"--version", "v0.1.0", "--registry", "example.com", "--images", definitions}
+	layouts := filepath.Join(dir, "images")
+	must(t, run(t.Context(), append([]string{"images", "--binaries", binaries(t, "a"), "--out", layouts}, arguments...)))
+	must(t, os.WriteFile(filepath.Join(dir, "chart.tgz"), []byte("a chart"), 0o644))
+	for name, value := range map[string]string{"a file": file, "the key": string(written)} {
+		t.Setenv("RELEASE_KEY", value)
+		must(t, run(t.Context(), append([]string{"checksums", "--dir", dir, "--layouts", layouts}, arguments...)))
+		sums, err := os.ReadFile(filepath.Join(dir, checksumsFile))
+		must(t, err)
+		encoded, err := os.ReadFile(filepath.Join(dir, signatureFile))
+		must(t, err)
+		signature, err := base64.StdEncoding.DecodeString(strings.TrimSpace(string(encoded)))
+		must(t, err)
+		if sum := sha256.Sum256(sums); !ecdsa.VerifyASN1(&key.PublicKey, sum[:], signature) {
+			t.Errorf("%s: the signature is invalid", name)
+		}
+		if lines := strings.Split(strings.TrimSpace(string(sums)), "\n"); len(lines) != 2 ||
+			!strings.HasSuffix(lines[0], "  chart.tgz") || !strings.HasSuffix(lines[1], "  images.txt") {
+			t.Errorf("%s: the checksums are of other files: %s", name, sums)
+		}
+		check := exec.CommandContext(t.Context(), "sha256sum", "--check", "--strict", checksumsFile)
+		check.Dir = dir
+		if output, err := check.CombinedOutput(); err != nil {
+			t.Errorf("%s: %v: %s", name, err, output)
+		}
+	}
+	t.Setenv("RELEASE_KEY", "")
+	must(t, run(t.Context(), append([]string{"checksums", "--dir", dir, "--layouts", layouts}, arguments...)))
+	if _, err := os.Stat(filepath.Join(dir, signatureFile)); !os.IsNotExist(err) {
+		t.Errorf("a release without a key has a signature: %v", err)
+	}
+	t.Setenv("RELEASE_KEY", "-----BEGIN PUBLIC KEY-----\n")
+	if err := run(t.Context(), append([]string{"checksums", "--dir", dir, "--layouts", layouts}, arguments...)); err == nil {
+		t.Error("a release with a key that cannot be used was not refused")
+	}
+}
+
+// binaries returns a folder with a file in place of each binary of each platform.
+func binaries(t *testing.T, content string) string {
+	t.Helper()
+	dir := t.TempDir()
+	for _, platform := range []string{"linux-amd64", "linux-arm64"} {
+		must(t, os.Mkdir(filepath.Join(dir, platform), 0o755))
+		for _, command := range []string{"capi-agent", "karpenter", "fake-agent", "capi-agent-conformance"} {
+			must(t, os.WriteFile(filepath.Join(dir, platform, command), []byte(content+command+platform), 0o755))
+		}
+	}
+	return dir
+}
+
+// chdirRoot makes the repository's root the working directory, in which make runs the releaser.
+func chdirRoot(t *testing.T) string {
+	t.Helper()
+	root, err := filepath.Abs("../../..")
+	must(t, err)
+	t.Chdir(root)
+	return root
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
