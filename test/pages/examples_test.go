@@ -100,9 +100,9 @@ func examples(t *testing.T) map[string]string {
 			}
 		}
 	}
-	// Exclude what the charts render, and their CRDs, which are not users' manifests.
+	// Exclude what the charts render, their CRDs, and the list of images, which are not users' manifests.
 	err = filepath.WalkDir(filepath.Join(root(t), "deploy"), func(path string, entry fs.DirEntry, err error) error {
-		if err == nil && entry.IsDir() && slices.Contains([]string{"templates", "crds"}, entry.Name()) {
+		if err == nil && entry.IsDir() && slices.Contains([]string{"templates", "crds", "images"}, entry.Name()) {
 			return fs.SkipDir
 		}
 		if err != nil || entry.IsDir() || !slices.Contains([]string{".yaml", ".yml"}, filepath.Ext(path)) {
