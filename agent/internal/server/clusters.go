@@ -48,7 +48,7 @@ func (s *clusterService) WatchClusters(
 	ctx, stop := s.whileInContact(stream.Context())
 	defer stop()
 	c, rule := callerOf(ctx), authz.Methods[agentv1alpha1.ClusterService_WatchClusters_FullMethodName]
-	ctx, end := s.whileEntitled(ctx, func() error { return s.entitledToMany(stream.Context(), rule, c) })
+	ctx, end := s.whileEntitled(ctx, func(ctx context.Context) error { return s.entitledToMany(ctx, rule, c) })
 	defer end()
 	return forward(ctx, s.config.Clusters, fleet.All, readableBy(c, rule), sender[*agentv1alpha1.Cluster]{
 		upsert: func(cluster *agentv1alpha1.Cluster) error {

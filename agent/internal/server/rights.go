@@ -26,8 +26,9 @@ func (e *endedRightsError) Unwrap() error { return e.error }
 
 // whileEntitled returns a context that is cancelled with an [*endedRightsError] once the caller of
 // a stream is no longer entitled to it: because the policy has changed, or its certificate has
-// expired or belongs to a past onboarding.
-func (s *Server) whileEntitled(ctx context.Context, entitled func() error) (context.Context, context.CancelFunc) {
+// expired or belongs to a past onboarding. entitled is called from another goroutine, with the context
+// that whileEntitled returns.
+func (s *Server) whileEntitled(ctx context.Context, entitled func(context.Context) error) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	go func() {
 		ticker := time.NewTicker(s.config.RightsInterval)
@@ -38,7 +39,7 @@ func (s *Server) whileEntitled(ctx context.Context, entitled func() error) (cont
 				return
 			case <-ticker.C:
 			}
-			if err := entitled(); err != nil {
+			if err := entitled(ctx); err != nil {
 				cancel(&endedRightsError{err})
 				return
 			}

@@ -32,7 +32,7 @@ func watch[T any](
 	}
 	ctx, stop := s.whileInContact(ctx)
 	defer stop()
-	ctx, end := s.whileEntitled(ctx, func() error { return s.entitled(ctx, cluster) })
+	ctx, end := s.whileEntitled(ctx, func(ctx context.Context) error { return s.entitled(ctx, cluster) })
 	defer end()
 	return forward(ctx, objects, cluster, wanted, send)
 }
