@@ -39,8 +39,8 @@ type Decision struct {
 	// Held reports that nothing is ordered and nothing removed until the Cluster is unpaused and
 	// all of its state is known again.
 	Held bool
-	// Spare reports whether there is a spare now, for the grace period. It is also true when its
-	// release has only been decided.
+	// Spare reports whether there is a spare now, or a Machine that has to make room for a waiting
+	// claim, for the grace period. It is also true when its release has only been decided.
 	Spare bool
 	// Removes reports that the decision lowers replicas or begins to remove Machines that it chose
 	// itself. Both depend on the template.
@@ -48,7 +48,7 @@ type Decision struct {
 	// Unusable is how many free Machines beyond the floor no claim may have once the ledger is
 	// written, because something may run on them or they will not come.
 	Unusable int32
-	// Unmet is how many waiting claims get no further replica because of the max size.
+	// Unmet is how many waiting claims get no further replica because of the max size or a quota.
 	Unmet int32
 	// Again is after how long to look again if no event comes; zero means never.
 	Again time.Duration
@@ -220,8 +220,8 @@ func Decide(s *Snapshot) *Decision {
 	b.enter()
 	b.name()
 	b.markFloors()
-	b.d.Spare = b.spare() > 0
 	b.coverShortage()
+	b.d.Spare = b.spare() > 0 || b.blocking() > 0
 	b.releaseSpare()
 	b.shrink()
 	b.close()

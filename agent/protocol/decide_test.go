@@ -90,6 +90,71 @@ func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	assert.Contains(t, d.Ledger.Pending, "c")
 }
 
+// The Machines that were made for the claims joined before an agent could promise them. The claims
+// own every replica that the max size allows, so there is no spare.
+func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
+	full := func(size, floor int32, claims ...string) *Snapshot {
+		s := scene(size, &Ledger{Version: 1, Floor: floor, LastReplicas: size, Pending: map[string]Named{}})
+		for _, id := range claims {
+			s.Ledger.Pending[id] = Named{}
+			s.withClaim(id, v1alpha1.PhasePending, "")
+		}
+		s.Group.Max = &size
+		s.SpareSince = s.Now.Add(-time.Hour)
+		return s
+	}
+	t.Run("within the grace period they stay", func(t *testing.T) {
+		s := full(2, 0, "a", "b").withMachine("x", "", node).withMachine("y", "", node)
+		s.SpareSince = time.Time{}
+		d := Decide(s)
+		assert.Nil(t, d.Ledger)
+		assert.True(t, d.Spare, "or the grace period would never begin")
+		assert.Equal(t, s.SpareGrace, d.Again)
+	})
+	t.Run("one for each claim that waits", func(t *testing.T) {
+		s := full(2, 0, "a", "b").withMachine("x", "", node).withMachine("y", "", node)
+		d := Decide(s)
+		require.NotNil(t, d.Ledger)
+		assert.Len(t, d.Ledger.Releasing, 2)
+		assert.Len(t, d.Ledger.Pending, 2, "the claims keep their replicas")
+		assert.Equal(t, int32(2), d.Replicas)
+		assert.True(t, d.Removes)
+	})
+	t.Run("the user's stay", func(t *testing.T) {
+		s := full(3, 2, "a").withMachine("x", "", node).withMachine("y", "", node).withMachine("z", "", node)
+		d := Decide(s)
+		require.NotNil(t, d.Ledger)
+		assert.Len(t, d.Ledger.Releasing, 1)
+	})
+	t.Run("a release that is under way makes room as well", func(t *testing.T) {
+		s := full(3, 0, "a").withClaim("old", v1alpha1.PhaseReleasing, "m").withMachine("x", "", node).withMachine("y", "", node).
+			withMachine("m", "old", node)
+		s.Ledger.Releasing = map[types.UID]Release{"m": {Machine: "m", Claim: "old"}}
+		s.Ledger.Floor = 1
+		assert.Nil(t, Decide(s).Ledger)
+	})
+	t.Run("not while a person has set replicas above the max size", func(t *testing.T) {
+		s := full(3, 1, "a", "b").withMachine("x", "", node).withMachine("y", "", node).withMachine("z", "", node)
+		s.Group.Max = new(int32(2))
+		assert.Nil(t, Decide(s).Ledger, "replicas would not be raised to 3 again")
+	})
+	t.Run("one that a claim may have yet stays", func(t *testing.T) {
+		s := full(2, 0, "a", "b").withMachine("x", "", node).withMachine("unseen", "", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://unseen" })
+		d := Decide(s)
+		require.NotNil(t, d.Ledger)
+		assert.Len(t, d.Ledger.Releasing, 1)
+		assert.Contains(t, d.Ledger.Releasing, types.UID("x"))
+	})
+	t.Run("its replica is the claim's once it is gone", func(t *testing.T) {
+		s := full(1, 0, "a").withMachine("x", "", completed)
+		s.Ledger.Releasing = map[types.UID]Release{"x": {Machine: "x"}}
+		d := Decide(s)
+		require.NotNil(t, d.Ledger)
+		assert.True(t, d.Ledger.Releasing["x"].GivenBack)
+		assert.Equal(t, int32(1), d.Replicas)
+	})
+}
+
 // A person removed the claim's entry from the ledger, and the Machine made for it has joined
 // meanwhile, so no claim may have that.
 func TestAClaimWhoseEntryWasRemovedHasItsReplica(t *testing.T) {

@@ -8,14 +8,16 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
 // releaseSpare begins to remove Machines that no claim has wanted for the grace period. It never
 // removes the floor's Machines, and nothing during a rollout, whose surge Machines would be
 // mistaken for spares. While a claim waits it removes nothing either, unless the max size allows no
-// other Machine for the claim: then it removes those that the claim may not have.
+// other Machine for the claim: then it removes those that the claim may not have, even if the claims
+// own all replicas.
 func (b *books) releaseSpare() {
-	spare := b.spare()
+	spare := max(b.spare(), b.blocking())
 	if spare <= 0 || !b.mayShrink() {
 		return
 	}
@@ -37,7 +39,7 @@ func (b *books) releaseSpare() {
 	case waits || !observed:
 		free = gone
 	case b.d.Unmet > 0:
-		free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == fresh })
+		free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == fresh || b.class(m) == suspect })
 	}
 	surplus = min(surplus, len(free))
 	if surplus <= 0 {
@@ -57,6 +59,17 @@ func (b *books) releaseSpare() {
 		}
 		b.d.Removes = true
 	}
+}
+
+// blocking returns how many Machines have to go before the waiting claims can get theirs: the max
+// size allows no others, and no claim may have those that are there. Each release that is under way
+// makes room for one. That is not certain while a quota is used up, and not true while replicas
+// are above the max size: the agent would not raise them to that number again.
+func (b *books) blocking() int32 {
+	if b.Group.Has(eligibility.QuotaExceeded) || b.Group.Max != nil && b.d.Replicas > *b.Group.Max {
+		return 0
+	}
+	return max(0, b.d.Unmet-b.unreleased())
 }
 
 // graceOver reports whether the spare has existed for the grace period. If not, it asks to be woken

@@ -524,7 +524,7 @@ func (w *world) checkRest() {
 			w.t.Fatalf("I2: claim %s lives and its owner does not\n%s", id, w.describe())
 		case c.CurrentPhase() == v1alpha1.PhaseBound && !w.carries(c):
 			w.t.Fatalf("I2: claim %s is bound to a Machine that does not carry it\n%s", id, w.describe())
-		case c.CurrentPhase() == v1alpha1.PhasePending && w.md(c.Spec.NodeGroup).Annotations[clusterv1.AutoscalerMaxSizeAnnotation] == "":
+		case c.CurrentPhase() == v1alpha1.PhasePending && !w.overfull(c.Spec.NodeGroup):
 			w.t.Fatalf("I2: claim %s waits for ever\n%s", id, w.describe())
 		}
 	}
@@ -532,6 +532,10 @@ func (w *world) checkRest() {
 		w.checkGroupAtRest(group)
 	}
 }
+
+// overfull reports whether the floor and the live claims are more than the group's max size allows:
+// a person raised the floor or lowered the max size after the claims were entered.
+func (w *world) overfull(group string) bool { return w.floor(group)+w.live(group) > w.maximum(group) }
 
 // queued counts the group's claims that have neither an entry in the ledger nor a Machine.
 func (w *world) queued(group string) int32 {
@@ -555,10 +559,8 @@ func (w *world) checkGroupAtRest(group string) {
 	switch {
 	case w.wiped[group] && l == nil:
 		want = *md.Spec.Replicas // no claim was made on it since
-	case l != nil && l.Unnamed() > 0 && md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] != "":
-		// All of the group's Machines joined before they could be promised, and the max size leaves
-		// no room for others. The holder's report of its Nodes, or the deadline for Machines, ends
-		// this. Here it may last, and claims that wait for room in the ledger may stay too.
+	case l != nil && l.Unnamed() > 0 && w.overfull(group):
+		// Claims wait for room, in the ledger too. Here that may last.
 		want = max(want-w.queued(group), *md.Spec.Replicas)
 	}
 	if w.wiped[group] && *md.Spec.Replicas >= w.maximum(group) {

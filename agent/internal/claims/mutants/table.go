@@ -435,6 +435,12 @@ var mutants = []mutant{
 	{name: "a claim whose Machine joined too early waits for ever", edits: []edit{
 		{"	b.coverShortage()\n", ""},
 	}},
+	{name: "at the max size a claim waits for a Machine that none may have", test: "TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom", edits: []edit{
+		{"	spare := max(b.spare(), b.blocking())\n", "	spare := b.spare()\n"},
+	}},
+	{name: "at the max size more Machines go than claims need", test: "TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom", edits: []edit{
+		{"max(0, b.d.Unmet-b.unreleased())", "max(0, b.d.Unmet)"},
+	}},
 	{name: "an entry is dropped while its Machine has no label", edits: []edit{
 		{"			case ClaimOf(promised) == id:\n				drop(id, named)\n", "			default:\n				drop(id, named)\n"},
 	}},
