@@ -193,7 +193,7 @@ func (f *Fleet) show(ctx context.Context, name types.NamespacedName) error {
 	if status, known := f.Spokes.Status(name); known {
 		message.Shim = messages.Shim(&status)
 	}
-	message.NodeGroups, message.Machines = count(f.NodeGroups.Count(name)), count(f.Machines.Count(name))
+	message.NodeGroups, message.Machines = int32(f.NodeGroups.Count(name)), int32(f.Machines.Count(name))
 	f.Claims.Each(name, func(claim *agentv1alpha1.Claim) {
 		switch claim.GetPhase() {
 		case agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
@@ -207,5 +207,3 @@ func (f *Fleet) show(ctx context.Context, name types.NamespacedName) error {
 	f.Feed.Set(All, Key(name), message)
 	return nil
 }
-
-func count(n int) int32 { return int32(n) }
