@@ -10,8 +10,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/time/rate"
 
@@ -95,55 +95,65 @@ func certificatesIn(content []byte) int {
 
 // trusts replaces the authorities that each agent accepts, and those that it sends to the shim as
 // trusted.
-func (s *shim) trusts(authorities ...*testpki.Authority) {
-	s.Helper()
-	for i, a := range s.agents {
-		testpki.WriteBundle(s, a.files.CAFile, authorities...)
-		testpki.WriteBundle(s, s.own[i].CAFile, authorities...)
+func (o *onboarded) trusts(authorities ...*testpki.Authority) {
+	o.Helper()
+	for i, a := range o.agents {
+		testpki.WriteBundle(o, a.files.CAFile, authorities...)
+		testpki.WriteBundle(o, o.own[i].CAFile, authorities...)
 	}
 }
 
 // signs replaces the issuer and each agent's own certificate. The authority signs both.
-func (s *shim) signs(authority *testpki.Authority) {
-	s.Helper()
-	move := func(from, to string) { require.NoError(s, os.Rename(from, to)) }
-	certFile, keyFile := authority.Write(s, s.TempDir())
-	move(keyFile, s.issuer.KeyFile)
-	move(certFile, s.issuer.CertFile)
-	for i, a := range s.agents {
-		for _, files := range []testpki.Files{a.files, s.own[i]} {
-			fresh := authority.Issue(s, s.TempDir(), authority)
-			move(fresh.KeyFile, files.KeyFile)
-			move(fresh.CertFile, files.CertFile)
+func (o *onboarded) signs(authority *testpki.Authority) {
+	o.Helper()
+	certFile, keyFile := authority.Write(o, o.TempDir())
+	o.replace(keyFile, o.issuer.KeyFile)
+	o.replace(certFile, o.issuer.CertFile)
+	for i, a := range o.agents {
+		for _, files := range []testpki.Files{a.files, o.own[i]} {
+			fresh := authority.Issue(o, o.TempDir(), authority)
+			o.replace(fresh.KeyFile, files.KeyFile)
+			o.replace(fresh.CertFile, files.CertFile)
 		}
 	}
 }
 
-// The steps are those of "Replace the authority" in docs/operations.md.
-func TestTheAuthorityIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
-	s := newOnboarded(t).shim()
-	ctx, stop := context.WithCancel(t.Context())
-	var (
-		calling sync.WaitGroup
-		calls   [2]atomic.Int64
-		gaps    atomic.Int64
-	)
-	for i, c := range s.clients {
-		calling.Go(func() {
+// replace moves a file over another one.
+func (o *onboarded) replace(fresh, file string) {
+	o.Helper()
+	require.NoError(o, os.Rename(fresh, file))
+}
+
+// load is what a shim does without a break: calls and a view.
+type load struct {
+	*onboarded
+
+	stop    context.CancelFunc
+	running sync.WaitGroup
+	calls   []atomic.Int64
+	gaps    atomic.Int64
+}
+
+// load begins to call each client's agent. The test fails with the first call that fails.
+func (o *onboarded) load(clients []*client.Client) *load {
+	ctx, stop := context.WithCancel(o.Context())
+	l := &load{onboarded: o, stop: stop, calls: make([]atomic.Int64, len(clients))}
+	for i, c := range clients {
+		l.running.Go(func() {
 			pace := rate.NewLimiter(20, 1) // below what one identity may do, together with the other's
 			for pace.Wait(ctx) == nil {
-				if err := s.list(c); err != nil {
-					t.Errorf("a call failed: %v", err)
+				if err := o.list(c); err != nil {
+					o.Errorf("a call failed: %v", err)
 					return
 				}
-				calls[i].Add(1)
+				l.calls[i].Add(1)
 			}
 		})
-		mirror := c.MirrorNodeGroups(s.ref())
-		calling.Go(func() { _ = mirror.Run(ctx) })
+		mirror := c.MirrorNodeGroups(o.ref())
+		l.running.Go(func() { _ = mirror.Run(ctx) })
 		<-mirror.Synced()
 		changes, done := mirror.StateChanges()
-		calling.Go(func() {
+		l.running.Go(func() {
 			defer done()
 			for {
 				select {
@@ -151,13 +161,37 @@ func TestTheAuthorityIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
 					return
 				case <-changes:
 					if state := mirror.State(); !state.Connected && ctx.Err() == nil {
-						gaps.Add(1)
-						t.Logf("a view has a gap: %v", state.LastError)
+						l.gaps.Add(1)
+						o.Logf("a view has a gap: %v", state.LastError)
 					}
 				}
 			}
 		})
 	}
+	return l
+}
+
+// goesOn waits until each client has made more calls.
+func (l *load) goesOn() {
+	l.Helper()
+	for i := range l.calls {
+		before := l.calls[i].Load()
+		eventually(l.T, "calls go on", func(context.Context) (bool, error) { return l.Failed() || l.calls[i].Load() > before+10, nil })
+	}
+}
+
+// end ends the load, and requires that no view had a gap.
+func (l *load) end() {
+	l.Helper()
+	l.stop()
+	l.running.Wait()
+	require.Zero(l, l.gaps.Load(), "gaps in views")
+}
+
+// The steps are those of "Replace the authority" in docs/operations.md.
+func TestTheAuthorityIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
+	s := newOnboarded(t).shim()
+	load := s.load(s.clients)
 	former := s.authority
 	for range 2 {
 		next := testpki.New(t)
@@ -167,10 +201,7 @@ func TestTheAuthorityIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
 		s.renews(next, 2)
 		s.trusts(next)
 		s.renews(next, 1)
-		for i := range calls {
-			before := calls[i].Load()
-			eventually(t, "calls go on", func(context.Context) (bool, error) { return t.Failed() || calls[i].Load() > before+10, nil })
-		}
+		load.goesOn()
 		// A caller that trusts only the new authority, with a certificate issued by it, can
 		// connect.
 		key := s.key()
@@ -181,7 +212,106 @@ func TestTheAuthorityIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
 		}
 		former = next
 	}
-	stop()
-	calling.Wait()
-	assert.Zero(t, gaps.Load(), "gaps in views")
+	load.end()
+}
+
+// fileShim calls both agents with a certificate from files, which another program renews.
+type fileShim struct {
+	*onboarded
+
+	files   testpki.Files
+	clients []*client.Client
+	// renewals counts the renewals, each of which is valid for another time.
+	renewals int
+}
+
+func (o *onboarded) fileShim() *fileShim {
+	o.Helper()
+	s := &fileShim{onboarded: o, files: o.authority.Issue(o, o.TempDir(), o.authority, o.uri())}
+	for i := range o.agents {
+		c := o.from(i, s.files)
+		o.Cleanup(func() { require.NoError(o, c.Close()) })
+		s.clients = append(s.clients, c)
+	}
+	return s
+}
+
+// uri is the identity of the Cluster.
+func (o *onboarded) uri() string {
+	return "spiffe://karpenter-capi/cluster/" + o.cluster.Namespace + "/" + o.cluster.Name
+}
+
+// from connects to an agent with files.
+func (o *onboarded) from(agent int, files testpki.Files) *client.Client {
+	o.Helper()
+	c, err := client.New(client.Options{Address: o.agents[agent].address, TLS: &client.TLS{
+		CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile, Refresh: 100 * time.Millisecond,
+	}})
+	require.NoError(o, err)
+	return c
+}
+
+// renewed replaces the files, and waits until both clients have read them.
+func (s *fileShim) renewed(by *testpki.Authority, trusting ...*testpki.Authority) {
+	s.Helper()
+	s.renewals++
+	life := time.Hour - time.Duration(s.renewals)*time.Minute
+	testpki.WriteBundle(s, s.files.CAFile, trusting...)
+	fresh := by.IssueFor(s, life, s.TempDir(), by, s.uri())
+	s.replace(fresh.KeyFile, s.files.KeyFile)
+	s.replace(fresh.CertFile, s.files.CertFile)
+	for _, c := range s.clients {
+		eventually(s.T, "the files are read", func(context.Context) (bool, error) {
+			left := time.Until(c.Certificates().CertificateNotAfter)
+			return left > life-time.Minute && left <= life, nil
+		})
+	}
+}
+
+// connects waits until each agent accepts a new connection with a certificate of one authority by a
+// caller that trusts another.
+func (s *fileShim) connects(with, trusting *testpki.Authority) {
+	s.Helper()
+	s.connecting(with, trusting, "the agent accepts the authority", func(err error) bool { return err == nil })
+}
+
+// isShutOut waits until no agent accepts a new connection with a certificate of the authority.
+func (s *fileShim) isShutOut(with, trusting *testpki.Authority) {
+	s.Helper()
+	s.connecting(with, trusting, "the agent does not accept the authority", func(err error) bool { return err != nil })
+}
+
+func (s *fileShim) connecting(with, trusting *testpki.Authority, what string, until func(error) bool) {
+	s.Helper()
+	files := with.Issue(s, s.TempDir(), trusting, s.uri())
+	for i := range s.agents {
+		eventually(s.T, what, func(context.Context) (bool, error) {
+			c := s.from(i, files)
+			defer c.Close() // an identity may have few connections
+			return until(s.list(c)), nil
+		})
+	}
+}
+
+// The same for a shim that is not onboarded.
+func TestTheAuthorityOfFilesIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
+	s := newOnboarded(t).fileShim()
+	load := s.load(s.clients)
+	former := s.authority
+	for range 2 {
+		next := testpki.New(t)
+		s.trusts(former, next)
+		s.renewed(former, former, next)
+		s.connects(next, former)
+		s.renewed(next, former, next)
+		s.signs(next)
+		s.connects(next, next)
+		s.trusts(next)
+		s.renewed(next, next)
+		load.goesOn()
+		s.connects(next, next)
+		s.isShutOut(former, next)
+		former = next
+	}
+	load.end()
 }
