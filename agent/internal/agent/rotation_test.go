@@ -287,7 +287,7 @@ func (s *fileShim) connecting(with, trusting *testpki.Authority, what string, un
 	for i := range s.agents {
 		eventually(s.T, what, func(context.Context) (bool, error) {
 			c := s.from(i, files)
-			defer c.Close() // an identity may have few connections
+			defer func() { require.NoError(s, c.Close()) }() // an identity may have few connections
 			return until(s.list(c)), nil
 		})
 	}
