@@ -91,6 +91,7 @@ generate-proto: $(BUF) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_G
 	$(PRINT_PROTO) proto/third_party/protovalidate
 	$(BUF) generate
 	$(BUF) generate --template proto/buf.gen.cluster-autoscaler.yaml
+	$(BUF) generate --template docs/examples/bigfleet/buf.gen.yaml
 	set=$$(mktemp --suffix=.binpb) && trap 'rm -f "$$set"' EXIT && \
 	$(BUF) build proto --path proto/capi --exclude-source-info --as-file-descriptor-set -o "$$set" && $(DESCRIPTORS) "$$set" proto/descriptors.binpb
 

@@ -6,6 +6,7 @@ require (
 	github.com/anishathalye/porcupine v1.3.1
 	github.com/charmbracelet/bubbletea v1.3.10
 	github.com/charmbracelet/lipgloss v1.1.0
+	github.com/karpenter-capi/karpenter-capi/docs/examples/bigfleet v0.0.0
 	github.com/karpenter-capi/karpenter-capi/pkg v0.0.0
 	github.com/karpenter-capi/karpenter-capi/proto v0.0.0
 	github.com/onsi/gomega v1.42.1
@@ -26,6 +27,7 @@ require (
 	cel.dev/cel-go v0.32.0 // indirect
 	cel.dev/expr v0.25.3 // indirect
 	github.com/antlr4-go/antlr/v4 v4.13.1 // indirect
+	go.etcd.io/bbolt v1.4.3 // indirect
 	golang.org/x/exp v0.0.0-20260820142414-ca536658362e // indirect
 	google.golang.org/genproto/googleapis/api v0.0.0-20260819154853-08b0e4226688 // indirect
 )
@@ -146,6 +148,7 @@ require (
 replace (
 	github.com/karpenter-capi/karpenter-capi/agent => ../agent
 	github.com/karpenter-capi/karpenter-capi/deploy/sandbox => ../deploy/sandbox
+	github.com/karpenter-capi/karpenter-capi/docs/examples/bigfleet => ../docs/examples/bigfleet
 	github.com/karpenter-capi/karpenter-capi/pkg => ../pkg
 	github.com/karpenter-capi/karpenter-capi/pkg/tracing => ../pkg/tracing
 	github.com/karpenter-capi/karpenter-capi/proto => ../proto

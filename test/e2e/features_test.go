@@ -29,7 +29,13 @@ import (
 // the end of the test. change may be nil.
 func copies(t *testing.T, c client.Client, file, name string, change func(*unstructured.Unstructured)) {
 	t.Helper()
-	objects, err := manifests.LoadAs(file, "crowd", name)
+	copiesOf(t, c, file, "crowd", name, change)
+}
+
+// copiesOf is [copies], for a file whose objects have the name original.
+func copiesOf(t *testing.T, c client.Client, file, original, name string, change func(*unstructured.Unstructured)) {
+	t.Helper()
+	objects, err := manifests.LoadAs(file, original, name)
 	if err != nil {
 		t.Fatal(err)
 	}
