@@ -78,13 +78,13 @@ krew: ## Build the kubectl plugin's archives and its manifest for krew, in bin/k
 tools: $(TOOLS) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_ETCD_TOOLS) $(SANDBOX_CAPI_MANIFESTS) ## Build every tool and the sandbox's control planes (minutes on a cold cache)
 
 .PHONY: clean
-clean: ## Remove bin/; sandboxes are left alone
+clean: ## Remove bin/, but no sandboxes
 	rm -rf $(BIN)
 
 ##@ Generate and check
 
 .PHONY: generate
-generate: generate-proto generate-go generate-docs sandbox-generate ## Write all generated files anew: Go from protos, deep copies, CRDs, reference docs
+generate: generate-proto generate-go generate-docs sandbox-generate ## Regenerate all generated files: Go from protos, deep copies, CRDs, reference docs
 
 .PHONY: generate-proto
 generate-proto: $(BUF) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
@@ -136,7 +136,7 @@ verify-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(OPTIONS_BINARIES)
 
 # The Go project's database, the newest that the module proxy has: a check of the same commit may fail tomorrow.
 .PHONY: vuln
-vuln: $(GOVULNCHECK) $(JQ) ## Look for known vulnerabilities in what the agent, the shim and the packages for others call
+vuln: $(GOVULNCHECK) $(JQ) ## Check the code that the agent, the shim and the public packages call for known vulnerabilities
 	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && database=$$(cd "$$dir" && GOWORK=off go mod download -json golang.org/x/vulndb@latest) && \
 	echo "vuln: $$($(JQ) -r '.Path + " " + .Version' <<<"$$database")" && \
 	(cd "$$dir" && GOWORK=off go run golang.org/x/vulndb/cmd/indexdb@latest -vulns "$$($(abspath $(JQ)) -r .Dir <<<"$$database")/data/osv" -out "$$dir/db") && \
@@ -145,7 +145,7 @@ vuln: $(GOVULNCHECK) $(JQ) ## Look for known vulnerabilities in what the agent, 
 	done && echo "vuln: PASS"
 
 .PHONY: sbom
-sbom: $(CYCLONEDX) ## Write what the commands of a release are made of, as CycloneDX, to bin/sbom
+sbom: $(CYCLONEDX) ## Write the software bills of materials of the commands of a release, as CycloneDX, to bin/sbom
 	@mkdir -p $(BIN)/sbom && for binary in $(RELEASE_COMMANDS) shim/cmd/kubectl-capi; do \
 		(cd "$${binary%%/*}" && $(abspath $(CYCLONEDX)) app -json -licenses -std -main "$${binary#*/}" \
 			-output $(abspath $(BIN))/sbom/"$${binary##*/}".cdx.json .) || exit 1; \
@@ -153,7 +153,7 @@ sbom: $(CYCLONEDX) ## Write what the commands of a release are made of, as Cyclo
 	done
 
 .PHONY: docs-site
-docs-site: $(HUGO) ## Build the documentation as a site, in bin/docs-site; fails for a link that leads nowhere (hugo takes minutes to build, once)
+docs-site: $(HUGO) ## Build the documentation as a site, in bin/docs-site; fails for a broken link (hugo takes minutes to build, once)
 	@log=$$($(HUGO) build --source deploy/docs-site --destination $(abspath $(BIN))/docs-site --cleanDestinationDir --panicOnWarning 2>&1) || \
 		{ grep -E '^(ERROR|panic|WARN)' <<<"$$log"; echo "docs-site: FAIL"; exit 1; }; \
 	echo "docs-site: PASS pages=$$(find $(BIN)/docs-site -name '*.html' | wc -l) $(BIN)/docs-site/index.html"
@@ -173,7 +173,7 @@ verify-modules:
 
 # No commit can name itself, so this is for the commit after one that has changed the protos.
 .PHONY: require-proto
-require-proto: ## Make pkg/go.mod require the newest commit that changed proto/: others who get pkg get that one
+require-proto: ## Make pkg/go.mod require the newest commit that changed proto/, for other repositories that import pkg
 	@go run ./test/foreign/require
 
 # The API as it was last agreed on. What is in it may be added to, and not changed: callers of any later build rely on it.
@@ -186,7 +186,7 @@ verify-api: $(BUF)
 	$(BUF) build proto -o "$$image" && $(BUF) breaking "$$image" --against $(API_BASELINE)
 
 .PHONY: api-baseline
-api-baseline: $(BUF) verify-api ## Agree on the API as it is: later changes must be compatible with it
+api-baseline: $(BUF) verify-api ## Make the current API the baseline with which later changes must be compatible
 	$(BUF) build proto --exclude-source-info -o $(API_BASELINE)
 
 # What a module must not even import through others; golangci-lint's depguard says it for direct imports.
@@ -233,11 +233,11 @@ SANDBOX_BINARIES = $(addprefix $(BIN)/,sandbox sim-provider capi-agent karpenter
 	$(HELM) $(GRPCURL) $(JQ)
 
 .PHONY: sandbox-up
-sandbox-up: $(SANDBOX_BINARIES) ## Bring a hub and a spoke up on this machine and say what to try (SANDBOX=name for another one, with HUB=default a second spoke of that one's hub; TOPOLOGY=joined, sidecar or hub-hosted)
+sandbox-up: $(SANDBOX_BINARIES) ## Bring a hub and a spoke up on this machine, and print example commands (SANDBOX=name for another sandbox, HUB=default for a second spoke of that sandbox's hub; TOPOLOGY=joined, sidecar or hub-hosted)
 	@$(BIN)/sandbox up --name=$(SANDBOX) $(addprefix --topology=,$(TOPOLOGY)) $(addprefix --hub-of=,$(HUB))
 
 .PHONY: sandbox-status
-sandbox-status: $(BIN)/sandbox ## Say what runs in the sandbox
+sandbox-status: $(BIN)/sandbox ## Show what runs in the sandbox
 	@$(BIN)/sandbox status --name=$(SANDBOX)
 
 .PHONY: sandbox-down
@@ -245,7 +245,7 @@ sandbox-down: $(BIN)/sandbox ## Take the sandbox down
 	@$(BIN)/sandbox down --name=$(SANDBOX)
 
 .PHONY: demo
-demo: $(SANDBOX_BINARIES) $(BIN)/demo ## Show pods becoming nodes and going again; CHAOS=1 kills shim and agent meanwhile
+demo: $(SANDBOX_BINARIES) $(BIN)/demo ## Show how pods lead to nodes, and how nodes are removed again; CHAOS=1 kills shim and agent meanwhile
 	@$(BIN)/demo $(DEMO_FLAGS)
 DEMO_FLAGS ?=
 
@@ -280,7 +280,7 @@ UNRACED_IN := ./agent/internal/claims
 TESTED_TOOLS := $(sort $(dir $(wildcard deploy/tools/*/*_test.go)))
 
 .PHONY: test-tools
-test-tools: $(GOTESTSUM) $(HELM) ## Tests of the tools that make releases and documentation
+test-tools: $(GOTESTSUM) $(HELM) ## Tests of the tools that build releases and documentation
 	@start=$$(date +%s); verdict=PASS; results=$$(mktemp -d); trap 'rm -rf "$$results"' EXIT; \
 	for tool in $(TESTED_TOOLS); do \
 		(cd $$tool && GOWORK=off CGO_ENABLED=0 $(abspath $(GOTESTSUM)) --format pkgname --jsonfile "$$results/$$(basename $$tool)" -- $(TEST_FLAGS) ./...) || \
@@ -325,7 +325,7 @@ $(call tally,$(1),$$verdict,$$start,$$results/all); test $$verdict = PASS
 endef
 
 .PHONY: chaos
-chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depends on fail, and count what is lost; an hour and more (CHAOS_FLAGS='-scenarios=rollout')
+chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make every dependency of the product fail, and count what is lost; an hour and more (CHAOS_FLAGS='-scenarios=rollout')
 	@$(BIN)/chaos $(CHAOS_FLAGS)
 CHAOS_FLAGS ?=
 
@@ -336,7 +336,7 @@ ABUSE_FLAGS ?=
 
 # Network namespaces, nftables rules and a tun device take root. All of them end with the program.
 .PHONY: netchaos
-netchaos: $(SANDBOX_BINARIES) $(BIN)/netchaos ## Make the network between shim and agents bad, and measure what that costs; as root; half an hour (NETCHAOS_FLAGS='-scenarios=RTT')
+netchaos: $(SANDBOX_BINARIES) $(BIN)/netchaos ## Degrade the network between shim and agents, and measure the effect; as root; half an hour (NETCHAOS_FLAGS='-scenarios=RTT')
 	@$(BIN)/netchaos $(NETCHAOS_FLAGS)
 NETCHAOS_FLAGS ?=
 
@@ -359,21 +359,21 @@ fake-agent: $(BIN)/fake-agent ## Serve a fake agent that plays a scenario (FAKE_
 FAKE_AGENT_FLAGS ?= --plaintext-loopback
 
 .PHONY: conformance
-conformance: $(BIN)/capi-agent-conformance ## Check that an agent keeps the API's contract (CONFORMANCE_FLAGS='--address=… --cluster=…'; docs/conformance.md)
+conformance: $(BIN)/capi-agent-conformance ## Check that an agent satisfies the API's contract (CONFORMANCE_FLAGS='--address=… --cluster=…'; docs/conformance.md)
 	@$(BIN)/capi-agent-conformance $(CONFORMANCE_FLAGS)
 CONFORMANCE_FLAGS ?=
 
 .PHONY: model
-model: ## Explore the claim protocol exhaustively in small worlds, and without each of its rules (MODEL_FLAGS='-only wiped')
+model: ## Explore the claim protocol exhaustively in small models, and without each of its rules (MODEL_FLAGS='-only wiped')
 	@go run ./test/claimmodel $(MODEL_FLAGS)
 MODEL_FLAGS ?=
 
 .PHONY: points
-points: ## Play short courses of the claim engine with one thing that goes wrong, at every point where it can; minutes
+points: ## Run short scenarios of the claim engine with one fault, at every point where it can occur; minutes
 	@go test -count=1 -timeout 2h -v -run '^TestEveryPointOfACourse$$' ./agent/internal/claims -points
 
 .PHONY: mutants
-mutants: ## Break the claim engine deliberately, one rule at a time, and ask that the model test catches each (MUTANTS_FLAGS='-run=R5')
+mutants: ## Break the claim engine deliberately, one rule at a time, and check that a test fails for each (MUTANTS_FLAGS='-run=R5')
 	@go run ./agent/internal/claims/mutants $(MUTANTS_FLAGS)
 MUTANTS_FLAGS ?=
 
@@ -382,7 +382,7 @@ FUZZ ?= .
 FUZZ_TIME ?= 30s
 
 .PHONY: fuzz
-fuzz: $(BIN)/etcd $(BIN)/kube-apiserver ## Give arbitrary input to what reads it, the agent's handlers first of all; half a minute for each target (FUZZ=Handlers FUZZ_TIME=10m)
+fuzz: $(BIN)/etcd $(BIN)/kube-apiserver ## Fuzz every parser of input, above all the agent's handlers; half a minute for each target (FUZZ=Handlers FUZZ_TIME=10m)
 	@verdict=PASS; targets=0; while IFS=: read -r file function; do \
 		echo "fuzz: $${file%/*} $${function#func }"; targets=$$(( targets + 1 )); \
 		go test -run '^$$' -fuzz "^$${function#func }$$" -fuzztime $(FUZZ_TIME) "./$${file%/*}" </dev/null || verdict=FAIL; \
@@ -403,12 +403,12 @@ bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per secon
 BENCH_FLAGS ?=
 
 .PHONY: access-matrix
-access-matrix: $(SANDBOX_BINARIES) ## Call every method of the agent as every kind of caller, over the wire; shows, and writes, who may do what (docs/access.md)
+access-matrix: $(SANDBOX_BINARIES) ## Call every method of the agent as every kind of caller, over the network; shows who may call what, and writes docs/access.md
 	@go test -run '^TestAccessMatrix$$' -count=1 ./agent/internal/agent -args -write-matrix && cat docs/access.md && echo "access-matrix: PASS" || \
 		{ echo "access-matrix: FAIL"; exit 1; }
 
 .PHONY: many-nodes
-many-nodes: $(SANDBOX_BINARIES) $(BIN)/many-nodes ## What a spoke with 5,000 nodes costs at rest and while 500 go; an hour (MANY_NODES_FLAGS='-nodes=1000 -terminate=100')
+many-nodes: $(SANDBOX_BINARIES) $(BIN)/many-nodes ## Measure the cost of a spoke with 5,000 nodes, at rest and while 500 are removed; an hour (MANY_NODES_FLAGS='-nodes=1000 -terminate=100')
 	@$(BIN)/many-nodes $(MANY_NODES_FLAGS)
 MANY_NODES_FLAGS ?=
 

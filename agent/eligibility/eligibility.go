@@ -140,7 +140,7 @@ func (g Group) For(nodeGroup, holder string) *Refusal {
 		return nil
 	}
 	return &Refusal{NodeGroup: nodeGroup, Reason: Reserved, Message: fmt.Sprintf(
-		"the node group takes claims of the holder %q only (annotation %s of the MachineDeployment)", g.Holder, v1alpha1.HolderAnnotation)}
+		"the node group accepts only claims of the holder %q (annotation %s of the MachineDeployment)", g.Holder, v1alpha1.HolderAnnotation)}
 }
 
 // Refusal combines all refusals. The result has the reason of the first and the messages of all. It

@@ -126,7 +126,7 @@ func parse(text []byte) ([]rule, error) {
 			r.verdict.Class = Transient
 		}
 		if !slices.Contains([]Class{Transient, Capacity, Quota, Configuration, GivenUp}, r.verdict.Class) {
-			return nil, fmt.Errorf("[%d].means: %q is no class", i, line.Means)
+			return nil, fmt.Errorf("[%d].means: %q is not a class", i, line.Means)
 		}
 		if r.reason == nil && r.message == nil {
 			return nil, fmt.Errorf("[%d]: neither reason nor message", i)

@@ -58,7 +58,7 @@ func TestNothingIsFinalByAReasonThatStandsForEverything(t *testing.T) {
 	}
 }
 
-func TestReasonsThatPassAreTransientWhoeverGivesThem(t *testing.T) {
+func TestReasonsThatPassAreTransientForEveryProvider(t *testing.T) {
 	for _, reason := range []string{
 		"Failed", "InstanceProvisionFailed", "InstanceProvisionStarted", "VMProvisionFailed", "VMCreateFailed", "CloneFailed",
 		"PoweringOnFailed", "AllocationFailed", "IPAllocationFailed", "ProvisionFailed", "AssociateBMHFailed", "InstanceCreateFailed",

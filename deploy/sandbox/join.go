@@ -27,7 +27,7 @@ func (s *Sandbox) joinHub(ctx context.Context) error {
 		return err
 	}
 	if !running || state.Phase != Ready || state.AgentAddress == "" {
-		return fmt.Errorf("sandbox %q is no hub with an agent that is up and ready: bring it up first", of.Name)
+		return fmt.Errorf("sandbox %q is not a hub with an agent that is ready: bring it up first", of.Name)
 	}
 	data, err := os.ReadFile(state.Paths.HubKubeconfig)
 	if err != nil {

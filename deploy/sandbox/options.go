@@ -134,10 +134,10 @@ func (o *Options) checkTopology() error {
 	case o.HubOf == o.Name:
 		return fmt.Errorf("the sandbox %q cannot use its own hub as another's", o.Name)
 	case o.Topology != HubAndSpoke || o.HubOnly || o.AuditHub || o.TopologyVersion != "" || o.SeparateWebhooks || len(o.ClusterAPIArgs) > 0:
-		return fmt.Errorf("the hub of the sandbox %q is as it is: no topology, hub only, audit, ClusterClass or options of Cluster API can be chosen",
+		return fmt.Errorf("the hub of the sandbox %q cannot be changed: no topology, hub only, audit, ClusterClass or options of Cluster API can be chosen",
 			o.HubOf)
 	case o.WithoutAgent || o.Agents > 0 || len(o.AgentArgs) > 0 || o.AgentHub != nil || o.Authority != nil:
-		return fmt.Errorf("the agents of the sandbox %q are as they are: none can be left out, added or changed", o.HubOf)
+		return fmt.Errorf("the agents of the sandbox %q cannot be changed: none can be left out, added or configured", o.HubOf)
 	}
 	return nil
 }

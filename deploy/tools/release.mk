@@ -42,7 +42,7 @@ publish-images: $(RELEASER) ## Push the images that `make images` has built, wit
 	@$(RELEASER) push $(RELEASE_FLAGS) --layouts $(RELEASE_LAYOUTS) $(PUBLISH_FLAGS)
 
 .PHONY: release
-release: $(RELEASER) $(HELM) ## Make everything that a release consists of in bin/release, and publish nothing (VERSION=v0.1.0 REGISTRY=… RELEASE_KEY=key.pem)
+release: $(RELEASER) $(HELM) ## Build all parts of a release in bin/release, and publish nothing (VERSION=v0.1.0 REGISTRY=… RELEASE_KEY=key.pem)
 	@start=$$(date +%s); rm -rf $(RELEASE) && mkdir -p $(RELEASE) && $(MAKE) images krew sbom && \
 	host=$(RELEASE_BINARIES)/$$(go env GOHOSTOS)-$$(go env GOHOSTARCH) && if [ -d "$$host" ]; then \
 		for command in "$$host"/*; do "$$command" --version | grep -qF -- '$(VERSION)' || { echo "release: FAIL $$command does not report $(VERSION)"; exit 1; }; done; \
@@ -63,9 +63,9 @@ release: $(RELEASER) $(HELM) ## Make everything that a release consists of in bi
 	echo "release: PASS $(VERSION), $$(grep -c . $(RELEASE)/SHA256SUMS) files, $(words $(RELEASE_PLATFORMS)) platforms, seconds=$$(( $$(date +%s) - start ))"
 
 .PHONY: publish
-publish: $(RELEASER) $(HELM) ## Push the images and the charts that `make release` has made (same REGISTRY and VERSION)
+publish: $(RELEASER) $(HELM) ## Push the images and the charts that `make release` has built (same REGISTRY and VERSION)
 	@$(RELEASER) push $(RELEASE_FLAGS) --layouts $(RELEASE_LAYOUTS) --charts $(RELEASE) --helm $(HELM) $(PUBLISH_FLAGS)
 
 .PHONY: github-release
-github-release: ## Make the release on GitHub, with the files in bin/release; takes gh and its token
+github-release: ## Create the release on GitHub, with the files in bin/release; needs gh and its token
 	gh release create '$(VERSION)' --verify-tag --title '$(VERSION)' --notes-file $(RELEASE)/CHANGELOG.md $$(find $(RELEASE) -maxdepth 1 -type f)

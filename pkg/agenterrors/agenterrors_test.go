@@ -157,11 +157,11 @@ func TestMessagesStayShortAndDetailsComplete(t *testing.T) {
 
 func TestClaimEndedSaysHow(t *testing.T) {
 	err := overTheWire(t, agenterrors.ClaimEnded(&agentv1alpha1.Claim{
-		ClaimId: "a-claim", Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, Reason: "MachineLost", Message: "somebody deleted it",
+		ClaimId: "a-claim", Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, Reason: "MachineLost", Message: "another actor deleted it",
 	}))
 	end, ok := agenterrors.EndedAs(err)
 	require.True(t, ok)
-	require.Equal(t, agenterrors.End{ClaimID: "a-claim", Reason: "MachineLost", Message: "somebody deleted it"}, end)
+	require.Equal(t, agenterrors.End{ClaimID: "a-claim", Reason: "MachineLost", Message: "another actor deleted it"}, end)
 
 	err = agenterrors.ClaimEnded(&agentv1alpha1.Claim{ClaimId: "a-claim", Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING})
 	end, ok = agenterrors.EndedAs(err)

@@ -155,7 +155,7 @@ func NodeGroupNotFound(id string) error {
 // ClaimNotFound means that the claim was certainly never made, or that its end is no longer
 // retained.
 func ClaimNotFound(claimID string) error {
-	return made(codes.NotFound, fmt.Sprintf("claim %q was never made, or its end is no longer remembered", claimID),
+	return made(codes.NotFound, fmt.Sprintf("claim %q was never created, or its tombstone was deleted", claimID),
 		errorInfo(ReasonClaimNotFound, map[string]string{MetadataClaimID: claimID}))
 }
 
@@ -170,7 +170,7 @@ func MachineNotFound(name string) error {
 func ClaimEnded(claim *agentv1alpha1.Claim) error {
 	phase := strings.TrimPrefix(claim.GetPhase().String(), "CLAIM_PHASE_")
 	metadata := map[string]string{MetadataClaimID: claim.GetClaimId(), MetadataPhase: phase}
-	message := fmt.Sprintf("claim %q is %s and its id is never used again", claim.GetClaimId(), strings.ToLower(phase))
+	message := fmt.Sprintf("claim %q is %s and its id is never reused", claim.GetClaimId(), strings.ToLower(phase))
 	if reason := claim.GetReason(); reason != "" {
 		metadata[MetadataReason] = reason
 		message += ": " + reason

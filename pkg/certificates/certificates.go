@@ -176,7 +176,7 @@ func (f *Follower) readAuthorities() {
 func (f *Follower) log(err, before error, about ...any) {
 	switch {
 	case err != nil && (before == nil || before.Error() != err.Error()):
-		f.files.Logger.Error(err, "files cannot be used; those that were usable last stay in force", about...)
+		f.files.Logger.Error(err, "files cannot be used; the last usable ones stay in use", about...)
 	case err == nil && before != nil:
 		f.files.Logger.Info("files can be used again", about...)
 	}

@@ -131,7 +131,7 @@ func (o Options) validate() error {
 	switch {
 	case isUnix(o.Address):
 		if strings.HasPrefix(o.Address, "unix://") && !strings.HasPrefix(o.Address, "unix:///") {
-			return fmt.Errorf("address %s is no unix socket: write unix:///path/to/socket", o.Address)
+			return fmt.Errorf("address %s is not a unix socket: write unix:///path/to/socket", o.Address)
 		}
 		if o.TLS != nil {
 			return fmt.Errorf("address %s is a unix socket, which is used without TLS, but TLS is set", o.Address)
@@ -139,7 +139,7 @@ func (o Options) validate() error {
 		return nil
 	case o.PlaintextLoopback:
 		if o.TLS != nil {
-			return errors.New("plaintext was asked for, but TLS is set")
+			return errors.New("plaintext was requested, but TLS is set")
 		}
 		if !isLoopback(o.Address) {
 			return fmt.Errorf("plaintext is only for loopback addresses, and %s is not one", o.Address)

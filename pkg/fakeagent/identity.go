@@ -136,7 +136,7 @@ func (a *Agent) onboarded(caller identity) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.onboardings[caller.own.cluster] != caller.own.onboarding {
-		return agenterrors.Unauthenticated("the client certificate is of another onboarding than the Cluster's present one, or of none")
+		return agenterrors.Unauthenticated("the client certificate does not belong to the Cluster's current onboarding")
 	}
 	return nil
 }

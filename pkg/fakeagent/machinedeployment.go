@@ -140,11 +140,11 @@ func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
 		case key == annotationPrice, isCapacity && name == "price":
 			var perHour float64
 			if perHour, err = strconv.ParseFloat(value, 64); err != nil || !(perHour >= 0) || math.IsInf(perHour, 1) {
-				err = fmt.Errorf("%.64q is no price: write a number, 0 or more", value)
+				err = fmt.Errorf("%.64q is not a price: write a number, 0 or more", value)
 				break
 			}
 			if group.GetPrice() != nil && group.GetPrice().GetPerHour() != perHour {
-				problem(annotationCapacity+"price", fmt.Errorf("is another price than that of %s, which counts; remove one of the two", annotationPrice))
+				problem(annotationCapacity+"price", fmt.Errorf("differs from the price of %s, which takes precedence; remove one of the two", annotationPrice))
 			}
 			group.Price = &agentv1alpha1.Price{PerHour: perHour}
 			group.Sources["price"] = &agentv1alpha1.ValueSource{Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, Detail: key}
@@ -175,7 +175,7 @@ func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
 func size(value string) (int32, error) {
 	n, err := strconv.ParseInt(value, 10, 32)
 	if err != nil || n < 0 {
-		return 0, fmt.Errorf("%.64q is no size: write a number of machines, 0 or more", value)
+		return 0, fmt.Errorf("%.64q is not a size: write a number of machines, 0 or more", value)
 	}
 	return int32(n), nil
 }
@@ -185,7 +185,7 @@ func labelNodes(group *agentv1alpha1.NodeGroup, value string) error {
 	for pair := range strings.SplitSeq(value, ",") {
 		key, label, ok := strings.Cut(pair, "=")
 		if !ok || key == "" {
-			return fmt.Errorf("%.64q is no label: write key=value", pair)
+			return fmt.Errorf("%.64q is not a label: write key=value", pair)
 		}
 		group.NodeLabels[key] = label
 		switch key {
@@ -214,7 +214,7 @@ func parseTaints(value string) ([]*agentv1alpha1.Taint, error) {
 		key, taintValue, _ := strings.Cut(rest, "=")
 		taint := &agentv1alpha1.Taint{Key: key, Value: taintValue, Effect: effect}
 		if _, err := wire.Taint(taint); err != nil {
-			return nil, fmt.Errorf("%.64q is no taint: write key=value:effect: %w", text, err)
+			return nil, fmt.Errorf("%.64q is not a taint: write key=value:effect: %w", text, err)
 		}
 		taints = append(taints, taint)
 	}

@@ -8,7 +8,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 )
 
-// A process that nobody configured for tracing: nothing is exported, and no call needs a condition.
+// A process without a configuration for tracing: nothing is exported, and no call needs a
+// condition.
 func ExampleFromEnvironment() {
 	for _, name := range []string{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"} {
 		_ = os.Unsetenv(name)

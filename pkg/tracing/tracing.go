@@ -105,7 +105,7 @@ func enabled() (bool, error) {
 	// The exporter parses host:port as a URL without a host, and would export nothing.
 	parsed, err := url.Parse(endpoint)
 	if err != nil || cmp.Or(parsed.Host, parsed.Path) == "" {
-		return false, fmt.Errorf("%s: %q is no URL like http://collector:4317 or, with TLS, https://collector:4317", of, endpoint)
+		return false, fmt.Errorf("%s: %q is not a URL like http://collector:4317 or, with TLS, https://collector:4317", of, endpoint)
 	}
 	return true, nil
 }

@@ -80,5 +80,5 @@ func ParseClaimPhase(name string) (agentv1alpha1.ClaimPhase, error) {
 	case PhaseEnded:
 		return agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, nil
 	}
-	return agentv1alpha1.ClaimPhase_CLAIM_PHASE_UNSPECIFIED, fmt.Errorf("%q is no phase of a claim", name)
+	return agentv1alpha1.ClaimPhase_CLAIM_PHASE_UNSPECIFIED, fmt.Errorf("%q is not a phase of a claim", name)
 }

@@ -50,11 +50,11 @@ func Quantity(s string) (resource.Quantity, error) {
 		return resource.Quantity{}, errors.New("the quantity is empty")
 	}
 	if len(s) > maxQuantityLength || exponent(s) > maxExponent {
-		return resource.Quantity{}, fmt.Errorf("%.64q is no quantity that a machine has", s)
+		return resource.Quantity{}, fmt.Errorf("%.64q is not a quantity that a machine can have", s)
 	}
 	quantity, err := resource.ParseQuantity(s)
 	if err != nil {
-		return resource.Quantity{}, fmt.Errorf("%q is no quantity (write for example 4, 500m or 16Gi): %w", s, err)
+		return resource.Quantity{}, fmt.Errorf("%q is not a quantity (write for example 4, 500m or 16Gi): %w", s, err)
 	}
 	if quantity.Sign() < 0 {
 		return resource.Quantity{}, fmt.Errorf("%q is negative", s)

@@ -107,7 +107,7 @@ func newVictim(ctx context.Context, site *rush.Site) (*victim, error) {
 	return v, nil
 }
 
-func (v *victim) close() { _ = v.agent.Close() } // nobody waits for it
+func (v *victim) close() { _ = v.agent.Close() } // its error does not matter
 
 func (v *victim) create(ctx context.Context, id, group string) error {
 	_, err := v.agent.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{

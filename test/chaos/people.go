@@ -96,7 +96,7 @@ func (p *people) AskedBy(m *clusterv1.Machine) invariants.Asker {
 		p.lowered[group]--
 		return invariants.Person
 	}
-	return invariants.Nobody
+	return invariants.ClusterAPI
 }
 
 // Released implements [invariants.Judge].

@@ -166,7 +166,7 @@ func TestTheAgentIsConfinedInEveryVersion(t *testing.T) {
 	agent := h.agent(t, r, "confined")
 
 	annotation := func(key string) string { return fmt.Sprintf(`{"metadata":{"annotations":{%q:"x"}}}`, key) }
-	const onlyReplicas, nothing = "the agent changes only replicas", "the agent changes nothing of a Machine's"
+	const onlyReplicas, nothing = "the agent changes only replicas", "the agent does not change the spec of a Machine"
 	for name, tc := range map[string]struct {
 		kind, patch, says string
 	}{
@@ -177,7 +177,7 @@ func TestTheAgentIsConfinedInEveryVersion(t *testing.T) {
 		"paused":                  {"MachineDeployment", `{"spec":{"paused":true}}`, onlyReplicas},
 		"a mark on a Machine":     {"Machine", annotation(clusterv1.DeleteMachineAnnotation), ""},
 		"its finalizer":           {"Machine", fmt.Sprintf(`{"metadata":{"finalizers":["example.com/keep",%q]}}`, agentv1.ReleaseFinalizer), ""},
-		"another's finalizer":     {"Machine", `{"metadata":{"finalizers":null}}`, "no finalizer but its own"},
+		"another's finalizer":     {"Machine", `{"metadata":{"finalizers":null}}`, "only its own finalizer"},
 		"a Machine's version":     {"Machine", `{"spec":{"version":"v9.9.9"}}`, nothing},
 		"a Machine's provider ID": {"Machine", `{"spec":{"providerID":"sim://other"}}`, nothing},
 		"another's label":         {"Machine", `{"metadata":{"labels":{"example.com/note":"x"}}}`, "metadata.labels: the agent"},
@@ -536,7 +536,7 @@ func TestAScaleIsNotJudgedByTheNumberOfBefore(t *testing.T) {
 
 // The policies guard neither a MachineDeployment without a ledger nor one that Cluster API has just
 // created: a missing parameter is not a refusal.
-func TestAScaleOfAGroupWithoutALedgerIsNobodysConcern(t *testing.T) {
+func TestAScaleOfAGroupWithoutALedgerIsPermitted(t *testing.T) {
 	h := theHub(t)
 	r := release{"capi-agent", "plain-system"}
 	h.namespaces(t, "plain")

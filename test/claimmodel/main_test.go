@@ -25,7 +25,7 @@ func TestTableTellsFailure(t *testing.T) {
 			continue
 		}
 		if err := runTable([]row{run}, regexp.MustCompile(""), t.Output()); err == nil {
-			t.Errorf("%q ends otherwise than asked for, and nobody says so", run.name)
+			t.Errorf("%q does not end as expected, and no error is reported", run.name)
 		}
 	}
 }

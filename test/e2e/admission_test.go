@@ -20,10 +20,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 )
 
-// TestTheHubRefusesWhatNobodyMeans acts as users whom the agent chart's admission policies do not
+// TestTheHubRefusesUnintendedWrites acts as users whom the agent chart's admission policies do not
 // exempt. Every write is a dry run, which also passes admission.
-func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
-	shows(t, "admission: nobody lowers replicas below what is claimed, edits the ledger, or has the agent write more than it needs")
+func TestTheHubRefusesUnintendedWrites(t *testing.T) {
+	shows(t, "admission: no user lowers replicas below what is claimed or edits the ledger, and the agent writes only what it needs")
 	g := NewWithT(t)
 	useCrowd(t)
 	scale(t, "crowd", 1)
@@ -71,8 +71,8 @@ func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
 		"the agent writes a MachineSet":        {agent, set, `{"spec":{"replicas":0}}`, ""},
 		"the agent changes a MachineSet":       {agent, set, `{"spec":{"template":{"spec":{"version":"v9.9.9"}}}}`, "the agent changes only replicas"},
 		"the agent marks a Machine":            {agent, machine, annotation(clusterv1.DeleteMachineAnnotation, `"x"`), ""},
-		"the agent changes a Machine":          {agent, machine, `{"spec":{"version":"v9.9.9"}}`, "the agent changes nothing of a Machine's"},
-		"the agent takes a foreign finalizer":  {agent, machine, `{"metadata":{"finalizers":[]}}`, "no finalizer but its own"},
+		"the agent changes a Machine":          {agent, machine, `{"spec":{"version":"v9.9.9"}}`, "the agent does not change the spec of a Machine"},
+		"the agent takes a foreign finalizer":  {agent, machine, `{"metadata":{"finalizers":[]}}`, "only its own finalizer"},
 		"the agent disowns a Machine":          {agent, machine, `{"metadata":{"ownerReferences":[]}}`, "no owner"},
 		"the agent labels for others":          {agent, machine, `{"metadata":{"labels":{"example.com/note":"x"}}}`, noLabels},
 		"the agent takes a label of a Machine": {agent, machine, unlabel(clusterv1.MachineDeploymentNameLabel), noLabels},

@@ -21,8 +21,8 @@ import (
 
 const capacityPrefix = "metadata.annotations[capacity.cluster-autoscaler.kubernetes.io/"
 
-func TestBadDescriptionsOfNodeGroupsAreReportedAndHarmNobodyElse(t *testing.T) {
-	shows(t, "bad descriptions are reported where the user looks, and harm nobody else")
+func TestBadDescriptionsOfNodeGroupsAreReportedAndDoNotAffectOthers(t *testing.T) {
+	shows(t, "bad descriptions are reported where the user looks, and do not affect other node groups")
 	leaveAsFound(t)
 	apply(t, w.Hub, manifests.FleetHub, manifests.BrokenHub)
 	apply(t, w.Spoke, manifests.FleetSpoke, manifests.BrokenSpoke, manifests.FleetWorkload)

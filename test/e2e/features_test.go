@@ -101,7 +101,7 @@ func made(pool string) int {
 	return lo.CountBy(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == pool })
 }
 
-func TestAStaticNodePoolHasItsNodesAndOneWithoutRoomStallsNobody(t *testing.T) {
+func TestAStaticNodePoolHasItsNodesAndOneWithoutRoomStallsNoOther(t *testing.T) {
 	figure := shows(t, "static NodePools: grown and shrunk; one that has no room stalls no other pod")
 	if testing.Short() {
 		t.Skip("not in the short run: needs a feature gate")

@@ -51,7 +51,7 @@ const (
 // TestAMoveToAnotherHubLosesNothing stops neither agents nor shim: both see the source's objects
 // disappear while the Nodes run.
 func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
-	figure := shows(t, "a move to another hub, with agents and shim running, loses no Node, no claim and nobody's machine")
+	figure := shows(t, "a move to another hub, with agents and shim running, loses no Node, no claim and no machine")
 	nodes := lo.Ternary(testing.Short(), 6, 50)
 	g := NewWithT(t)
 	h := startHubs(t, "e2e-move")
@@ -81,7 +81,7 @@ func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
 	// A new claim may have been assigned an unclaimed machine, and the one made for it has since
 	// become the team's.
 	g.Expect(lo.Keys(shrunk.nodes)).To(ConsistOf(slices.Concat(nodesWithPods(t, h.target), grown.unclaimed)),
-		"the Nodes that are left: those with pods, and those that nobody claims")
+		"the Nodes that are left: those with pods, and those without a claim")
 	for node, uid := range shrunk.nodes {
 		g.Expect(grown.nodes[node]).To(Equal(uid), "Node %s was made again", node)
 	}

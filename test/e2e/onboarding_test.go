@@ -25,7 +25,7 @@ import (
 // TestASpokeIsOnboardedAnew onboards the spoke again, as every sandbox does initially, but while
 // the shim already has Nodes: first by one command, and then by Cluster API.
 func TestASpokeIsOnboardedAnew(t *testing.T) {
-	figure := shows(t, "a spoke is onboarded anew by one command, and again by Cluster API: its shim gets its certificates, and no Node notices")
+	figure := shows(t, "a spoke is onboarded again by one command, and again by Cluster API: its shim gets its certificates, and no Node is affected")
 	if testing.Short() {
 		t.Skip("not in the short run: its sandbox is onboarded by the command as well")
 	}

@@ -85,7 +85,7 @@ func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
 			g.Expect(test.turn(within(t, soon), true)).To(Succeed())
 			away := time.Now()
 
-			g.Eventually(connected).WithTimeout(noticedWithin).WithPolling(50*time.Millisecond).Should(BeZero(), "whoever follows an agent")
+			g.Eventually(connected).WithTimeout(noticedWithin).WithPolling(50*time.Millisecond).Should(BeZero(), "all streams to the agents")
 			figure("noticed after %.1f s", time.Since(away).Seconds())
 			// Pods that fit are scheduled.
 			scale(t, "web", 2)
@@ -98,7 +98,7 @@ func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
 			scale(t, "batch", 1)
 
 			g.Consistently(func(g Gomega) {
-				g.Expect(uids(t, &karpenterv1.NodeClaimList{})).To(ConsistOf(nodeClaims), "none is made that nobody can serve")
+				g.Expect(uids(t, &karpenterv1.NodeClaimList{})).To(ConsistOf(nodeClaims), "none is created that cannot be served")
 				g.Expect(uids(t, &corev1.NodeList{})).To(ConsistOf(nodes))
 				now := w.Status(sandbox.Shim)
 				g.Expect(now.PID).To(Equal(shim.PID), "the shim lives")

@@ -24,7 +24,7 @@ import (
 func TestNothingIsLostWithTheCRDOfMachineClaims(t *testing.T) {
 	figure := shows(t, "the CRD of MachineClaims is deleted, with all claims, and made again: every NodeClaim keeps its machine")
 	if testing.Short() {
-		t.Skip("not in the short run: waits as long as machines are kept that nobody claims")
+		t.Skip("not in the short run: waits as long as machines without a claim are kept")
 	}
 	const inGroup = 5
 	g := NewWithT(t)

@@ -81,7 +81,7 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	poll(t, soon, func(context.Context) (string, error) {
 		return lo.Ternary(time.Since(forbidden) > 2*repairAfter, "", "what is forbidden not to happen late"), nil
 	})
-	g.Expect(uidsOf(listCrowd(t))).To(ContainElement(vetoed.UID), "nobody may repair it")
+	g.Expect(uidsOf(listCrowd(t))).To(ContainElement(vetoed.UID), "it must not be repaired")
 	g.Expect(made("crowd")).To(Equal(before))
 	sicken(t, &vetoed, corev1.ConditionTrue)
 

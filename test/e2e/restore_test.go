@@ -23,9 +23,9 @@ import (
 // another one like Velero: in Velero's order, the Cluster last, without status, owners and fields
 // that the API server sets.
 func TestARestoreOfAHubLosesNothing(t *testing.T) {
-	figure := shows(t, "a restore of the hub's objects in another hub loses no Node, no claim and nobody's machine")
+	figure := shows(t, "a restore of the hub's objects in another hub loses no Node, no claim and no machine")
 	if testing.Short() {
-		t.Skip("not in the short run: a move makes every object anew as well")
+		t.Skip("not in the short run: a move also recreates every object")
 	}
 	const nodes = 50
 	g := NewWithT(t)

@@ -66,7 +66,7 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	})))
 	g.Expect(planned.Unfinished).To(ConsistOf(
 		And(HaveField("Name", "begun"), HaveField("Message", ContainSubstring("adopts machine "+chosen.Name))),
-		And(HaveField("Name", "leaving"), HaveField("Message", ContainSubstring("its machine "+leavingOn.Name+" goes with it")))))
+		And(HaveField("Name", "leaving"), HaveField("Message", ContainSubstring("its machine "+leavingOn.Name+" is deleted with it")))))
 	g.Expect(planned.InTheWay).To(ConsistOf(And(HaveField("Name", "second"), HaveField("Message", ContainSubstring(shared.Name)))))
 	left := lo.Map(planned.Left, func(p planOf, _ int) string { return p.Machine })
 	g.Expect(left).To(ConsistOf(append(before.unclaimed, forgotten.Name))) // Nodes have the names of their Machines
@@ -112,7 +112,7 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	g.Expect(planned.NodeClaims).To(BeEmpty(), "all that could be is adopted")
 	g.Expect(planned.Unfinished).To(BeEmpty())
 	g.Eventually(func(g Gomega) {
-		g.Expect(h.eventsOf(t, "second")).To(ContainElement(ContainSubstring("is that of NodeClaim "+before.nodeClaimOn(shared.Name))),
+		g.Expect(h.eventsOf(t, "second")).To(ContainElement(ContainSubstring("belongs to NodeClaim "+before.nodeClaimOn(shared.Name))),
 			"the second NodeClaim on a Machine is told of")
 	}).WithTimeout(soon).Should(Succeed())
 	// This follows the event's instructions.

@@ -62,7 +62,7 @@ func TestTheShimsKubeconfigIsReplacedThirtyTimes(t *testing.T) {
 	figure("in %.0f s", time.Since(began).Seconds())
 	g.Expect(h.source.Recorder.Await(within(t, 2*time.Minute), running(3))).To(Succeed())
 	h.goes(t)
-	g.Expect(h.source.Status(sandbox.Shim).PID).To(Equal(before.PID), "it was not started anew")
+	g.Expect(h.source.Status(sandbox.Shim).PID).To(Equal(before.PID), "it was not restarted")
 }
 
 func kubeconfigOf(i int) string { return fmt.Sprintf("kubeconfig-%d", i) }

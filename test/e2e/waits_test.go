@@ -168,7 +168,7 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 		return lo.Ternary(lo.FromPtr(detached).Reason == "AwaitingVolumeDetachment", "",
 			"the NodeClaim to wait for the volume of its Node"), err
 	})
-	g.Expect(claim(attached).CurrentPhase()).To(Equal(agentv1.PhaseBound), "nobody has released it")
+	g.Expect(claim(attached).CurrentPhase()).To(Equal(agentv1.PhaseBound), "it was not released")
 	runs(attached)
 	g.Expect(w.Spoke.Delete(t.Context(), volume)).To(Succeed())
 	goes(attached)
@@ -239,7 +239,7 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 		return lo.Ternary(drained.Reason == "Draining", "", "the NodeClaim to say that its Node is being drained"), err
 	})
 	g.Expect(now(guarded).Reached(journey.Gone)).To(BeFalse())
-	g.Expect(claim(guarded).CurrentPhase()).To(Equal(agentv1.PhaseBound), "nobody has released it")
+	g.Expect(claim(guarded).CurrentPhase()).To(Equal(agentv1.PhaseBound), "it was not released")
 	runs(guarded)
 	g.Expect(w.Spoke.Delete(t.Context(), budget)).To(Succeed())
 	goes(guarded)

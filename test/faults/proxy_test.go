@@ -221,7 +221,7 @@ func (s *scene) watch(t *testing.T, parameters ...string) <-chan string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	response, err := s.caller.Do(r) //nolint:bodyclose // closed by whoever reads it
+	response, err := s.caller.Do(r) //nolint:bodyclose // the reader closes it
 	if err != nil {
 		t.Fatal(err)
 	}

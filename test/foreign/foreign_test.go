@@ -166,7 +166,8 @@ func newModule(t *testing.T) foreignModule {
 		"GOMODCACHE="+filepath.Join(temporary, "modules"), "GOPROXY="+strings.Join([]string{
 			"file://" + string(publish(t)), "file://" + filepath.Join(settings[0], "cache/download"), settings[1],
 		}, ","),
-		// Nobody has published these versions. With -trimpath, the build cache is independent of the module cache's folder.
+		// These versions are not published. With -trimpath, the build cache is independent of the
+		// module cache's folder.
 		"GOPRIVATE=", "GONOPROXY=none", "GOSUMDB=off", "GOFLAGS=-mod=mod -modcacherw -trimpath -buildvcs=false",
 	)
 	return here

@@ -12,8 +12,8 @@ import (
 
 // Rules about what users and holders own, independently of the ledger.
 const (
-	NothingLeaked  Rule = "no Machine is there that nobody asked for"
-	NothingTaken   Rule = "nobody's Machine is taken"
+	NothingLeaked  Rule = "every Machine was requested"
+	NothingTaken   Rule = "no Machine is removed unrequested"
 	UnwantedClaims Rule = "no claim outlives its holder's wish"
 	WantedClaims   Rule = "no claim ends that its holder wants"
 )

@@ -20,12 +20,12 @@ func TestWhatPeopleKnowIsComparedWithWhatIsThere(t *testing.T) {
 		count    int
 	}{
 		{name: "as it should be"},
-		{name: "groups that nobody asks about", expected: func(e *invariants.Expected) {
+		{name: "groups that are not checked", expected: func(e *invariants.Expected) {
 			e.Shares = nil
 		}},
 		{name: "claims of another holder", expected: func(e *invariants.Expected) { e.Wanted, e.Holder = nil, "chaos" }},
 		{
-			name: "Machines that nobody asked for, whatever the ledger says", rule: invariants.NothingLeaked, count: 2,
+			name: "Machines that were not requested, whatever the ledger contains", rule: invariants.NothingLeaked, count: 2,
 			change: func(s *scene) {
 				s.ledger(`{"v":1,"seq":7,"floor":3,"lastReplicas":4}`)
 				s.hub = append(s.hub, machine("one", ""), machine("two", ""))
@@ -50,7 +50,7 @@ func TestWhatPeopleKnowIsComparedWithWhatIsThere(t *testing.T) {
 			},
 		},
 		{
-			name: "a claim that nobody wants lives", rule: invariants.UnwantedClaims, count: 1,
+			name: "an unwanted claim lives", rule: invariants.UnwantedClaims, count: 1,
 			expected: func(e *invariants.Expected) { e.Wanted, e.Shares = nil, nil },
 		},
 	} {

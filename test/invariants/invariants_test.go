@@ -163,7 +163,7 @@ func TestNothingIsWrongAtRest(t *testing.T) {
 			ended.Name, ended.Spec.ClaimID, ended.Status.Phase = "spoke.ended", "ended", agentv1.PhaseEnded
 			s.hub = append(s.hub, ended)
 		}},
-		{"somebody who is not Karpenter holds the claim", func(s *scene) {
+		{"another holder than Karpenter has the claim", func(s *scene) {
 			s.claim.Spec.Holder = "a-person"
 			s.nodeClaim = nil
 		}},
@@ -225,7 +225,7 @@ func TestEachViolationIsCaught(t *testing.T) {
 		{"a NodeClaim has another's placeholder", func(s *scene) {
 			s.nodeClaim.Status.ProviderID = "capi-claim://fleet/spoke/another"
 		}, invariants.OneProviderID, "NodeClaim default-x", true},
-		{"replicas are more than anybody owns", func(s *scene) {
+		{"replicas exceed the floor and the claims", func(s *scene) {
 			s.group.Spec.Replicas = ptr.To[int32](3)
 			s.ledger(`{"v":1,"seq":7,"floor":1,"lastReplicas":3,"spare":1}`)
 			s.hub = append(s.hub, machine("spare", ""))
@@ -248,7 +248,7 @@ func TestEachViolationIsCaught(t *testing.T) {
 		{"the group is above its max size", func(s *scene) {
 			s.group.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "1"
 		}, invariants.MaxSize, "MachineDeployment small", false},
-		{"the agent's finalizer is on a Machine that nobody releases", func(s *scene) {
+		{"the agent's finalizer is on a Machine that is not being released", func(s *scene) {
 			s.own.Finalizers = append(s.own.Finalizers, agentv1.ReleaseFinalizer)
 		}, invariants.FinalizerOnLive, "Machine own", true},
 		{"a Machine was marked for release and never deleted", func(s *scene) {

@@ -23,8 +23,8 @@ type Asker int
 
 // The askers.
 const (
-	// Nobody: Cluster API deleted it by itself, to match the number of replicas.
-	Nobody Asker = iota
+	// ClusterAPI: Cluster API deleted it by itself, to match the number of replicas.
+	ClusterAPI Asker = iota
 	// Agent: an agent deleted exactly this Machine.
 	Agent
 	// Person: a user deleted it, or did something that made Cluster API delete it.
@@ -258,8 +258,8 @@ func (w *Witness) judgeDeletion(r *machineRecord, m *clusterv1.Machine) {
 	id := labelOf(m)
 	switch w.judge.AskedBy(m) {
 	case Person:
-	case Nobody:
-		w.report(NothingTaken, "Machine", m.Name, "was deleted by Cluster API, and nobody asked for it (claim %q)", id)
+	case ClusterAPI:
+		w.report(NothingTaken, "Machine", m.Name, "was deleted by Cluster API without a request (claim %q)", id)
 	case Agent:
 		switch {
 		case id == "" && w.judge.Owns(m):

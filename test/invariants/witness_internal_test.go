@@ -85,7 +85,7 @@ func TestDeletionsAreJudgedByWhoAskedForThem(t *testing.T) {
 		{"by an agent, of the user's own", &jury{asker: Agent, own: map[types.UID]bool{"m": true}}, "", true},
 		{"by Cluster API, of a claim that is wanted", &jury{}, "c", true},
 		{"by Cluster API, of a released claim", &jury{released: map[string]bool{"c": true}}, "c", true},
-		{"by Cluster API, of nobody's", &jury{}, "", true},
+		{"by Cluster API, without an owner", &jury{}, "", true},
 		{"by a person", &jury{asker: Person}, "c", false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -1,5 +1,5 @@
 // Package v1alpha1 holds the agent's own API in the hub: the MachineClaim and Spoke resources, and the keys of the annotations, labels
-// and finalizers with which the agent marks Cluster API's objects.
+// and finalizers that the agent uses on Cluster API's objects.
 //
 // +kubebuilder:object:generate=true
 // +groupName=agent.karpenter.cluster.x-k8s.io
@@ -11,7 +11,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 )
 
-// Group is the API group of the agent's own resources, and the prefix of every key it writes on others'.
+// Group is the API group of the agent's own resources, and the prefix of every key that it sets on
+// other resources.
 const Group = "agent.karpenter.cluster.x-k8s.io"
 
 // GroupVersion is the version of the API in this package.

@@ -7,9 +7,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// MachineClaim anchors one claim: the right of one (Cluster, claim id) to exactly one Machine of one MachineDeployment. Its
-// creation is the compare-and-swap that decides which node group a claim belongs to. The agent makes, changes and removes
-// it; people read it. `clusterctl move` takes it along with its Cluster.
+// MachineClaim stores one claim: the right of one (Cluster, claim id) to exactly one Machine of one
+// MachineDeployment. Its creation is the compare-and-swap that decides which node group a claim
+// belongs to. Only the agent creates, changes and deletes it. `clusterctl move` moves it with its
+// Cluster.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:metadata:labels="clusterctl.cluster.x-k8s.io="
@@ -31,24 +32,25 @@ type MachineClaim struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
-	// spec is what was asked for.
+	// spec is what was requested.
 	// +required
 	Spec MachineClaimSpec `json:"spec,omitzero"`
-	// status is how far it is.
+	// status is the claim's state.
 	// +optional
 	Status MachineClaimStatus `json:"status,omitzero"`
 }
 
-// MachineClaimSpec is what was asked for.
+// MachineClaimSpec is what was requested.
 type MachineClaimSpec struct {
 	// clusterName names the Cluster, in the MachineClaim's namespace. Immutable.
 	// +required
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="clusterName is immutable"
 	ClusterName string `json:"clusterName"`
-	// clusterUID is the UID of the Cluster that the claim was made for. A claim without a status whose Cluster has another UID was moved
-	// or restored together with it, and lost its status on the way: what it had is found from its Machine and the ledger. Empty in claims
-	// of older agents. Immutable.
+	// clusterUID is the UID of the Cluster for which the claim was created. If a claim has no
+	// status and its Cluster has another UID, both were moved or restored and the claim lost its
+	// status. The agent then reconstructs the claim's state from its Machine and the ledger. Empty
+	// in claims of older agents. Immutable.
 	// +optional
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="clusterUID is immutable"
 	ClusterUID types.UID `json:"clusterUID,omitempty"`
@@ -64,39 +66,44 @@ type MachineClaimSpec struct {
 	// +kubebuilder:validation:MaxLength=63
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="holder is immutable"
 	Holder string `json:"holder"`
-	// spoke is the UID of the namespace kube-system of the cluster that the claim was made from, or that listed it as live: only a live
-	// set that was read there may collect it. Empty means that it is not known.
+	// spoke is the UID of the namespace kube-system of the cluster from which the claim was
+	// created, or that listed it as live. Only a live set that was read in this cluster may collect
+	// the claim. Empty means that the cluster is not known.
 	// +optional
 	// +kubebuilder:validation:MaxLength=63
 	Spoke string `json:"spoke,omitempty"`
-	// displayName is what the caller calls the claim: the NodeClaim's name.
+	// displayName is the caller's name for the claim, such as the NodeClaim's name.
 	// +optional
 	// +kubebuilder:validation:MaxLength=253
 	DisplayName string `json:"displayName,omitempty"`
-	// candidates are the names of the MachineDeployments that would do, best first: nodeGroup, and the next best ones.
+	// candidates are the names of the candidate MachineDeployments in order of preference:
+	// nodeGroup, and the next best ones.
 	// +optional
 	// +listType=atomic
 	// +kubebuilder:validation:MaxItems=1000
 	// +kubebuilder:validation:items:MaxLength=253
 	Candidates []string `json:"candidates,omitempty"`
-	// nodeGroup is the name of the MachineDeployment that the claim belongs to now. It moves to the next candidate only while
-	// the claim has never been entered in a ledger. Empty means that the claim was released before it was made: the object
-	// is a tombstone from its creation on, so that a call to make it that comes late is refused.
+	// nodeGroup is the name of the MachineDeployment that the claim belongs to now. It changes to
+	// the next candidate only while the claim has never been admitted. Empty means that the claim
+	// was released before it was created: the object is a tombstone from the start, so that a
+	// delayed CreateClaim is refused.
 	// +optional
 	NodeGroup string `json:"nodeGroup,omitempty"`
-	// adopt is the name of an existing Machine of nodeGroup that the claim takes over, instead of a new one. Immutable.
+	// adopt is the name of an existing Machine of nodeGroup that the claim adopts, instead of a new
+	// one. Immutable.
 	// +optional
 	// +kubebuilder:validation:MaxLength=253
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="adopt is immutable"
 	Adopt string `json:"adopt,omitempty"`
-	// adoptAboveMinSize has the claim refused where replicas would have to be raised for the user to keep the min size, and for a Machine that
-	// is marked to be removed next. Immutable.
+	// adoptAboveMinSize refuses the claim if replicas would have to be raised to keep the floor at
+	// the min size, or if the Machine is marked to be removed next. Immutable.
 	// +optional
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="adoptAboveMinSize is immutable"
 	AdoptAboveMinSize bool `json:"adoptAboveMinSize,omitempty"`
-	// maxNodeProvisionTimeSeconds is how long the claim waits for its Machine's provider ID and Node before it is released as late, unless
-	// the MachineDeployment has the annotation cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime. Absent means as long as the agent's
-	// options say. Immutable.
+	// maxNodeProvisionTimeSeconds is how long the claim waits for its Machine's provider ID and
+	// Node before it is released as late, unless the MachineDeployment has the annotation
+	// cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime. If absent, the agent's options
+	// apply. Immutable.
 	// +optional
 	// +kubebuilder:validation:Minimum=10
 	// +kubebuilder:validation:Maximum=604800
@@ -104,18 +111,19 @@ type MachineClaimSpec struct {
 	MaxNodeProvisionTimeSeconds *int32 `json:"maxNodeProvisionTimeSeconds,omitempty"`
 }
 
-// Phase is how far a claim is. The empty phase of a new MachineClaim means Pending.
+// Phase is the phase of a claim. The empty phase of a new MachineClaim means Pending.
 // +kubebuilder:validation:Enum="";Pending;Bound;Releasing;Ended
 type Phase string
 
 const (
-	// PhasePending means that the claim is durable and its Machine is not known yet.
+	// PhasePending means that the claim is durable and has no Machine yet.
 	PhasePending Phase = "Pending"
 	// PhaseBound means that the claim has its Machine.
 	PhaseBound Phase = "Bound"
-	// PhaseReleasing means that the release was asked for and is not complete. It keeps its Machine if it has one.
+	// PhaseReleasing means that the release was requested and is not complete. The claim keeps its
+	// Machine if it has one.
 	PhaseReleasing Phase = "Releasing"
-	// PhaseEnded is terminal: the claim has no Machine any more, and its id is never used again.
+	// PhaseEnded is terminal: the claim no longer has a Machine, and its id is never reused.
 	PhaseEnded Phase = "Ended"
 )
 
@@ -124,19 +132,21 @@ const (
 	ConditionAssigned = "Assigned"
 	// ConditionReady is True while the claim has a Machine whose Node has joined, and is neither being released nor returned.
 	ConditionReady = "Ready"
-	// ConditionEnded is True once the claim has ended. While it is False, its reason says whether the claim is being released.
+	// ConditionEnded is True once the claim has ended. While it is False, its reason shows whether
+	// the claim is being released.
 	ConditionEnded = "Ended"
 	// ConditionStalled is True on a claim whose Machine the agent has given up, and absent from others. Tools that wait for objects, such as
 	// kstatus, regard such an object as failed.
 	ConditionStalled = "Stalled"
 )
 
-// MachineClaimStatus is how far a claim is. The phase changes only by compare-and-swap on the whole object.
+// MachineClaimStatus is the state of a claim. The phase changes only by compare-and-swap on the
+// whole object.
 type MachineClaimStatus struct {
 	// phase is Pending, Bound, Releasing or Ended; empty means Pending.
 	// +optional
 	Phase Phase `json:"phase,omitempty"`
-	// reason is why, in one CamelCase word.
+	// reason is the cause of the phase, in one CamelCase word.
 	// +optional
 	// +kubebuilder:validation:MaxLength=256
 	Reason string `json:"reason,omitempty"`
@@ -151,46 +161,55 @@ type MachineClaimStatus struct {
 	// +listMapKey=type
 	// +kubebuilder:validation:MaxItems=8
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
-	// machine is the Machine that the claim is bound to. Set once; stays, as last seen, after the end.
+	// machine is the Machine that the claim is bound to. Set once. After the claim has ended, it
+	// stays as last seen.
 	// +optional
 	Machine *MachineReference `json:"machine,omitempty"`
-	// nodeGroupUID is the UID of the MachineDeployment in whose ledger the claim was entered. A MachineDeployment that has the
-	// name of nodeGroup and another UID was made again, and has no replica for the claim.
+	// nodeGroupUID is the UID of the MachineDeployment that admitted the claim. A MachineDeployment
+	// with the name of nodeGroup and another UID was deleted and created again, and has no replica
+	// for the claim.
 	// +optional
 	NodeGroupUID types.UID `json:"nodeGroupUID,omitempty"`
-	// waitingSince is from when on the claim's wait for a Machine counts: about when it was entered, or since an agent found that none had
-	// looked when the deadline passed. While it is unset, the claim's creation counts.
+	// waitingSince is when the claim's deadline for a Machine starts: about when the claim was
+	// admitted, or when an agent found that no agent was running as the deadline passed. If unset,
+	// the deadline starts at the claim's creation.
 	// +optional
 	WaitingSince *metav1.Time `json:"waitingSince,omitempty"`
-	// drained says that whoever asked for the release has drained the Node.
+	// drained records that the caller that requested the release has drained the Node.
 	// +optional
 	Drained bool `json:"drained,omitempty"`
-	// returned says that the claim's holder has returned the Machine to the user: the claim ends, and the Machine stays as it is. It is false
-	// for a claim that ended otherwise, as its Machine was lost before.
+	// returned records that the claim's holder has returned the Machine to the user: the claim
+	// ends, and the Machine stays as it is. It is false if the claim ended in another way because
+	// its Machine was lost first.
 	// +optional
 	Returned bool `json:"returned,omitempty"`
-	// nodeRegisteredAt is when the holder first reported the Machine's Node as registered, or when the claim adopted a Machine that had its
-	// Node: pods may run on it, whatever Cluster API has seen. Set once.
+	// nodeRegisteredAt is when the holder first reported the Machine's Node as registered, or when
+	// the claim adopted a Machine that had its Node. Pods may run on the Node from then on,
+	// whatever Cluster API reports. Set once.
 	// +optional
 	NodeRegisteredAt *metav1.Time `json:"nodeRegisteredAt,omitempty"`
-	// nodeAbsentAt is when the holder last read a complete list of its Nodes that lacked the Machine's, noted only once the
-	// Machine is past its node deadline. Unset while there is no such statement.
+	// nodeAbsentAt is when the holder last read a complete list of its Nodes that lacked the
+	// Machine's Node. It is recorded only after the Machine's node deadline. Unset if there was no
+	// such list.
 	// +optional
 	NodeAbsentAt *metav1.Time `json:"nodeAbsentAt,omitempty"`
-	// boundAt is when the claim was bound to its Machine: from then on it waits for the Machine's Node.
+	// boundAt is when the claim was bound to its Machine. The deadline for the Machine's Node
+	// starts then.
 	// +optional
 	BoundAt *metav1.Time `json:"boundAt,omitempty"`
-	// failedAt is when the agent gave the Machine up: its infrastructure failed, or it took several times the time for it. The
-	// claim is then released by the agent itself, and its node group cools down. Unset for one that is merely late.
+	// failedAt is when the agent gave the Machine up, because its infrastructure failed or it took
+	// several times its deadline. The agent then releases the claim itself, and the node group
+	// cools down. Unset for a Machine that is only late.
 	// +optional
 	FailedAt *metav1.Time `json:"failedAt,omitempty"`
-	// releasedAt is when the release was asked for.
+	// releasedAt is when the release was requested.
 	// +optional
 	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`
 	// endedAt is when the claim ended.
 	// +optional
 	EndedAt *metav1.Time `json:"endedAt,omitempty"`
-	// history is what happened, oldest first; the last 32 entries are kept, and the last 8 once the claim has ended.
+	// history is the claim's history, oldest first; the last 32 entries are kept, and the last 8
+	// once the claim has ended.
 	// +optional
 	// +listType=atomic
 	// +kubebuilder:validation:MaxItems=32
@@ -205,10 +224,10 @@ type MachineReference struct {
 	// uid of the Machine.
 	// +required
 	UID types.UID `json:"uid"`
-	// providerID of the Machine, once known. For people: the Machine itself is what counts.
+	// providerID of the Machine, once known. The agent does not read it: the Machine is authoritative.
 	// +optional
 	ProviderID string `json:"providerID,omitempty"`
-	// nodeName of the Machine, once known. For people.
+	// nodeName of the Machine, once known. The agent does not read it.
 	// +optional
 	NodeName string `json:"nodeName,omitempty"`
 }
@@ -237,7 +256,7 @@ type MachineClaimList struct {
 	Items           []MachineClaim `json:"items"`
 }
 
-// MaxNodeProvisionTime returns how long the claim's caller has it wait for its Machine; zero if that was not said.
+// MaxNodeProvisionTime returns spec.maxNodeProvisionTimeSeconds; zero if it is unset.
 func (c *MachineClaim) MaxNodeProvisionTime() time.Duration {
 	if c.Spec.MaxNodeProvisionTimeSeconds == nil {
 		return 0

@@ -4,8 +4,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// Spoke shows a workload cluster whose shim calls the agent. It has the name of its Cluster, and is in the Cluster's namespace. The agent makes
-// and changes it; people read it. `clusterctl move` takes it along with its Cluster.
+// Spoke describes a workload cluster whose shim calls the agent. It has the name and the namespace
+// of its Cluster. Only the agent creates and changes it. `clusterctl move` moves it with its
+// Cluster.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:metadata:labels="clusterctl.cluster.x-k8s.io="
@@ -22,17 +23,18 @@ type Spoke struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
-	// spec is what the agent must not forget.
+	// spec is what the agent must not lose.
 	// +optional
 	Spec SpokeSpec `json:"spec,omitzero"`
-	// status is what the agent has seen of the spoke.
+	// status is what the agent knows about the spoke.
 	// +optional
 	Status SpokeStatus `json:"status,omitzero"`
 }
 
-// SpokeSpec is what the agent must not forget: it is no status, which a restored backup leaves out.
+// SpokeSpec is what the agent must not lose. It is not in the status, because restoring a backup
+// omits the status.
 type SpokeSpec struct {
-	// enrollment is the last onboarding whose bootstrap certificate was used. Absent when there was none.
+	// enrollment is the last use of a bootstrap certificate. Absent if none was used.
 	// +optional
 	Enrollment *Enrollment `json:"enrollment,omitempty"`
 }
@@ -44,12 +46,13 @@ type Enrollment struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=63
 	Onboarding string `json:"onboarding"`
-	// publicKey is the SHA-256 of the public key that was certified, in hexadecimal digits: the bootstrap certificate serves no other.
+	// publicKey is the SHA-256 of the certified public key, in hexadecimal digits. The bootstrap
+	// certificate cannot be used with any other key.
 	// +required
 	// +kubebuilder:validation:MinLength=64
 	// +kubebuilder:validation:MaxLength=64
 	PublicKey string `json:"publicKey"`
-	// time is when it was used.
+	// time is when the bootstrap certificate was used.
 	// +required
 	Time metav1.Time `json:"time"`
 }
@@ -61,13 +64,13 @@ const ConnectedCondition = "Connected"
 const (
 	// SynchronizedReason means that the shim has sent its claims lately.
 	SynchronizedReason = "Synchronized"
-	// SilentReason means that no agent has heard of the shim for a while.
+	// SilentReason means that no agent has received the shim's claims for a while.
 	SilentReason = "Silent"
 )
 
-// SpokeStatus is what the agent has seen of a spoke.
+// SpokeStatus is what the agent knows about a spoke.
 type SpokeStatus struct {
-	// conditions are Connected.
+	// conditions has one condition, Connected.
 	// +optional
 	// +listType=map
 	// +listMapKey=type
@@ -75,26 +78,26 @@ type SpokeStatus struct {
 	// lastSyncTime is when the shim last sent its claims, to within five minutes.
 	// +optional
 	LastSyncTime *metav1.Time `json:"lastSyncTime,omitempty"`
-	// shimVersion is what the shim says of itself.
+	// shimVersion is the version that the shim reports.
 	// +optional
 	// +kubebuilder:validation:MaxLength=128
 	ShimVersion string `json:"shimVersion,omitempty"`
-	// spokeID is the UID of the spoke's namespace kube-system, as the shim says.
+	// spokeID is the UID of the spoke's namespace kube-system, as the shim reports it.
 	// +optional
 	// +kubebuilder:validation:MaxLength=63
 	SpokeID string `json:"spokeID,omitempty"`
-	// certificate is that of the shim. Absent for a shim on a unix socket.
+	// certificate is the shim's client certificate. Absent for a shim on a unix socket.
 	// +optional
 	Certificate *SpokeCertificate `json:"certificate,omitempty"`
 }
 
 // SpokeCertificate is the client certificate of a shim.
 type SpokeCertificate struct {
-	// serial is its serial number, in hexadecimal digits, as a policy denies it.
+	// serial is its serial number, in hexadecimal digits, in the form that a policy's deny list uses.
 	// +optional
 	// +kubebuilder:validation:MaxLength=64
 	Serial string `json:"serial,omitempty"`
-	// notAfter is when it ends.
+	// notAfter is when it expires.
 	// +optional
 	NotAfter *metav1.Time `json:"notAfter,omitempty"`
 }

@@ -46,7 +46,7 @@ func newCommand() *cobra.Command {
 		Use:   "capi-agent",
 		Short: "Serve the node groups, claims and Machines of Cluster API clusters over gRPC",
 		Long: "Serves the node groups, claims and Machines of Cluster API clusters over gRPC, in their management cluster. " +
-			"Every flag is an environment variable as well, as in CAPI_AGENT_LISTEN_ADDRESS; the flag wins.",
+			"Every flag can also be set by an environment variable, such as CAPI_AGENT_LISTEN_ADDRESS; the flag takes precedence.",
 		Version: version.Version() + " " + version.Commit(),
 		Args:    cobra.NoArgs,
 		// main reports errors, and a usage of sixty flags would hide them.

@@ -51,17 +51,17 @@ The secret serves one key, and no longer than --valid-for. The caller needs to r
 	flags.SortFlags = false
 	addHubFlag(flags, &f.kubeconfig)
 	flags.StringVar(&f.issuer, "issuer-secret", "capi-agent-system/capi-agent-ca",
-		"The secret in the hub, as `namespace/name`, with the authority that the agent has as --issuer-cert-file and --issuer-key-file.")
+		"The secret in the hub, as `namespace/name`, with the certificate and key that the agent has as --issuer-cert-file and --issuer-key-file.")
 	flags.StringVar(&f.serverCA, "server-ca-file", "",
 		"A PEM `file` with the authorities of the agent's own certificate. Empty means ca.crt of the issuer's secret, else the issuer itself.")
-	flags.StringVar(&f.secret, "secret", "karpenter/karpenter-agent-bootstrap", "The secret to make in the spoke, as `namespace/name`.")
+	flags.StringVar(&f.secret, "secret", "karpenter/karpenter-agent-bootstrap", "The secret to create in the spoke, as `namespace/name`.")
 	flags.StringVar(&f.TrustDomain, "trust-domain", options.New().TrustDomain, "The agent's own --trust-domain.")
-	flags.DurationVar(&f.ValidFor, "valid-for", time.Hour, "How long the spoke has until its shim has its first certificate.")
-	flags.BoolVar(&f.Again, "again", false, "Onboard a Cluster that is onboarded already. The present certificate of its shim ends at once.")
+	flags.DurationVar(&f.ValidFor, "valid-for", time.Hour, "How long the shim has to get its first certificate.")
+	flags.BoolVar(&f.Again, "again", false, "Onboard a Cluster that is already onboarded. The current certificate of its shim is revoked at once.")
 	flags.StringVar(&f.spokeKubeconfig, "spoke-kubeconfig", "", "Write the secret into the spoke, with this kubeconfig `file`, instead of printing it.")
 	flags.StringVar(&f.spokeContext, "spoke-context", "", "The `context` of --spoke-kubeconfig. Empty means its current one.")
 	flags.BoolVar(&f.resourceSet, "cluster-resource-set", false,
-		"Have Cluster API bring the secret into the spoke, by a ClusterResourceSet for this one onboarding, instead of printing it.")
+		"Have Cluster API deliver the secret to the spoke, with a ClusterResourceSet for this onboarding, instead of printing it.")
 	addDryRunFlag(flags, &f.dryRun)
 	return command
 }
@@ -134,12 +134,12 @@ func carryOut(
 	case spoke != nil:
 		way = "written into the spoke"
 	case by.resourceSet:
-		way = "brought into the spoke by a ClusterResourceSet"
+		way = "delivered to the spoke by a ClusterResourceSet"
 	}
 	if by.dryRun {
 		fmt.Fprintf(out, "would onboard %s\n", o.Cluster)
 		if prepared.Before != "" {
-			fmt.Fprintf(out, "would end its present onboarding, and the certificate of its shim with it\n")
+			fmt.Fprintf(out, "would end its current onboarding and revoke the certificate of its shim\n")
 		}
 		fmt.Fprintf(out, "the secret %s, valid for %s, would be %s\n", o.Secret, o.ValidFor, way)
 		return nil
@@ -213,7 +213,7 @@ func offboard(ctx context.Context, name, kubeconfig string, dryRun bool, out io.
 	case err != nil:
 		return fmt.Errorf("offboard: %w", err)
 	case !was:
-		fmt.Fprintf(out, "%s has been offboarded before\n", cluster)
+		fmt.Fprintf(out, "%s is already offboarded\n", cluster)
 	case dryRun:
 		fmt.Fprintf(out, "would offboard %s: its certificates would be refused within seconds\n", cluster)
 	default:
@@ -227,7 +227,7 @@ func addHubFlag(flags *pflag.FlagSet, kubeconfig *string) {
 }
 
 func addDryRunFlag(flags *pflag.FlagSet, dryRun *bool) {
-	flags.BoolVar(dryRun, "dry-run", false, "Say what would be done, and do nothing.")
+	flags.BoolVar(dryRun, "dry-run", false, "Print what would be done, and change nothing.")
 }
 
 func parseCluster(text string) (types.NamespacedName, error) {

@@ -30,15 +30,15 @@ func newPolicy() *cobra.Command {
 	flags.SortFlags = false
 	flags.StringVar(&trustDomain, "trust-domain", options.New().TrustDomain, "The agent's own --trust-domain.")
 	flags.StringVar(&certificate, "certificate", "",
-		"A PEM `file` with a client certificate, followed by those of its issuers, up to the root where the policy names the root: "+
-			"what it may do is printed. Its signatures are not verified.")
-	command := &cobra.Command{Use: "policy", Short: "Work with policies of access", Args: exactly(0, "policy check FILE")}
+		"A PEM `file` with a client certificate, followed by those of its issuers, including the root if the policy names it. "+
+			"The rights of the certificate are printed. Signatures are not verified.")
+	command := &cobra.Command{Use: "policy", Short: "Check policies", Args: exactly(0, "policy check FILE")}
 	command.RunE = func(*cobra.Command, []string) error { return errors.New("write `capi-agent policy check FILE`") }
 	command.AddCommand(check)
 	return command
 }
 
-// exactly accepts n arguments, and otherwise says how to write the command.
+// exactly accepts n arguments, and otherwise returns the usage of the command.
 func exactly(n int, usage string) cobra.PositionalArgs {
 	return func(_ *cobra.Command, args []string) error {
 		if len(args) != n {
@@ -77,7 +77,7 @@ func checkPolicy(file, trustDomain, certificate string, out io.Writer) error {
 	}
 	fmt.Fprintln(out, "identity:", caller.Identity)
 	if of := caller.Onboarding; of != nil && of.ID != "" {
-		fmt.Fprintf(out, "onboarding: %s, which has to be the Cluster's present one\n", of.ID)
+		fmt.Fprintf(out, "onboarding: %s, which must be the Cluster's current one\n", of.ID)
 	}
 	for _, grant := range caller.Grants {
 		fmt.Fprintln(out, "role:", grant)

@@ -42,7 +42,7 @@ func TestPricesNamesEveryMistake(t *testing.T) {
 		"no machine":              {"--per-cpu=1", []string{"there are no machines"}},
 		"no memory":               {"a=cpu=1", []string{"cpu and memory are REQUIRED"}},
 		"a quantity":              {"a=cpu=x,memory=1Gi", []string{`"a=cpu=x,memory=1Gi": cpu: `}},
-		"a resource":              {"a=cpu=1,memory=1Gi,gpu=1", []string{`"gpu" is no resource`}},
+		"a resource":              {"a=cpu=1,memory=1Gi,gpu=1", []string{`"gpu" is not a resource`}},
 		"a price":                 {"a=900/week b=-1/month", []string{`"900/week" is not a price`, `"-1/month" is not a price`}},
 		"a rate":                  {"--per-cpu=-1 a=cpu=1,memory=1Gi", []string{"-1 is not a rate"}},
 		"the currency":            {"--currency=euro a=1/hour", []string{"is not an ISO 4217 code"}},

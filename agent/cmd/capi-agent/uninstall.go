@@ -35,9 +35,9 @@ command can be repeated, and continues where it stopped.`,
 	flags := command.Flags()
 	flags.SortFlags = false
 	o.AddScopeFlags(flags)
-	flags.DurationVar(&timeout, "timeout", 10*time.Minute, "How long to wait for releases that are under way.")
+	flags.DurationVar(&timeout, "timeout", 10*time.Minute, "How long to wait for releases that are in progress.")
 	flags.BoolVar(&force, "force", false,
-		"Do not wait for releases: let their Machines go as they are. Cluster API may replace them, and a MachineDeployment may be left larger by them.")
+		"Do not wait for releases: leave their Machines as they are. Cluster API may replace them, so a MachineDeployment may stay larger by that many.")
 	return command
 }
 

@@ -40,7 +40,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-var writeMatrix = flag.Bool("write-matrix", false, "write docs/access.md anew")
+var writeMatrix = flag.Bool("write-matrix", false, "rewrite docs/access.md")
 
 // caller is a kind of identity, with its intended rights. They are specified here independently of
 // [authz.Methods], which the agent uses.
@@ -365,7 +365,7 @@ deny:
 			certified: true, outdated: true,
 		},
 		{
-			name: "the Cluster itself, of no onboarding", conn: as(bare), connects: true, identified: true, reads: true, certified: true, outdated: true,
+			name: "the Cluster itself, without an onboarding", conn: as(bare), connects: true, identified: true, reads: true, certified: true, outdated: true,
 		},
 		{name: "the Cluster's bootstrap", conn: as(bootstrap + present), connects: true, identified: true, certified: true},
 		{

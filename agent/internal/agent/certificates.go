@@ -65,7 +65,7 @@ func (a *Agent) noteOn(keeper *spokes.Spokes) func(ctx context.Context, name typ
 	return func(ctx context.Context, name types.NamespacedName, contact spokes.Contact) {
 		var cluster clusterv1.Cluster
 		if err := a.manager.GetClient().Get(ctx, name, &cluster); err != nil {
-			log.FromContext(ctx).V(1).Info("a shim's sync is not noted", "cluster", name.String(), "cause", err.Error())
+			log.FromContext(ctx).V(1).Info("a shim's synchronization is not recorded", "cluster", name.String(), "cause", err.Error())
 			return
 		}
 		keeper.Note(ctx, &cluster, contact)

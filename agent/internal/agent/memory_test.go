@@ -18,7 +18,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 )
 
-var writeWorst = flag.Bool("write-worst", false, "write the table of the worst requests in docs/limits.md anew")
+var writeWorst = flag.Bool("write-worst", false, "rewrite the table of the worst requests in docs/limits.md")
 
 const mebibyte = 1 << 20
 

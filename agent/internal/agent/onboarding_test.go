@@ -242,16 +242,16 @@ func TestAnotherOnboardingEndsTheOneBefore(t *testing.T) {
 	first := o.enrolled(false)
 	require.NoError(t, o.list(first[0]))
 	require.NoError(t, o.list(first[1]))
-	o.refuses(before, "is of no onboarding")
+	o.refuses(before, "does not belong to an onboarding")
 	stream, err := first[0].Claims.WatchClaims(t.Context(), &agentv1alpha1.WatchClaimsRequest{Cluster: o.ref()})
 	require.NoError(t, err)
 
 	_, err = onboarding.Prepare(t.Context(), plane.Client, o.withoutAgain(), clock.RealClock{})
-	require.ErrorContains(t, err, "is onboarded already; --again")
+	require.ErrorContains(t, err, "is already onboarded; --again")
 	second := o.enrolled(true)
 	require.NoError(t, o.list(second[0]))
-	o.refuses(first[0], "is of another onboarding")
-	o.refuses(first[1], "is of another onboarding")
+	o.refuses(first[0], "does not belong to the Cluster's current onboarding")
+	o.refuses(first[1], "does not belong to the Cluster's current onboarding")
 	_, err = o.issue(first[1], o.key())
 	require.True(t, agenterrors.IsUnauthenticated(err), "%v", err)
 	require.True(t, agenterrors.IsUnauthenticated(drain(stream)), "streams end as well")
@@ -365,8 +365,8 @@ func TestAClusterThatIsMadeAgainObeysNoOldKey(t *testing.T) {
 	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &cluster))
 	require.NoError(t, plane.Client.Delete(t.Context(), &cluster))
 	plane.Create(t, capitest.NewCluster(o.cluster.Namespace, o.cluster.Name))
-	o.refuses(shim[0], "is of another onboarding")
-	o.refuses(shim[1], "is of another onboarding")
+	o.refuses(shim[0], "does not belong to the Cluster's current onboarding")
+	o.refuses(shim[1], "does not belong to the Cluster's current onboarding")
 	_, err := o.issue(shim[0], o.key())
 	require.True(t, agenterrors.IsUnauthenticated(err), "%v", err)
 }
@@ -384,7 +384,7 @@ func TestOffboardingEndsEveryKeyOfTheCluster(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, was)
 	o.refuses(shim[0], "another onboarding")
-	o.refuses(elsewhere, "is of no onboarding")
+	o.refuses(elsewhere, "does not belong to an onboarding")
 	require.True(t, apierrors.IsNotFound(plane.Client.Get(t.Context(), o.cluster, &v1alpha1.Spoke{})))
 	was, err = onboarding.Offboard(t.Context(), plane.Client, o.cluster, false)
 	require.NoError(t, err)
@@ -557,7 +557,7 @@ func TestMistakesInOnboardingAreNamed(t *testing.T) {
 	o := newOnboarded(t)
 	for says, change := range map[string]func(*onboarding.Options){
 		"there is no Cluster":                   func(o *onboarding.Options) { o.Cluster.Name = "none" },
-		"there is none; --issuer-secret":        func(o *onboarding.Options) { o.Issuer.Name = "none" },
+		"it does not exist; name the secret":    func(o *onboarding.Options) { o.Issuer.Name = "none" },
 		"trust domain":                          func(o *onboarding.Options) { o.TrustDomain = "not a domain" },
 		"there is no certificate in them":       func(o *onboarding.Options) { o.ServerCA = []byte("nothing") },
 		"is not the certificate of an authorit": func(o *onboarding.Options) { o.Issuer.Name = "leaf" },
@@ -654,7 +654,8 @@ func TestASilentSpokeIsNotConnected(t *testing.T) {
 	require.Equal(t, v1alpha1.SynchronizedReason, connected().Reason)
 }
 
-// Each agent shows the shims that call the others, and is told once something is new.
+// Each agent also shows the shims that call the other agents, and a watcher receives each change
+// once.
 func TestWhatOneAgentNotesTheOthersShow(t *testing.T) {
 	namespace := plane.Namespace(t)
 	cluster := capitest.NewCluster(namespace, "spoke")

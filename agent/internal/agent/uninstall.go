@@ -47,7 +47,7 @@ func Uninstall(ctx context.Context, config *rest.Config, o *options.Options, for
 		return fmt.Errorf("connecting to the hub: %w", err)
 	}
 	if removed, err = onboarding.Remove(ctx, direct, scope.Namespaces(), scope.Contains); removed > 0 {
-		report("%d Clusters are not onboarded any more", removed)
+		report("%d Clusters are no longer onboarded", removed)
 	}
 	return err
 }

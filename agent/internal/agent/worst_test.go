@@ -81,11 +81,11 @@ func (w worst) isLegal(request protoreflect.Message) bool {
 	return len(bytes) <= w.most && w.validator.CheckEncoded(w.of.method.Input(), bytes) == nil && w.validator.Check(request.Interface()) == nil
 }
 
-// scope are fields that decide whether a call gets as far as its handler. They stay as they are.
+// scope lists the fields that determine whether a call reaches its handler. They keep their values.
 var scope = []protoreflect.Name{"cluster", "holder", "token", "claim_id"}
 
-// legal returns requests that satisfy all constraints: each field that can be repeated filled with
-// small and with long elements, each alone and, as far as they may be together, with all others.
+// legal returns requests that satisfy all constraints. Each variable field is filled with small and
+// with long elements, alone, and together with as many other fields as the constraints allow.
 func (w worst) legal() []attack {
 	w.tb.Helper()
 	attacks := []attack{{"valid", w.encode(w.base("legal"))}}
@@ -356,7 +356,8 @@ func repeated(value []byte, number protowire.Number, room int) []byte {
 	return bytes.Repeat(one, max(room, 0)/len(one))
 }
 
-// wrap puts the value into messages, of which the last number is the innermost.
+// wrap encodes the value inside nested messages. The numbers are the fields that contain them, from
+// the outermost to the innermost.
 func wrap(around []protowire.Number, value []byte) []byte {
 	for _, number := range slices.Backward(around) {
 		value = of(number, value)

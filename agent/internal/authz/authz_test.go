@@ -270,7 +270,7 @@ func TestPatternsAreOfNamespaceAndName(t *testing.T) {
 }
 
 // The handshake of a connection may be long past.
-func TestACertificateThatHasExpiredIsNobodys(t *testing.T) {
+func TestAnExpiredCertificateIdentifiesNoCaller(t *testing.T) {
 	leaf, root, short := chain(t, "spiffe://karpenter-capi/cluster/fleet/spoke")[0][0], authority("root"), authority("short")
 	short.NotAfter = now.Add(-time.Second)
 	for name, c := range map[string]struct {
@@ -380,7 +380,7 @@ func TestPolicyMistakesAreNamed(t *testing.T) {
 			"issuers:\n- fingerprints: [" + sum + "]\n  identities: [spiffe://e/x]\n", `issuers[0]: identity "spiffe://e/x" is of the trust domain`,
 		},
 		"a pattern of another kind": {"clusters: [\"fleet/a?\"]\n", `clusters: cluster "fleet/a?" is not <namespace>/<name>`},
-		"an onboarding":             {"deny:\n- id: spiffe://d/cluster/fleet/a/abc\n", "names an onboarding, which changes"},
+		"an onboarding":             {"deny:\n- id: spiffe://d/cluster/fleet/a/abc\n", "names an onboarding, but policies"},
 		"denies nothing":            {"deny:\n- {}\n", "deny[0]: it names nothing"},
 		"denies a bad id":           {"deny:\n- id: spiffe://e/x\n", `deny[0]: id "spiffe://e/x" is of the trust domain`},
 		"denies a bad serial":       {"deny:\n- serial: xyz\n", `deny[0]: serial "xyz" is not a hexadecimal number`},

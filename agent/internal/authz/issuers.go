@@ -82,7 +82,7 @@ func parseIssuers(file []policyIssuer, trustDomain string) (map[fingerprint]*iss
 				continue
 			}
 			if _, known := issuers[f]; known {
-				wrong("fingerprint %q is there twice; put all that it may sign in one entry", text)
+				wrong("fingerprint %q appears twice; list everything that it may sign in one entry", text)
 			}
 			issuers[f] = bound
 		}

@@ -93,7 +93,7 @@ func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
 			wrong("id %v", err)
 		}
 		if _, known := policy.grants[identity.ID]; known {
-			wrong("the id is there twice; put all of its roles in one entry")
+			wrong("the id appears twice; list all of its roles in one entry")
 		}
 		clusters := parseClusters(identity.Clusters, wrong)
 		switch {
@@ -147,7 +147,7 @@ func checkID(id, trustDomain string) error {
 		return fmt.Errorf("is of the trust domain %q, and the agent's is %q", parsed.TrustDomain().Name(), trustDomain)
 	}
 	if bare, _, err := splitOnboarding(parsed); err != nil || bare != parsed {
-		return fmt.Errorf("names an onboarding, which changes and which policies do not know: write %s", bare)
+		return fmt.Errorf("names an onboarding, but policies cannot refer to onboardings, because they change: write %s", bare)
 	}
 	return nil
 }
@@ -191,7 +191,7 @@ func (f *PolicyFile) Follow(ctx context.Context) {
 			failed = ""
 		case err.Error() != failed:
 			failed = err.Error()
-			f.log.Error(err, "the policy file cannot be used; the last valid one stays in force")
+			f.log.Error(err, "the policy file cannot be used; the last valid one stays in use")
 		}
 	}, interval)
 }
@@ -209,7 +209,7 @@ func (f *PolicyFile) load() error {
 		return fmt.Errorf("policy file %s: %w", f.path, err)
 	}
 	if f.current.Load() != nil {
-		f.log.Info("the policy file has changed and is in force")
+		f.log.Info("the changed policy file is in use")
 	}
 	f.content = content
 	f.current.Store(policy)

@@ -113,7 +113,7 @@ func New(c Config) *Scaler {
 type UnknownGroupError struct{ ID string }
 
 func (e *UnknownGroupError) Error() string {
-	return fmt.Sprintf("%q is no node group of the cluster-autoscaler in this Cluster; "+
+	return fmt.Sprintf("%q is not a node group of the cluster-autoscaler in this Cluster; "+
 		"its MachineDeployment needs the label %s and the annotation %s: %s", short(e.ID), v1alpha1.MemberLabel, v1alpha1.HolderAnnotation, Holder)
 }
 
@@ -200,7 +200,7 @@ func (g *group) size(target int32) Size {
 	debug := fmt.Sprintf("MachineDeployment %s: %d of the user, %d of other holders, %d of the cluster-autoscaler", g.ID(), g.Floor, g.others, target)
 	if refusal := g.Limits.Refusal(); refusal != nil {
 		maximum = target
-		debug += fmt.Sprintf("; it takes no claims now (%s): %s", refusal.Reason, refusal.Message)
+		debug += fmt.Sprintf("; it accepts no claims now (%s): %s", refusal.Reason, refusal.Message)
 	}
 	return Size{ID: g.ID(), Max: max(maximum, 0), Debug: strings.ToValidUTF8(debug, "?")}
 }

@@ -39,7 +39,7 @@ var (
 
 func isQuantity(value []byte) error {
 	if _, err := wire.Quantity(string(value)); err != nil {
-		return errors.New("is no quantity that a pod requests")
+		return errors.New("is not a quantity that a pod can request")
 	}
 	return nil
 }

@@ -15,7 +15,7 @@ import (
 type UnknownNodeError struct{ Name string }
 
 func (e *UnknownNodeError) Error() string {
-	return fmt.Sprintf("node %s belongs to no node group of the cluster-autoscaler, so that its price is not known", e.Name)
+	return fmt.Sprintf("node %s belongs to no node group of the cluster-autoscaler, so its price is not known", e.Name)
 }
 
 // UnpricedPodError means that no machine of any group has what a pod requests.

@@ -41,7 +41,7 @@ func (s *Scaler) Increase(ctx context.Context, name types.NamespacedName, id str
 			return err
 		}
 		if target := c.target(id); int64(target)+int64(delta) > int64(g.max()) {
-			return &NoRoomError{Message: fmt.Sprintf("node group %s has room for %d nodes of the cluster-autoscaler and has %d; %d more were asked for",
+			return &NoRoomError{Message: fmt.Sprintf("node group %s has room for %d nodes of the cluster-autoscaler and has %d; %d more were requested",
 				id, g.max(), target, delta)}
 		}
 		return nil
@@ -85,7 +85,7 @@ func (s *Scaler) Increase(ctx context.Context, name types.NamespacedName, id str
 	return nil
 }
 
-// isRefusal reports whether an error says that the claim was not made.
+// isRefusal reports whether an error means that the claim was not created.
 func isRefusal(err error) bool {
 	var (
 		noRoom  *claims.NoRoomError

@@ -355,7 +355,7 @@ func (d *describer) attachments() {
 			continue
 		}
 		if _, twice := d.AttachableVolumes[name]; twice {
-			d.problem(field, part, "names a driver a second time, and the first limit holds; %s", instead)
+			d.problem(field, part, "names a driver twice, and the first limit is used; %s", instead)
 			continue
 		}
 		if d.AttachableVolumes == nil {

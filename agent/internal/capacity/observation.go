@@ -47,7 +47,7 @@ func (d *describer) learnedResources() {
 			if source.Kind == FromAnnotation {
 				field = AnnotationField(source.Detail)
 			}
-			d.problem(field, described.String(), "is more than the %s that Nodes of the group show; write what they have, or nothing to learn it",
+			d.problem(field, described.String(), "is more than the %s that Nodes of the group report; write their value, or remove it to have it learned",
 				shown.String())
 		}
 	}
@@ -85,9 +85,9 @@ func (d *describer) contradictedLabel(field, label, value string) {
 	if shown == "" || shown == value || !slices.Contains(ObservedLabels, label) || strings.HasPrefix(field, "Nodes ") {
 		return
 	}
-	instead := "write what they have, or nothing to learn it"
+	instead := "write their value, or remove it to have it learned"
 	if label == corev1.LabelTopologyZone || label == corev1.LabelTopologyRegion {
-		instead = "write what they have, or nothing if it may be another one each time"
+		instead = "write their value, or remove it if it differs from Node to Node"
 	}
-	d.problem(field, value, "is not the %s %q that Nodes of the group show; %s", label, shown, instead)
+	d.problem(field, value, "is not the %s %q that Nodes of the group report; %s", label, shown, instead)
 }

@@ -88,7 +88,7 @@ func TestFirstSourceThatHasALabelWins(t *testing.T) {
 				return
 			}
 			g.Expect(fields(d.Problems)).To(ConsistOf(c.problem))
-			g.Expect(d.Problems[0].Message).To(ContainSubstring(`"amd64" that Nodes of the group show`))
+			g.Expect(d.Problems[0].Message).To(ContainSubstring(`"amd64" that Nodes of the group report`))
 		})
 	}
 }
@@ -132,7 +132,7 @@ func TestPromisingMoreThanNodesHaveIsAProblem(t *testing.T) {
 				return
 			}
 			g.Expect(fields(d.Problems)).To(ConsistOf(c.field))
-			g.Expect(d.Problems[0].Message).To(ContainSubstring("that Nodes of the group show; write what they have, or nothing to learn it"))
+			g.Expect(d.Problems[0].Message).To(ContainSubstring("that Nodes of the group report; write their value, or remove it to have it learned"))
 		})
 	}
 	g := NewWithT(t)

@@ -62,7 +62,7 @@ func (q *quotas) Start(ctx context.Context) error {
 		select {
 		case <-q.decided:
 		default:
-			log.FromContext(ctx).Info("ResourceQuotas are not looked at until the API server lets the agent read them")
+			log.FromContext(ctx).Info("ResourceQuotas are ignored until the API server lets the agent read them")
 			decide()
 		}
 	})
@@ -81,14 +81,14 @@ func (q *quotas) Start(ctx context.Context) error {
 			}
 		case err == nil:
 			if !told {
-				log.FromContext(ctx).Info("ResourceQuotas are not looked at: the agent lacks rights on resourcequotas", "missing", missing)
+				log.FromContext(ctx).Info("ResourceQuotas are ignored: the agent lacks rights on resourcequotas", "missing", missing)
 				told = true
 			}
 			decide()
 			wait = grantedLater
 		}
 		if err != nil && ctx.Err() == nil {
-			log.FromContext(ctx).Error(err, "looking for ResourceQuotas, which is tried again")
+			log.FromContext(ctx).Error(err, "looking for ResourceQuotas; it will be retried")
 		}
 		select {
 		case <-ctx.Done():

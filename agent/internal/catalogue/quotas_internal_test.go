@@ -42,7 +42,7 @@ func (d denied) GetInformer(ctx context.Context, _ client.Object, _ ...cache.Inf
 	return nil, ctx.Err()
 }
 
-func TestQuotasThatCannotBeReadKeepNobodyWaiting(t *testing.T) {
+func TestQuotasThatCannotBeReadDelayNothing(t *testing.T) {
 	broken := errors.New("broken")
 	for name, q := range map[string]*quotas{
 		"reviews that fail":     newQuotas(reviews{err: broken}, denied{}, nil),

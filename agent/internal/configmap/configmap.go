@@ -186,8 +186,8 @@ func (f *Follower[T]) load(ctx context.Context) error {
 		f.usable.Set(0)
 		f.problem = fmt.Sprintf("the %s in ConfigMap %s cannot be used: %v", f.What, f.Name, err)
 		f.Recorder.Eventf(configMap, nil, corev1.EventTypeWarning, "Invalid"+lo.PascalCase(f.What), "Load",
-			"%s", cut("the "+f.What+" is not used, and the last good one stays: "+strings.ReplaceAll(err.Error(), "\n", "; ")))
-		logger.Info("the "+f.What+" cannot be used, and the last good one stays", "cause", err.Error())
+			"%s", cut("the "+f.What+" is not used, and the last valid one stays in use: "+strings.ReplaceAll(err.Error(), "\n", "; ")))
+		logger.Info("the "+f.What+" cannot be used, and the last valid one stays in use", "cause", err.Error())
 		return nil
 	}
 	f.problem = ""

@@ -72,7 +72,7 @@ func TestContactIsBackWithTheFirstAnswer(t *testing.T) {
 	default:
 		t.Error("who waits for it is not told")
 	}
-	require.NoError(t, a.after(t, 4*time.Second, errAway), "patience begins anew")
+	require.NoError(t, a.after(t, 4*time.Second, errAway), "the patience starts again")
 }
 
 // A shutdown of the agent must not be mistaken for an outage of the hub.

@@ -29,7 +29,7 @@ type Field struct {
 }
 
 // ErrMalformed means that the bytes are no message.
-var ErrMalformed = errors.New("it is no encoded message")
+var ErrMalformed = errors.New("it is not an encoded message")
 
 // FieldError means that a field has too many values, or one that its check rejects.
 type FieldError struct{ Field, Message string }

@@ -94,7 +94,7 @@ func TestGenerationsAreOfOneCluster(t *testing.T) {
 	g.Expect(of(spoke)).To(BeEquivalentTo(1))
 	g.Expect(of(other)).To(BeEquivalentTo(2))
 	f.Remove(other, "a")
-	g.Expect(of(other)).To(BeEquivalentTo(3), "it does not begin anew when nothing is left")
+	g.Expect(of(other)).To(BeEquivalentTo(3), "it does not start again when nothing is left")
 	g.Expect(f.Generation()).To(BeEquivalentTo(4))
 }
 
@@ -173,7 +173,7 @@ func TestSubscriberGetsOnlyWhatItWants(t *testing.T) {
 	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: "c", Object: 6}))
 }
 
-func TestChangesThatNobodyWantsDoNotPutTheHeartbeatOff(t *testing.T) {
+func TestUnwantedChangesDoNotDelayTheHeartbeat(t *testing.T) {
 	g := NewWithT(t)
 	fake := clocktesting.NewFakeClock(time.Unix(1000, 0))
 	f := feed.New(feed.Options[int]{Equal: func(a, b int) bool { return a == b }, Buffer: 1, Heartbeat: time.Minute, Clock: fake})

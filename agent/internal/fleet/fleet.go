@@ -1,5 +1,5 @@
 // Package fleet maintains the view of the served Clusters: how much each of them has, and what is
-// known of its shim.
+// known about its shim.
 package fleet
 
 import (
@@ -94,7 +94,7 @@ func New(c Config) *Fleet {
 	return f
 }
 
-// Changed notes that a Cluster is to be shown anew. It does not block.
+// Changed records that the view of a Cluster has to be updated. It does not block.
 func (f *Fleet) Changed(cluster types.NamespacedName) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -173,7 +173,7 @@ func (f *Fleet) Show(ctx context.Context) {
 	f.mu.Unlock()
 	for cluster := range changed {
 		if err := f.show(ctx, cluster); err != nil {
-			log.FromContext(ctx).Error(err, "a Cluster is not shown as it is", "cluster", cluster.String())
+			log.FromContext(ctx).Error(err, "the view of a Cluster cannot be updated", "cluster", cluster.String())
 			f.Changed(cluster)
 		}
 	}

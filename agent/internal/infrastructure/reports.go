@@ -97,7 +97,7 @@ func (r *Reports) tell(ctx context.Context, ref clusterv1.ContractVersionedObjec
 		return
 	}
 	r.told.Set(kind, true, time.Hour)
-	log.FromContext(ctx).Info("what infrastructure objects of a kind report is not known, so that their Machines are judged by their deadlines",
+	log.FromContext(ctx).Info("infrastructure objects of a kind cannot be read, so only deadlines detect failures of their Machines",
 		"kind", ref.Kind, "name", ref.Name, "cause", cause.Error())
 }
 

@@ -174,7 +174,7 @@ func resolve(ctx context.Context, reader client.Reader, gk schema.GroupKind) (sc
 	}
 	version := newestVersion(crd.Labels)
 	if version == "" {
-		return schema.GroupVersionKind{}, fmt.Errorf("%w: the CustomResourceDefinition %s carries no contract label %s", ErrUnusable, name, contracts[0])
+		return schema.GroupVersionKind{}, fmt.Errorf("%w: the CustomResourceDefinition %s has no contract label %s", ErrUnusable, name, contracts[0])
 	}
 	return gk.WithVersion(version), nil
 }

@@ -35,7 +35,7 @@ func (r reader) Get(context.Context, client.ObjectKey, client.Object, ...client.
 	return r.err
 }
 
-func TestWhatSomebodyMustChangeIsUnusableAndTheRestMayPass(t *testing.T) {
+func TestPermanentErrorsAreUnusableAndOthersMayPass(t *testing.T) {
 	gr := schema.GroupResource{Group: "apiextensions.k8s.io", Resource: "customresourcedefinitions"}
 	ref := clusterv1.ContractVersionedObjectReference{APIGroup: "g", Kind: "K", Name: "n"}
 	for name, c := range map[string]struct {

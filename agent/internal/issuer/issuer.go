@@ -223,7 +223,7 @@ func Sign(
 ) (Certificate, error) {
 	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), serialBits))
 	if err != nil {
-		return Certificate{}, fmt.Errorf("drawing a serial number: %w", err)
+		return Certificate{}, fmt.Errorf("generating a serial number: %w", err)
 	}
 	end := now.Add(lifetime)
 	if authority.NotAfter.Before(end) {

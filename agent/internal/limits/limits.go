@@ -216,9 +216,9 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	case c.unread >= UnreadOfCaller:
 		return nil, l.refuseUnread(c, method)
 	case !watch && c.calls >= l.CallsAtOnce:
-		return nil, l.refuse(c, method, ReasonCalls, time.Second, "this identity has %d calls open, as many as it may", c.calls)
+		return nil, l.refuse(c, method, ReasonCalls, time.Second, "this identity has reached its limit of %d open calls", c.calls)
 	case watch && c.watches >= l.WatchesAtOnce:
-		return nil, l.refuse(c, method, ReasonWatches, 5*time.Second, "this identity has %d streams open, as many as it may", c.watches)
+		return nil, l.refuse(c, method, ReasonWatches, 5*time.Second, "this identity has reached its limit of %d open streams", c.watches)
 	}
 	tokens := 1
 	if l.light[method] {
@@ -284,7 +284,7 @@ func (l *Limiter) Connect(identity string) (ended func(), err error) {
 	defer l.mu.Unlock()
 	c := l.caller(identity)
 	if c.connections >= ConnectionsOfCaller {
-		return nil, l.refuse(c, "", ReasonConnections, time.Second, "this identity has %d connections, as many as it may", c.connections)
+		return nil, l.refuse(c, "", ReasonConnections, time.Second, "this identity has reached its limit of %d connections", c.connections)
 	}
 	c.connections++
 	return func() {

@@ -94,7 +94,7 @@ func TestAvailability(t *testing.T) {
 			eligibility.Group{Holder: "cluster-autoscaler"},
 			&agentv1alpha1.Availability{
 				Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED,
-				Message: `the node group takes claims of the holder "cluster-autoscaler" only (annotation ` +
+				Message: `the node group accepts only claims of the holder "cluster-autoscaler" (annotation ` +
 					v1alpha1.HolderAnnotation + ` of the MachineDeployment)`,
 			},
 		},

@@ -59,10 +59,10 @@ func (n *Nodes) Stranded(group types.NamespacedName) *capacity.Problem {
 	}
 	return &capacity.Problem{
 		Field: "spec.template.spec.bootstrap", Value: value,
-		Message: "the Nodes of these Machines keep the taint karpenter.sh/unregistered, so that no pod runs on them. Their Machines have no " +
-			"claim, so that the shim is to take the taint off once the agent has marked them as the floor's, and for ten minutes one of the two " +
-			"has not: the node group or its Cluster is paused, or one of them is older than the other. See their logs, or take it off these " +
-			"Nodes yourself (kubectl taint node <name> karpenter.sh/unregistered-)",
+		Message: "the Nodes of these Machines have had the taint karpenter.sh/unregistered for ten minutes, so no pods run on them. The " +
+			"Machines have no claim. In that case the agent marks them as part of the floor, and then the shim removes the taint. One of the two " +
+			"has not happened: the node group or its Cluster is paused, or the agent and the shim have different versions. See their logs, or " +
+			"remove the taint yourself (kubectl taint node <name> karpenter.sh/unregistered-)",
 	}
 }
 
@@ -95,7 +95,7 @@ func (n *Nodes) reportStranded(ctx context.Context, r *report, nodes []Node) {
 		}
 		key, name, err := r.unclaimed(ctx, id)
 		if err != nil {
-			log.FromContext(ctx).Error(err, "an unregistered Node is not looked at", "providerID", id)
+			log.FromContext(ctx).Error(err, "an unregistered Node is ignored", "providerID", id)
 		} else if name != "" {
 			found[key] = append(found[key], name)
 		}

@@ -36,7 +36,7 @@ func TestAnOldReportIsNoProblem(t *testing.T) {
 	assert.Nil(t, f.nodes.Stranded(group))
 	f.report(unregistered)
 	f.reportFor(9, unregistered)
-	assert.Nil(t, f.nodes.Stranded(group), "its ten minutes begin anew")
+	assert.Nil(t, f.nodes.Stranded(group), "its ten minutes start again")
 }
 
 func TestANodeThatNoClaimWillRegisterIsAProblemUntilItsTaintIsGone(t *testing.T) {

@@ -104,8 +104,8 @@ func Prepare(ctx context.Context, hub client.Reader, o Options, c clock.PassiveC
 		before = ""
 	}
 	if before != "" && !o.Again {
-		return nil, fmt.Errorf("the Cluster %s is onboarded already; --again gives it a new onboarding, which ends the present certificate of its shim "+
-			"at once", o.Cluster)
+		return nil, fmt.Errorf("the Cluster %s is already onboarded; --again creates a new onboarding, which revokes the current certificate of its "+
+			"shim at once", o.Cluster)
 	}
 	authority, signer, serverCA, err := readIssuer(ctx, hub, o)
 	if err != nil {
@@ -113,7 +113,7 @@ func Prepare(ctx context.Context, hub client.Reader, o Options, c clock.PassiveC
 	}
 	random := make([]byte, idBytes)
 	if _, err := rand.Read(random); err != nil {
-		return nil, fmt.Errorf("drawing the onboarding's id: %w", err)
+		return nil, fmt.Errorf("generating the onboarding's id: %w", err)
 	}
 	onboarding := &Onboarding{ID: hex.EncodeToString(random), Before: before, cluster: cluster}
 	identity, err := authz.BootstrapIdentity(o.TrustDomain, authz.Onboarding{Cluster: o.Cluster, ID: onboarding.ID})
@@ -154,7 +154,8 @@ func readIssuer(ctx context.Context, hub client.Reader, o Options) (*x509.Certif
 	}
 	var secret corev1.Secret
 	if err := hub.Get(ctx, o.Issuer, &secret); apierrors.IsNotFound(err) {
-		return fail("there is none; --issuer-secret names the one whose certificate and key the agent has as --issuer-cert-file and --issuer-key-file")
+		return fail("it does not exist; name the secret with the certificate and key that the agent has as --issuer-cert-file and " +
+			"--issuer-key-file (--issuer-secret)")
 	} else if err != nil {
 		return fail("%w", err)
 	}

@@ -16,8 +16,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 )
 
-// FlatRates are the prices per hour of machines that nobody sends a bill for, from their resources.
-// All are finite and not negative.
+// FlatRates are the prices per hour of resources, for machines without a provider's price. All are
+// finite and not negative.
 type FlatRates struct {
 	// PerMachine is the price of a machine of any size.
 	PerMachine float64
@@ -106,7 +106,7 @@ func (r FlatRates) price(description string) (float64, error) {
 		name, amount, _ := strings.Cut(part, "=")
 		known := slices.Contains([]string{string(corev1.ResourceCPU), string(corev1.ResourceMemory), string(corev1.ResourceEphemeralStorage)}, name)
 		if !known && (!strings.Contains(name, "/") || len(validation.IsQualifiedName(name)) > 0) {
-			return 0, fmt.Errorf("%q is no resource; write cpu, memory, ephemeral-storage or an extended resource, for example nvidia.com/gpu", name)
+			return 0, fmt.Errorf("%q is not a resource; write cpu, memory, ephemeral-storage or an extended resource, for example nvidia.com/gpu", name)
 		}
 		quantity, err := wire.Quantity(amount)
 		if err != nil {

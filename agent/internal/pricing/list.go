@@ -74,7 +74,7 @@ func ParseList(name string, content []byte) (*List, error) {
 	}
 	unknown, err := kjson.UnmarshalStrict(document, &file)
 	if err != nil {
-		return nil, fmt.Errorf("it has not the form of a price list: %w", err)
+		return nil, fmt.Errorf("it does not have the form of a price list: %w", err)
 	}
 	errs := unknown
 	if file.Currency != "" && !IsCurrency(file.Currency) {
@@ -120,10 +120,10 @@ func (e entry) faults(field string) []error {
 		}
 	}
 	if e.Cluster != "" && !clusterPattern.MatchString(e.Cluster) {
-		wrong("cluster", "%.128q is no Cluster; write <namespace>/<name>, in which * matches any characters, for example team-a/*", e.Cluster)
+		wrong("cluster", "%.128q is not a Cluster; write <namespace>/<name>, in which * matches any characters, for example team-a/*", e.Cluster)
 	}
 	if e.Infrastructure != "" && !kindName.MatchString(e.Infrastructure) {
-		wrong("infrastructure", "%.128q is no kind; write the kind of the infrastructure objects, for example Metal3Machine", e.Infrastructure)
+		wrong("infrastructure", "%.128q is not a kind; write the kind of the infrastructure objects, for example Metal3Machine", e.Infrastructure)
 	}
 	if e.CapacityType != "" {
 		if _, err := wire.ParseCapacityType(e.CapacityType); err != nil {

@@ -103,7 +103,7 @@ func (p Policy) annotated(md *clusterv1.MachineDeployment) (price *Price, proble
 			price = &Price{PerHour: perHour, Currency: p.Currency, Source: capacity.Source{Kind: capacity.FromAnnotation, Detail: key}}
 			continue
 		case price.PerHour != perHour:
-			problem.Message = "is another price than that of " + price.Source.Detail + ", which counts; remove one of the two"
+			problem.Message = "differs from the price of " + price.Source.Detail + ", which takes precedence; remove one of the two"
 		default:
 			continue
 		}

@@ -48,7 +48,7 @@ prices:
 - {instanceType: m5.large, capacityType: spot, perHour: 3}
 - {instanceType: m5.large, zone: a, perHour: 2}
 - {instanceType: m5.large, zone: a, capacityType: spot, perHour: 1}
-- {instanceType: nobody-has-it, perHour: 9}
+- {instanceType: unused, perHour: 9}
 `
 
 func TestAnnotationOverTheMostSpecificEntryOverEstimate(t *testing.T) {
@@ -214,7 +214,7 @@ func TestListThatCannotBeUsedNamesTheField(t *testing.T) {
 	for name, c := range map[string]struct{ content, want string }{
 		"not YAML":               {"prices: [", "it is not YAML"},
 		"a key twice":            {"currency: EUR\ncurrency: USD", "already set"},
-		"another form":           {"[1, 2]", "it has not the form of a price list"},
+		"another form":           {"[1, 2]", "it does not have the form of a price list"},
 		"unknown field":          {"prices: [{instanceType: a, perHour: 1, planet: b}]", `unknown field "prices[0].planet"`},
 		"misspelt case":          {"prices: [{instancetype: a, perHour: 1}]", `unknown field "prices[0].instancetype"`},
 		"currency":               {"currency: Euro", `currency: "Euro" is not an ISO 4217 code`},
@@ -222,9 +222,9 @@ func TestListThatCannotBeUsedNamesTheField(t *testing.T) {
 		"no label value":         {"prices: [{instanceType: a, perHour: 1},{instanceType: a b, perHour: 1}]", "prices[1].instanceType:"},
 		"zone":                   {"prices: [{instanceType: a, zone: a/b, perHour: 1}]", "prices[0].zone:"},
 		"region":                 {"prices: [{instanceType: a, region: a/b, perHour: 1}]", "prices[0].region:"},
-		"cluster":                {"prices: [{instanceType: a, cluster: production, perHour: 1}]", `prices[0].cluster: "production" is no Cluster`},
+		"cluster":                {"prices: [{instanceType: a, cluster: production, perHour: 1}]", `prices[0].cluster: "production" is not a Cluster`},
 		"pattern of clusters":    {"prices: [{instanceType: a, cluster: '[a]/b', perHour: 1}]", "prices[0].cluster:"},
-		"infrastructure":         {"prices: [{instanceType: a, infrastructure: metal3, perHour: 1}]", `prices[0].infrastructure: "metal3" is no kind`},
+		"infrastructure":         {"prices: [{instanceType: a, infrastructure: metal3, perHour: 1}]", `prices[0].infrastructure: "metal3" is not a kind`},
 		"the same in a region":   {"prices: [{instanceType: a, region: r, perHour: 1},{instanceType: a, region: r, perHour: 1}]", "prices[1]: is for"},
 		"capacity type":          {"prices: [{instanceType: a, capacityType: cheap, perHour: 1}]", "prices[0].capacityType:"},
 		"no price":               {"prices: [{instanceType: a}]", "prices[0].perHour: is missing"},
@@ -305,7 +305,7 @@ func TestWhatOnlyNodesShowedDoesNotChangeTheEstimate(t *testing.T) {
 		described.Sources["capacity."+name] = capacity.Source{Kind: capacity.FromNodes}
 	}
 	after, _ = estimates.Of(&clusterv1.MachineDeployment{}, described)
-	g.Expect(after.PerHour).To(BeNumerically("~", before.PerHour, 1e-9), "CPU and memory, of which nobody else says anything, count")
+	g.Expect(after.PerHour).To(BeNumerically("~", before.PerHour, 1e-9), "CPU and memory, which have no other source, count")
 }
 
 func FuzzAnnotation(f *testing.F) {

@@ -82,14 +82,14 @@ func (s *certificateService) IssueCertificate(
 		switch err := issuing.Enroll(ctx, of, fingerprint); {
 		case errors.Is(err, spokes.ErrOtherKey):
 			log.FromContext(ctx).Info("a bootstrap certificate was used with a second key: it may have been stolen", "cluster", of.Cluster.String())
-			return nil, agenterrors.PermissionDenied(err.Error() + "; onboard the Cluster anew: `capi-agent onboard`")
+			return nil, agenterrors.PermissionDenied(err.Error() + "; onboard the Cluster again: `capi-agent onboard`")
 		case errors.Is(err, spokes.ErrEnded):
 			return nil, otherOnboarding(of)
 		case meta.IsNoMatchError(err):
 			return nil, agenterrors.CertificatesNotIssued("the hub lacks the CustomResourceDefinition of Spokes: its administrator has to install it")
 		case apierrors.IsForbidden(err):
 			log.FromContext(ctx).Error(err, "the agent may not write Spokes: upgrade the release, with its roles")
-			return nil, agenterrors.CertificatesNotIssued("the agent lacks a right in the hub: its administrator finds which in the agent's log")
+			return nil, agenterrors.CertificatesNotIssued("the agent lacks a permission in the hub, which its log names")
 		case err != nil:
 			return nil, answerOther(ctx, err)
 		}
@@ -127,8 +127,8 @@ func (s *Server) onboarded(ctx context.Context, c caller) error {
 		// The caches do not contain this Cluster. A grant of the policy allowed the call, for
 		// another Cluster.
 		if c.Onboarding.ID != "" {
-			return agenterrors.Unauthenticated("the client certificate is of an onboarding, and this agent does not serve its Cluster, so that it cannot " +
-				"tell whether the onboarding has ended; give the caller an identity of its own")
+			return agenterrors.Unauthenticated("the client certificate belongs to an onboarding of a Cluster that this agent does not serve, so the agent " +
+				"cannot check whether the onboarding has ended; give the caller another identity")
 		}
 		return nil
 	}
@@ -144,10 +144,10 @@ func (s *Server) onboarded(ctx context.Context, c caller) error {
 
 func otherOnboarding(of authz.Onboarding) error {
 	if of.ID == "" {
-		return agenterrors.Unauthenticated("the Cluster is onboarded, and the client certificate is of no onboarding: it was issued elsewhere, or " +
-			"before. Use the one that `capi-agent onboard` leads to")
+		return agenterrors.Unauthenticated("the Cluster is onboarded, but the client certificate does not belong to an onboarding: another authority " +
+			"issued it, or it is older. Use the certificate that the shim gets after `capi-agent onboard`")
 	}
-	return agenterrors.Unauthenticated("the client certificate is of another onboarding than the Cluster's present one; onboard it anew: " +
+	return agenterrors.Unauthenticated("the client certificate does not belong to the Cluster's current onboarding; onboard the Cluster again: " +
 		"`capi-agent onboard`")
 }
 

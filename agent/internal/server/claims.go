@@ -231,7 +231,7 @@ func (s *claimService) SyncClaims(
 	reports := authz.ReportsNodes(request.GetHolder())
 	if !reports && len(request.GetNodes()) > 0 {
 		return nil, agenterrors.PermissionDenied(fmt.Sprintf(
-			"nodes: Nodes are reported by the Cluster's own shim alone, not by the holder %q; leave them out", request.GetHolder()))
+			"nodes: only the Cluster's own shim reports Nodes, not the holder %q; leave them out", request.GetHolder()))
 	}
 	key := keyOf(request.GetCluster(), "")
 	nodes := nodeReports(ctx, request.GetNodes())

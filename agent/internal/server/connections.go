@@ -125,7 +125,7 @@ func (s *Server) endOnPanic(of net.Conn, err *error) {
 	if cause == nil {
 		return
 	}
-	s.config.Log.Error(fmt.Errorf("panic: %v", cause), "a connection ends by a bug of the agent",
+	s.config.Log.Error(fmt.Errorf("panic: %v", cause), "a connection is closed because of a bug in the agent",
 		"address", of.RemoteAddr().String(), "stack", string(debug.Stack()))
 	_ = of.Close()
 	*err = errPanicked
@@ -159,7 +159,7 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 		pause, over := i.server.limits.Pause(identity)
 		switch {
 		case over:
-			i.server.config.Log.Info("a connection is closed: its caller keeps calling although its calls are refused, or sending too many frames",
+			i.server.config.Log.Info("a connection is closed: its caller keeps calling although its calls are refused, or sends too many frames",
 				"identity", identity)
 		case pause > 0:
 			seldom.Do(func() {
@@ -191,9 +191,9 @@ type paced struct {
 	server  *Server
 }
 
-var errPanicked = errors.New("the connection ends by a bug of the agent")
+var errPanicked = errors.New("the connection is closed because of a bug in the agent")
 
-var errSlowForTooLong = errors.New("the caller keeps calling although its calls are refused, or sending too many frames")
+var errSlowForTooLong = errors.New("the caller keeps calling although its calls are refused, or sends too many frames")
 
 // Read implements [net.Conn]. An error ends the connection.
 func (p paced) Read(into []byte) (n int, err error) {

@@ -295,7 +295,7 @@ func TestConnectionsOfACallerAreBounded(t *testing.T) {
 }
 
 // Anyone who can reach the port can open connections and send nothing on them.
-func TestConnectionsThatSayNothingKeepNobodyOut(t *testing.T) {
+func TestSilentConnectionsDoNotBlockOthers(t *testing.T) {
 	f := start(t)
 	silent := make([]net.Conn, 0, 600)
 	for range cap(silent) {

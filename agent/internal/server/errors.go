@@ -90,8 +90,8 @@ func answerOther(ctx context.Context, err error) error {
 	case ctx.Err() != nil:
 		return grpcstatus.FromContextError(ctx.Err()).Err()
 	case errors.Is(err, protocol.ErrNewerLedger):
-		log.FromContext(ctx).Info("a call failed: a newer agent is at work on the node group", "cause", err.Error())
-		return agenterrors.HubUnreachable("a newer agent is at work on this node group: " + protocol.ErrNewerLedger.Error())
+		log.FromContext(ctx).Info("a call failed: a newer agent has written the ledger of the node group", "cause", err.Error())
+		return agenterrors.HubUnreachable("a newer agent has written the ledger of this node group: " + protocol.ErrNewerLedger.Error())
 	case errors.Is(err, claims.ErrWriteRefused):
 		// The cause is the text of the API server, a webhook or a policy.
 		log.FromContext(ctx).Error(err, "a call failed: the hub refuses a write")

@@ -45,4 +45,4 @@ func needed(method string, encoded []byte) ([]byte, error) {
 	return short, nil
 }
 
-const notOfMethod = "the request is no message of this method"
+const notOfMethod = "the request is not a message of this method"

@@ -249,7 +249,7 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 		return agenterrors.PermissionDenied("the request names no holder")
 	}
 	if may := callerOf(ctx).Holders(rule, cluster); !may.Has(held.GetHolder()) {
-		return agenterrors.PermissionDenied(fmt.Sprintf("this identity may not act as the holder %q; it may as: %s", held.GetHolder(), may))
+		return agenterrors.PermissionDenied(fmt.Sprintf("this identity may not act as the holder %q; it may act as: %s", held.GetHolder(), may))
 	}
 	return nil
 }
@@ -318,7 +318,7 @@ func clusterName(ref *agentv1alpha1.ClusterRef) types.NamespacedName {
 
 // recovered is the response to a call whose handler panicked.
 func (s *Server) recovered(ctx context.Context, cause any) error {
-	log.FromContext(ctx).Error(fmt.Errorf("panic: %v", cause), "a call failed by a bug of the agent", "stack", string(debug.Stack()))
+	log.FromContext(ctx).Error(fmt.Errorf("panic: %v", cause), "a call failed because of a bug in the agent", "stack", string(debug.Stack()))
 	return grpcstatus.Error(codes.Internal, "internal error")
 }
 

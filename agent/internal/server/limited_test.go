@@ -75,6 +75,6 @@ func TestAWatcherThatNeverReadsIsCutOff(t *testing.T) {
 	stream, err := f.cluster().NodeGroups.WatchNodeGroups(context.Background(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { return f.nodeGroups.Stats().Subscribers == 1 }, patience, time.Millisecond)
-	require.Eventually(t, func() bool { return f.nodeGroups.Stats().Subscribers == 0 }, patience, time.Millisecond, "nobody reads")
+	require.Eventually(t, func() bool { return f.nodeGroups.Stats().Subscribers == 0 }, patience, time.Millisecond, "there is no reader")
 	_ = stream
 }

@@ -67,7 +67,7 @@ func TestAPanicInAHandshakeCostsOneConnection(t *testing.T) {
 	require.NoError(t, f.list(before))
 	broken.Store(true)
 	require.Equal(t, codes.Unavailable, grpcstatus.Code(f.list(f.cluster())))
-	require.Contains(t, f.log.String(), "a connection ends by a bug of the agent")
+	require.Contains(t, f.log.String(), "a connection is closed because of a bug in the agent")
 	broken.Store(false)
 	require.NoError(t, f.list(before), "other connections stay")
 	require.NoError(t, f.list(f.cluster()))

@@ -80,7 +80,7 @@ func (s *Server) entitledToMany(ctx context.Context, rule authz.Rule, since call
 	case !c.MayCall(rule):
 		return agenterrors.PermissionDenied("this identity may not call this method any more")
 	case !reflect.DeepEqual(c.Grants, since.Grants):
-		return agenterrors.RightsChanged("this identity may read other Clusters than before; watch again")
+		return agenterrors.RightsChanged("the Clusters that this identity may read have changed; watch again")
 	}
 	return s.onboarded(ctx, c)
 }

@@ -357,7 +357,7 @@ func (s *Server) shutDown(servers []*grpc.Server) {
 	select {
 	case <-drained:
 	case <-grace.C:
-		s.config.Log.Info("calls in flight were cut off: the grace period has passed", "grace", s.config.ShutdownGrace.String())
+		s.config.Log.Info("calls in flight were aborted: the grace period has passed", "grace", s.config.ShutdownGrace.String())
 		for _, server := range servers {
 			server.Stop()
 		}

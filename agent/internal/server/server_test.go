@@ -380,7 +380,7 @@ func TestCertificatesRotateWithoutARestart(t *testing.T) {
 
 // A renewed authority that keeps its key verifies what the earlier one has signed, on both sides, so
 // that the sides may learn of it at different times.
-func TestARenewedAuthorityWithTheSameKeyLocksNobodyOut(t *testing.T) {
+func TestARenewedAuthorityWithTheSameKeyKeepsAllCallers(t *testing.T) {
 	f := start(t)
 	earlier := f.cluster()
 	require.NoError(t, f.list(earlier))
@@ -438,7 +438,7 @@ func TestUnusableFilesAreNamedAtStart(t *testing.T) {
 	}
 }
 
-func TestSocketsAreReplacedOnlyWhenNobodyServesThem(t *testing.T) {
+func TestSocketsAreReplacedOnlyWhenUnserved(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "agent.sock")
 	first, err := server.ListenUnix(t.Context(), path, authz.Everything())
 	require.NoError(t, err)

@@ -85,7 +85,7 @@ func parse(printed string) ([]metric, error) {
 	for line := range strings.Lines(printed) {
 		fields := description.FindStringSubmatch(strings.TrimSuffix(line, "\n"))
 		if fields == nil {
-			return nil, fmt.Errorf("this is no description of a metric: %s", line)
+			return nil, fmt.Errorf("this is not the description of a metric: %s", line)
 		}
 		name, _ := strconv.Unquote(fields[2])
 		help, _ := strconv.Unquote(fields[3])

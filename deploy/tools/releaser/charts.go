@@ -101,7 +101,7 @@ func setScalar(document []byte, value string, path ...string) ([]byte, error) {
 	quote := map[yaml.Style]string{yaml.DoubleQuotedStyle: `"`, yaml.SingleQuotedStyle: "'", 0: ""}
 	q, known := quote[node.Style]
 	if node.Kind != yaml.ScalarNode || !known {
-		return nil, fmt.Errorf("%s is no scalar on one line", strings.Join(path, "."))
+		return nil, fmt.Errorf("%s is not a scalar on one line", strings.Join(path, "."))
 	}
 	lines := bytes.SplitAfter(document, []byte("\n"))
 	line := lines[node.Line-1]

@@ -152,7 +152,7 @@ func signingKey() (*ecdsa.PrivateKey, error) {
 		if ec, ok := key.(*ecdsa.PrivateKey); ok && ec.Curve == elliptic.P256() {
 			return ec, nil
 		}
-		return nil, errors.New("RELEASE_KEY is no ECDSA key on the curve P-256")
+		return nil, errors.New("RELEASE_KEY is not an ECDSA key on the curve P-256")
 	}
 	return nil, errors.New("RELEASE_KEY contains no unencrypted private key in PEM")
 }

@@ -132,7 +132,7 @@ func TestSetScalar(t *testing.T) {
 		{path: "other.digest", want: strings.Replace(document, "{digest: c}", `{digest: "new"}`, 1)},
 		{path: "image.other", fail: "there is no field image.other"},
 		{path: "image.a", fail: "there is no field image.a"}, // a value, not a key
-		{path: "image", fail: "image is no scalar on one line"},
+		{path: "image", fail: "image is not a scalar on one line"},
 	} {
 		got, err := setScalar([]byte(document), "new", strings.Split(c.path, ".")...)
 		if c.fail != "" {

@@ -37,7 +37,7 @@ func start(ctx context.Context, args []string, out io.Writer) error {
 	certificates := flags.String("certificates", "", "the `folder` with tls.crt, tls.key and ca.crt; empty for an agent on loopback without TLS")
 	cluster := flags.String("cluster", "fleet/spoke", "the `namespace/name` of the Cluster")
 	nodeGroup := flags.String("node-group", "", "the `namespace/name` of the only node group to claim from; empty for all that are available")
-	claimID := flags.String("claim-id", "", "a DNS label that no claim of the Cluster ever had")
+	claimID := flags.String("claim-id", "", "a DNS label that no claim of the Cluster has ever used")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -158,7 +158,7 @@ func claim(
 			for _, rejection := range agenterrors.Rejections(err) {
 				fmt.Fprintf(out, "rejected: %s: %s\n", rejection.NodeGroup, rejection.Unavailable)
 			}
-			return fmt.Errorf("no machine can be had: %w", err)
+			return fmt.Errorf("no machine can be claimed: %w", err)
 		case agenterrors.IsEnded(err):
 			end, _ := agenterrors.EndedAs(err)
 			return fmt.Errorf("claim %s has ended as %s; choose another ID: %w", claimID, end.Reason, err)

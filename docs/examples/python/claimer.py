@@ -119,7 +119,7 @@ def claim(agent, cluster, claim_id, candidates):
             if rejections:
                 for rejection in rejections:
                     print(f"rejected: {rejection.metadata['node_group']}: {rejection.metadata['reason']}")
-                sys.exit("no machine can be had")
+                sys.exit("no machine can be claimed")
             if not unavailable(error) and "THROTTLED" not in reasons:
                 raise
             # The claim may exist. The same ID finds it, or makes it.
@@ -172,7 +172,7 @@ def main():
     parser.add_argument("-descriptors", default=here / "../../../proto/descriptors.binpb", help="the descriptor set of the API")
     parser.add_argument("-cluster", default="fleet/spoke", help="the namespace/name of the Cluster")
     parser.add_argument("-node-group", help="the namespace/name of the only node group to claim from; none for all that are available")
-    parser.add_argument("-claim-id", required=True, help="a DNS label that no claim of the Cluster ever had")
+    parser.add_argument("-claim-id", required=True, help="a DNS label that no claim of the Cluster has ever used")
     options = parser.parse_args()
 
     api = API(options.descriptors)

@@ -62,7 +62,7 @@ func run(ctx context.Context, arguments []string, out, errOut io.Writer) int {
 	}
 	switch {
 	case flags.NArg() > 0:
-		return fail(fmt.Errorf("%q is no flag; the agent is given with --address", flags.Arg(0)))
+		return fail(fmt.Errorf("%q is not a flag; the agent is given with --address", flags.Arg(0)))
 	case *showVersion:
 		fmt.Fprintln(out, program.Version())
 		return conforms

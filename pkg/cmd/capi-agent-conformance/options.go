@@ -54,7 +54,7 @@ func (o *options) addFlags(flags *pflag.FlagSet) {
 	flags.BoolVar(&o.plaintextLoopback, "plaintext-loopback", o.plaintextLoopback, "Call without TLS. --address must be a loopback address.")
 	flags.StringVar(&o.cluster, "cluster", o.cluster, "The Cluster to check with, as `namespace/name`.")
 	flags.StringSliceVar(&o.nodeGroups, "node-group", o.nodeGroups,
-		"A node group to claim from, by its `id`; give two. Machines and their Nodes have to come by themselves, with room for sixteen in each, and "+
+		"A node group to claim from, by its `id`; give two. The group must create Machines and Nodes by itself, with room for sixteen of them, and "+
 			"nothing else may claim from it.")
 	for _, caller := range []conformance.Caller{conformance.CallerAutoscaler, conformance.CallerAdmin, conformance.CallerStranger} {
 		who := map[conformance.Caller]string{
@@ -71,7 +71,7 @@ func (o *options) addFlags(flags *pflag.FlagSet) {
 	flags.StringSliceVar(&o.profiles, "profiles", o.profiles, "The profiles to check: reader, claimer, autoscaler, fault. Empty means all.")
 	flags.StringVar(&o.onlyText, "only", o.onlyText, "A regular expression: ids of the behaviours to check. Empty means all.")
 	flags.DurationVar(&o.patience, "patience", o.patience,
-		"How long to wait at most for what must happen sooner or later: a machine with its Node, its end, a heartbeat.")
+		"How long to wait at most for an event that must happen eventually: a machine gets its Node or is removed, a heartbeat arrives.")
 	flags.StringVar(&o.junit, "junit", o.junit, "The `file` to write the verdict to as JUnit XML. Empty writes none.")
 	flags.StringVar(&o.json, "json", o.json, "The `file` to write the verdict to as JSON. Empty writes none.")
 }

@@ -36,7 +36,7 @@ type Options struct {
 // environment from the control, so that errors are reported before any check.
 func Dial(ctx context.Context, o Options) (func(testing.TB) conformance.Env, error) {
 	if parsed, err := url.Parse(o.Control); err != nil || parsed.Scheme != "http" && parsed.Scheme != "https" || parsed.Host == "" {
-		return nil, fmt.Errorf("%q is no URL of a control; write for example http://127.0.0.1:8444", o.Control)
+		return nil, fmt.Errorf("%q is not the URL of a control; write for example http://127.0.0.1:8444", o.Control)
 	}
 	first, err := o.open(ctx)
 	if err != nil {

@@ -80,7 +80,7 @@ func (c *compiler) duration(field, text string, standard time.Duration) time.Dur
 	d, err := time.ParseDuration(text)
 	switch {
 	case err != nil:
-		c.wrong(field, "%q is no duration; write for example 90s or 1m30s", text)
+		c.wrong(field, "%q is not a duration; write for example 90s or 1m30s", text)
 	case d < 0:
 		c.wrong(field, "%s is negative", text)
 	default:
@@ -120,7 +120,7 @@ func (s *Scenario) compile() (*compiled, error) {
 	c := &compiler{}
 	domain := cmp.Or(s.TrustDomain, fakeagent.TrustDomain)
 	if len(validation.IsDNS1123Subdomain(domain)) > 0 {
-		c.wrong("trustDomain", "%q is no trust domain; write a name in lower case, such as example.org", domain)
+		c.wrong("trustDomain", "%q is not a trust domain; write a name in lower case, such as example.org", domain)
 	}
 	heartbeat := c.duration("heartbeatInterval", s.HeartbeatInterval, 10*time.Second)
 	if heartbeat == 0 {
@@ -183,7 +183,7 @@ func (s *Scenario) clusters(c *compiler, out *compiled) map[string]*agentv1alpha
 		}
 		if one.Onboarding != "" {
 			if len(validation.IsDNS1123Label(one.Onboarding)) > 0 {
-				c.wrong(field+".onboarding", "%q is no id; write lower case letters, digits and hyphens", one.Onboarding)
+				c.wrong(field+".onboarding", "%q is not an id; write lower case letters, digits and hyphens", one.Onboarding)
 			}
 			if out.onboarded[one.Onboarding] != nil {
 				c.wrong(field+".onboarding", "%q is that of another Cluster too", one.Onboarding)
@@ -196,7 +196,7 @@ func (s *Scenario) clusters(c *compiler, out *compiled) map[string]*agentv1alpha
 
 func (g NodeGroup) compile(c *compiler, field string, clusters map[string]*agentv1alpha1.ClusterRef) nodeGroup {
 	if problems := validation.IsDNS1123Subdomain(g.Name); len(problems) > 0 {
-		c.wrong(field+".name", "%q is no name of a MachineDeployment: %s", g.Name, problems[0])
+		c.wrong(field+".name", "%q is not a name of a MachineDeployment: %s", g.Name, problems[0])
 	}
 	described := &agentv1alpha1.NodeGroup{
 		Name: g.Name, Labels: g.Labels, InstanceType: g.InstanceType,
@@ -240,7 +240,7 @@ func (g NodeGroup) compile(c *compiler, field string, clusters map[string]*agent
 		c.wrong(field+".currency", "there is no price; set pricePerHour")
 	case price == nil:
 	case *price < 0 || math.IsNaN(*price) || math.IsInf(*price, 0):
-		c.wrong(field+".pricePerHour", "%v is no price; write a number, 0 or more", *price)
+		c.wrong(field+".pricePerHour", "%v is not a price; write a number, 0 or more", *price)
 	default:
 		described.Price = &agentv1alpha1.Price{PerHour: *price, Currency: g.Currency}
 		described.Sources["price"] = source
@@ -340,14 +340,14 @@ func (s *Scenario) identities(c *compiler, out *compiled, domain string) {
 		id, err := url.Parse(one.ID)
 		switch {
 		case err != nil || id.Scheme != "spiffe" || id.Host != domain || strings.Trim(id.Path, "/") == "":
-			c.wrong(field+".id", "%q is no SPIFFE id of the trust domain; write spiffe://%s/<path>", one.ID, domain)
+			c.wrong(field+".id", "%q is not a SPIFFE id of the trust domain; write spiffe://%s/<path>", one.ID, domain)
 		case strings.HasPrefix(id.Path, "/cluster/") || strings.HasPrefix(id.Path, "/bootstrap/"):
 			c.wrong(field+".id", "%q is a Cluster's own id, which has its role without an entry here", one.ID)
 		case out.grants[one.ID] != nil:
 			c.wrong(field+".id", "%q is there twice; put all of its roles in one entry", one.ID)
 		}
 		if len(validation.IsDNS1123Label(one.Name)) > 0 || one.Name == "cluster" {
-			c.wrong(field+".name", "%q is no name of a folder; write lower case letters, digits and hyphens, and not cluster", one.Name)
+			c.wrong(field+".name", "%q is not a name of a folder; write lower case letters, digits and hyphens, and not cluster", one.Name)
 		}
 		if names[one.Name] {
 			c.wrong(field+".name", "%q is that of another identity", one.Name)
@@ -417,7 +417,7 @@ func (one Call) compile(c *compiler, field string) call {
 	case known:
 		compiled.err = made(message)
 	case code.UnmarshalJSON([]byte(strconv.Quote(one.Fail.Code))) != nil || code == codes.OK:
-		c.wrong(field+".code", "%q is no code of an error; write for example UNAVAILABLE", one.Fail.Code)
+		c.wrong(field+".code", "%q is not an error code; write for example UNAVAILABLE", one.Fail.Code)
 	default:
 		compiled.err = status.Error(code, message)
 	}

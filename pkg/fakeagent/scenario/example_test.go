@@ -49,5 +49,5 @@ calls:
 func ExampleParse() {
 	_, err := scenario.Parse([]byte("heartbeatInterval: soon\n"))
 	fmt.Println(err)
-	// Output: heartbeatInterval: "soon" is no duration; write for example 90s or 1m30s
+	// Output: heartbeatInterval: "soon" is not a duration; write for example 90s or 1m30s
 }

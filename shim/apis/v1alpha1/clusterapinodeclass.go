@@ -6,7 +6,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// ClusterAPINodeClass says which node groups of the management cluster the NodePools that refer to it may use.
+// ClusterAPINodeClass selects the node groups of the management cluster that NodePools referring to
+// it may use.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=clusterapinodeclasses,scope=Cluster,categories=karpenter,shortName={capinc,capincs}
@@ -22,15 +23,15 @@ type ClusterAPINodeClass struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
-	// spec is what the user wants.
+	// spec is the desired configuration.
 	// +optional
 	Spec ClusterAPINodeClassSpec `json:"spec,omitempty"`
-	// status is what the shim found.
+	// status is what the shim observed.
 	// +optional
 	Status ClusterAPINodeClassStatus `json:"status,omitempty"`
 }
 
-// ClusterAPINodeClassSpec is what the user wants.
+// ClusterAPINodeClassSpec is the desired configuration.
 type ClusterAPINodeClassSpec struct {
 	// scalableResourceSelector selects node groups by the labels of their MachineDeployments. Absent or empty selects every
 	// node group of the Cluster. Only MachineDeployments with the label node.cluster.x-k8s.io/karpenter-member are node
@@ -39,23 +40,25 @@ type ClusterAPINodeClassSpec struct {
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, e.operator in ['In','NotIn'] ? has(e.values) && size(e.values) > 0 : !has(e.values) || size(e.values) == 0)",message="scalableResourceSelector.matchExpressions[].values must be set with the operators In and NotIn, and must not be set with the others"
 	// +optional
 	ScalableResourceSelector *metav1.LabelSelector `json:"scalableResourceSelector,omitempty"`
-	// kubelet describes how the kubelets of the selected node groups are configured, so that what Karpenter plans with is what
-	// Nodes will offer.
+	// kubelet describes how the kubelets of the selected node groups are configured, so that
+	// Karpenter plans with the resources that Nodes will offer.
 	// +optional
 	Kubelet *Kubelet `json:"kubelet,omitempty"`
-	// drift says for which reasons Karpenter replaces Nodes.
+	// drift selects the reasons for which Karpenter replaces Nodes.
 	// +optional
 	Drift DriftPolicy `json:"drift,omitzero"`
-	// price says which prices Karpenter may decide by.
+	// price selects the prices that Karpenter may use.
 	// +optional
 	Price PricePolicy `json:"price,omitzero"`
-	// adoption says which machines that were there before Karpenter become its own.
+	// adoption selects the existing machines that Karpenter adopts.
 	// +optional
 	Adoption AdoptionPolicy `json:"adoption,omitzero"`
-	// maxNodeProvisionTime is how long a NodeClaim waits, once it has a machine, for that machine's provider ID and for its Node, before
-	// the agent releases it as late; the next NodeClaim gets the machine then. A node group whose MachineDeployment has the annotation
-	// cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime goes by that instead. Without either, the agent's options
-	// --machine-provider-id-deadline and --machine-node-deadline count. A change is for NodeClaims that are made later.
+	// maxNodeProvisionTime is how long a NodeClaim waits, once it has a machine, for that machine's
+	// provider ID and for its Node, before the agent releases its claim as late and hands the
+	// machine over to the next claim. The annotation
+	// cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime of a node group's MachineDeployment
+	// takes precedence. Without either, the agent's options --machine-provider-id-deadline and
+	// --machine-node-deadline apply. A change only affects NodeClaims that are created later.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:Pattern=`^([0-9]+(s|m|h))+$`
 	// +kubebuilder:validation:XValidation:rule="duration(self) >= duration('10s') && duration(self) <= duration('168h')",message="maxNodeProvisionTime must be from 10s to 168h"
@@ -76,38 +79,42 @@ type ClusterAPINodeClassList struct {
 const (
 	// ConditionNodeGroupsFound is True when the selector matches at least one node group. Ready needs it.
 	ConditionNodeGroupsFound = "NodeGroupsFound"
-	// ConditionAgentReachable is False when the agent has not been heard of for the grace period. Ready needs it.
+	// ConditionAgentReachable is False when the agent has been unreachable for the grace period.
+	// Ready needs it.
 	ConditionAgentReachable = "AgentReachable"
-	// ConditionAgentCertificateValid is False when the client certificate that the agent is called with has ended, or soon will, and has not been
-	// renewed. There is none where the agent is called without a certificate.
+	// ConditionAgentCertificateValid is False when the shim's client certificate has expired, or
+	// expires soon, and has not been renewed. It is absent if the shim calls the agent without a
+	// certificate.
 	ConditionAgentCertificateValid = "AgentCertificateValid"
-	// ConditionAgentCompatible is False when the agent and this shim are of versions that are not meant for each other, or the agent lacks a
-	// feature that the shim relies on. Ready does not need it: what works goes on. There is none before an agent has answered.
+	// ConditionAgentCompatible is False when the versions of the agent and this shim are not
+	// compatible, or the agent lacks a feature that the shim relies on. Ready does not need it:
+	// everything that still works continues. It is absent until an agent has answered.
 	ConditionAgentCompatible = "AgentCompatible"
-	// ConditionNodeGroupsValid is False when the agent reports values that it could not use in the description of a selected
-	// node group. Ready does not need it: such a group is used without those values, or not at all.
+	// ConditionNodeGroupsValid is False when the description of a selected node group has values
+	// that the agent could not use. Ready does not need it: such a group is used without those
+	// values, or not at all.
 	ConditionNodeGroupsValid = "NodeGroupsValid"
 )
 
-// ClusterAPINodeClassStatus is what the shim found.
+// ClusterAPINodeClassStatus is what the shim observed.
 type ClusterAPINodeClassStatus struct {
 	// nodeGroups is how many node groups the selector matches.
 	// +optional
 	NodeGroups int32 `json:"nodeGroups"`
-	// availableNodeGroups is how many of these a machine could be had from.
+	// availableNodeGroups is how many of these accept a claim now.
 	// +optional
 	AvailableNodeGroups int32 `json:"availableNodeGroups"`
 	// instanceTypes is how many instance types these node groups offer.
 	// +optional
 	InstanceTypes int32 `json:"instanceTypes"`
-	// zones is how many failure domains these node groups name.
+	// zones is how many failure domains these node groups have.
 	// +optional
 	Zones int32 `json:"zones"`
 	// problems is how many values in the descriptions of these node groups could not be used.
 	// +optional
 	Problems int32 `json:"problems"`
-	// selected are the node groups that the selector matches, ordered by name; at most 50, those without room first to be shown.
-	// It follows what the agent reports within seconds.
+	// selected are the node groups that the selector matches, ordered by name; at most 50, of which
+	// unavailable ones take precedence. It follows the agent's reports within seconds.
 	// +listType=map
 	// +listMapKey=name
 	// +kubebuilder:validation:MaxItems=50
@@ -122,7 +129,7 @@ type ClusterAPINodeClassStatus struct {
 // MaxSelectedNodeGroups bounds [ClusterAPINodeClassStatus.Selected].
 const MaxSelectedNodeGroups = 50
 
-// SelectedNodeGroup is a node group as the node class sees it.
+// SelectedNodeGroup is a node group that a node class selects.
 type SelectedNodeGroup struct {
 	// name is the node group's id: namespace/name of its MachineDeployment in the management cluster.
 	Name string `json:"name"`
@@ -132,43 +139,48 @@ type SelectedNodeGroup struct {
 	// zone is the failure domain; absent when it has none.
 	// +optional
 	Zone string `json:"zone,omitempty"`
-	// capacityType is how its machines are paid for: on-demand, spot or reserved.
+	// capacityType is the capacity type of its machines: on-demand, spot or reserved.
 	// +optional
 	CapacityType string `json:"capacityType,omitempty"`
-	// price is what one machine costs each hour, in currency. It is what Karpenter decides by, unless a NodeOverlay changes it.
+	// price is the price of one machine per hour, in currency. Karpenter uses it unless a
+	// NodeOverlay changes it.
 	// +optional
 	Price string `json:"price,omitempty"`
-	// currency is an ISO 4217 code; absent when nobody named one, as with an estimate.
+	// currency is an ISO 4217 code; absent if none is configured, as with an estimate.
 	// +optional
 	Currency string `json:"currency,omitempty"`
 	// priceSource is where the price came from: Annotation, PriceList, Estimate, or Unknown.
 	// +optional
 	PriceSource string `json:"priceSource,omitempty"`
-	// available says whether a machine could be had now.
+	// available is whether the node group accepts a claim now.
 	Available bool `json:"available"`
-	// reason is why not: AtMaxSize, CoolingDown, Paused, Deleting, ReplicasOwned, ReplicasLowered, Invalid, QuotaExceeded,
-	// MachinesBlocked, NoRoom, PriceUnknown, NoCapacity, Unusable, or Other. Absent when available.
+	// reason is why it is unavailable: AtMaxSize, CoolingDown, Paused, Deleting, ReplicasOwned,
+	// ReplicasLowered, Invalid, QuotaExceeded, MachinesBlocked, NoRoom, PriceUnknown, NoCapacity,
+	// Unusable, or Other. Absent when available.
 	// +optional
 	Reason string `json:"reason,omitempty"`
-	// message is the same for people.
+	// message is the reason in a sentence.
 	// +optional
 	Message string `json:"message,omitempty"`
-	// rollingOut says that Cluster API is replacing machines after a template change. Machines can be had meanwhile.
+	// rollingOut is whether Cluster API is replacing machines after a template change. The node
+	// group accepts claims meanwhile.
 	// +optional
 	RollingOut bool `json:"rollingOut,omitempty"`
 }
 
-// Reasons of a [SelectedNodeGroup] that is not available. Those that the agent gives have its names.
+// Reasons of a [SelectedNodeGroup] that is not available. Reasons that the agent reports keep their
+// names.
 const (
-	// ReasonNoRoom means that the agent refused a claim a moment ago.
+	// ReasonNoRoom means that the agent has just refused a claim.
 	ReasonNoRoom = "NoRoom"
-	// ReasonPriceUnknown means that spec.price does not let the node group be used, or that the agent reports no price at all.
+	// ReasonPriceUnknown means that spec.price excludes the node group, or that the agent reports
+	// no price at all.
 	ReasonPriceUnknown = "PriceUnknown"
-	// ReasonNoCapacity means that pods could have no CPU or no memory of its machines.
+	// ReasonNoCapacity means that its machines would have no CPU or no memory for pods.
 	ReasonNoCapacity = "NoCapacity"
 	// ReasonUnusable means that Nodes of the node group could not be described to Karpenter.
 	ReasonUnusable = "Unusable"
-	// ReasonOther means a reason that this version does not know; the message says it.
+	// ReasonOther means a reason that this version does not know; the message describes it.
 	ReasonOther = "Other"
 )
 

@@ -1,5 +1,5 @@
-// Package v1alpha1 holds the objects that a user of the shim writes in the workload cluster, and the keys that the shim
-// leaves on objects there.
+// Package v1alpha1 holds the objects that a user of the shim creates in the workload cluster, and
+// the keys that the shim sets on objects there.
 //
 // Importing it registers ClusterAPINodeClass and its list in client-go's scheme, where Karpenter core looks node classes up.
 //

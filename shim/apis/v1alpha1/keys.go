@@ -10,23 +10,26 @@ const (
 	// Karpenter core counts how much of it is left by this label.
 	ReservationLabel = Group + "/reservation"
 
-	// PeerMachineAnnotation is what karpenter-provider-cluster-api puts on a NodeClaim before it has launched it: namespace/name of the Machine
-	// that it has chosen.
+	// PeerMachineAnnotation is the annotation that karpenter-provider-cluster-api sets on a
+	// NodeClaim before it has launched it: namespace/name of the Machine that it has chosen.
 	PeerMachineAnnotation = "cluster.x-k8s.io/machine"
-	// PeerMemberLabel is what that provider puts on Machines that it has claimed. Cluster API puts it on their Nodes.
+	// PeerMemberLabel is the label that karpenter-provider-cluster-api sets on Machines that it has
+	// claimed. Cluster API copies it to their Nodes.
 	PeerMemberLabel = "node.cluster.x-k8s.io/karpenter-member"
 
-	// AdoptedLabel is on NodeClaims whose machine was there before their claim, and on their Nodes. Its value is "true".
+	// AdoptedLabel is on NodeClaims that adopted an existing machine, and on their Nodes. Its value
+	// is "true".
 	AdoptedLabel = Group + "/adopted"
 
-	// AdoptAnnotation on a Node, with the value "true", asks for its adoption where the node class says OnRequest.
+	// AdoptAnnotation on a Node, with the value "true", requests its adoption if the node class has
+	// the adoption mode OnRequest.
 	AdoptAnnotation = Group + "/adopt"
 
-	// AdoptMachineAnnotation on a NodeClaim holds the name of the Machine that it was made to adopt.
+	// AdoptMachineAnnotation on a NodeClaim holds the name of the Machine that it adopts.
 	AdoptMachineAnnotation = Group + "/adopt-machine"
 
-	// ReturnMachineAnnotation on a NodeClaim, with the value "true", has its Node and its machine left to the user as they are, and the NodeClaim
-	// ended: nothing is drained.
+	// ReturnMachineAnnotation on a NodeClaim, with the value "true", returns its machine to the
+	// user and deletes the NodeClaim. The Node stays as it is: nothing is drained.
 	ReturnMachineAnnotation = Group + "/return-machine"
 
 	// NodeClassFinalizer keeps a ClusterAPINodeClass while NodeClaims refer to it.

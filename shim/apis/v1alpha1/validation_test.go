@@ -57,11 +57,11 @@ maxNodeProvisionTime: 1h30m`},
 		"no pods per core":                {spec: `kubelet: {podsPerCore: 0}`, says: []string{"spec.kubelet.podsPerCore", "greater than or equal to 1"}},
 		"reserving another resource": {
 			spec: `kubelet: {kubeReserved: {pid: "100"}}`,
-			says: []string{"spec.kubelet.kubeReserved", "kubeReserved may name cpu, memory and ephemeral-storage"},
+			says: []string{"spec.kubelet.kubeReserved", "kubeReserved may contain only cpu, memory and ephemeral-storage"},
 		},
 		"reserving another resource for the system": {
 			spec: `kubelet: {systemReserved: {pods: "1"}}`,
-			says: []string{"spec.kubelet.systemReserved", "systemReserved may name cpu, memory and ephemeral-storage"},
+			says: []string{"spec.kubelet.systemReserved", "systemReserved may contain only cpu, memory and ephemeral-storage"},
 		},
 		"reserving no quantity": {
 			spec: `kubelet: {systemReserved: {memory: much}}`, says: []string{"spec.kubelet.systemReserved", "write a quantity, for example 100m or 1Gi"},
@@ -75,7 +75,7 @@ maxNodeProvisionTime: 1h30m`},
 		"reserving a percentage": {spec: `kubelet: {kubeReserved: {cpu: "5%"}}`, says: []string{"write a quantity, for example 100m or 1Gi"}},
 		"evicting on another signal": {
 			spec: `kubelet: {evictionHard: {imagefs.available: 15%}}`,
-			says: []string{"spec.kubelet.evictionHard", "evictionHard may name memory.available and nodefs.available"},
+			says: []string{"spec.kubelet.evictionHard", "evictionHard may contain only memory.available and nodefs.available"},
 		},
 		"evicting at more than everything": {
 			spec: `kubelet: {evictionHard: {nodefs.available: 101%}}`,

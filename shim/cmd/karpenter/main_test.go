@@ -436,7 +436,7 @@ func TestPodsBecomeNodesThroughKillsAndOutages(t *testing.T) {
 	s.eventually(func() bool { return client.IgnoreNotFound(s.get(second)) == nil && len(s.nodeClaims()) == 1 }, "the termination ends")
 	s.eventually(func() bool { return s.agent.NodeGroup("default/a").GetReplicas() == 1 }, "the machine is given back")
 
-	t.Log("a claim that nobody owns is collected")
+	t.Log("a claim without an owner is collected")
 	_, err := s.agent.Client().Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
 		Cluster: fakeagent.DefaultCluster(), ClaimId: "leaked", Holder: v1alpha1.Holder, Candidates: []string{"default/a"},
 	})

@@ -111,9 +111,9 @@ func (o *Observer) show(ctx context.Context, name string, before, now agentclien
 	case now.Connected && !before.Connected:
 		logger.Info("following the agent")
 	case !now.Connected && before.Connected:
-		logger.Info("lost the agent, using what is known", "reason", message(now.LastError))
+		logger.Info("lost the connection to the agent, using the last known view", "reason", message(now.LastError))
 	case !now.Connected && !shown && now.LastError != nil:
-		logger.Info("cannot reach the agent yet, trying again and again", "reason", message(now.LastError))
+		logger.Info("cannot reach the agent yet, retrying", "reason", message(now.LastError))
 	}
 	if now.Connected || before.Connected || now.LastError != nil {
 		return now

@@ -46,7 +46,7 @@ func TestTheConnectionIsAMetric(t *testing.T) {
 	select {
 	case <-observer.Reconnected():
 	case <-time.After(10 * time.Second):
-		t.Error("nobody is told that an agent is followed again")
+		t.Error("the event of a reconnected agent is missing")
 	}
 	problems, err := testutil.GatherAndLint(
 		crmetrics.Registry,

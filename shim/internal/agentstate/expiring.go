@@ -73,10 +73,10 @@ func (e *Expiring) Warning() (message string, found bool) {
 	if left >= min(end.Sub(stats.CertificateNotBefore)/expiringPart, longestExpiring) {
 		return "", true
 	}
-	what := "ends"
+	what := "expires"
 	if left <= 0 {
-		what = "has ended"
+		what = "expired"
 	}
-	return fmt.Sprintf("The client certificate that the agent is called with %s at %s, and has not been renewed. %s",
+	return fmt.Sprintf("The shim's client certificate %s at %s, and has not been renewed. %s",
 		what, end.UTC().Format(time.RFC3339), e.Remedy), true
 }

@@ -22,11 +22,11 @@ func TestACertificateThatIsAboutToExpireIsWarnedOf(t *testing.T) {
 	}{
 		"a day's, at half of its life":      {day, 12 * time.Hour, ""},
 		"a day's, above a quarter":          {day, 6*time.Hour + time.Minute, ""},
-		"a day's, below a quarter":          {day, 6*time.Hour - time.Minute, "ends at"},
+		"a day's, below a quarter":          {day, 6*time.Hour - time.Minute, "expires at"},
 		"a quarter's, when others renew it": {90 * day, 30 * day, ""},
-		"a quarter's, two weeks before":     {90 * day, 14*day - time.Minute, "ends at"},
+		"a quarter's, two weeks before":     {90 * day, 14*day - time.Minute, "expires at"},
 		"a year's, a month before":          {365 * day, 30 * day, ""},
-		"one that has ended":                {day, -time.Minute, "has ended at"},
+		"one that has ended":                {day, -time.Minute, "expired at"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			clk := clocktesting.NewFakeClock(time.Now())
@@ -43,7 +43,7 @@ func expected(says string, end time.Time) []string {
 	if says == "" {
 		return nil
 	}
-	return []string{"AgentCertificateExpiring: The client certificate that the agent is called with " + says + " " + end.UTC().Format(time.RFC3339) +
+	return []string{"AgentCertificateExpiring: The shim's client certificate " + says + " " + end.UTC().Format(time.RFC3339) +
 		", and has not been renewed. Renew it."}
 }
 

@@ -58,8 +58,8 @@ var compatible = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.Gau
 	Help: "1 if this shim and the agent that responded last are compatible, 0 otherwise. The condition AgentCompatible contains the reason.",
 }, nil, opmetrics.Alpha)
 
-// Verdict says whether an agent and a shim are meant for each other. The zero Verdict means that it
-// is not known, because no agent has answered yet.
+// Verdict is whether an agent and a shim are compatible. The zero Verdict means that it is not
+// known, because no agent has answered yet.
 type Verdict struct {
 	// Known is true once an agent has answered.
 	Known bool
@@ -128,8 +128,8 @@ type FitConfig struct {
 	Clock clock.WithTicker
 }
 
-// Fit finds out whether the agent and this shim are meant for each other: at the start, whenever the
-// connection was lost, and at intervals.
+// Fit checks whether the agent and this shim are compatible: at the start, whenever the connection
+// was lost, and at intervals.
 type Fit struct {
 	config  FitConfig
 	changes chan struct{}
@@ -185,7 +185,7 @@ func (f *Fit) ask(ctx context.Context) bool {
 		f.judged(ctx, Judge(status, f.config.Version), status.GetVersion())
 	case grpcstatus.Code(err) == codes.Unimplemented:
 		f.judged(ctx, Verdict{true, ReasonAPIVersionNotServed, fmt.Sprintf(
-			"what answers at the agent's address does not serve the API %s that this shim (version %s) calls", apiPackage, f.config.Version)}, "")
+			"the server at the agent's address does not serve the API %s that this shim (version %s) calls", apiPackage, f.config.Version)}, "")
 	default:
 		// The connection's own condition and log have the reason.
 		return false
@@ -204,9 +204,9 @@ func (f *Fit) judged(ctx context.Context, verdict Verdict, agent string) {
 	}
 	logger := log.FromContext(ctx).WithValues("agentVersion", agent, "shimVersion", f.config.Version)
 	if verdict.Fits() {
-		logger.Info("the agent and this shim fit")
+		logger.Info("the agent and this shim are compatible")
 	} else {
-		logger.Error(nil, "the agent and this shim do not fit", "reason", verdict.Reason, "message", verdict.Message)
+		logger.Error(nil, "the agent and this shim are not compatible", "reason", verdict.Reason, "message", verdict.Message)
 	}
 	select {
 	case f.changes <- struct{}{}:

@@ -67,7 +67,7 @@ func (s *Snapshot) show(g *instancetype.Group) v1alpha1.SelectedNodeGroup {
 	case g.NoCapacity != "":
 		shown.Reason, shown.Message = v1alpha1.ReasonNoCapacity, g.NoCapacity
 	default:
-		shown.Reason, shown.Message = v1alpha1.ReasonNoRoom, "the agent had no room when a machine was asked for; it is asked again soon"
+		shown.Reason, shown.Message = v1alpha1.ReasonNoRoom, "the agent has just refused a claim; Karpenter tries again soon"
 	}
 	shown.Message = lo.Substring(shown.Message, 0, maxMessage)
 	return shown

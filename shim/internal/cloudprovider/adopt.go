@@ -201,14 +201,14 @@ func (c *CloudProvider) takeOverOurs(ctx context.Context, nodeClaim *karpv1.Node
 	case err != nil:
 		return nil, createError(err, ReasonAdoptionFailed)
 	case owner != nil:
-		return nil, cloudprovider.NewInsufficientCapacityError(fmt.Errorf("machine %s is that of NodeClaim %s", name, owner.Name))
+		return nil, cloudprovider.NewInsufficientCapacityError(fmt.Errorf("machine %s belongs to NodeClaim %s", name, owner.Name))
 	case machine == nil: // its own claim may have it
 		claim, err := c.ask(ctx, string(nodeClaim.UID))
 		switch {
 		case err == nil:
 			return claim, nil
 		case isClaimNotFound(err):
-			return nil, cloudprovider.NewInsufficientCapacityError(fmt.Errorf("machine %s is gone, or another claim's", name))
+			return nil, cloudprovider.NewInsufficientCapacityError(fmt.Errorf("machine %s is gone, or belongs to another claim", name))
 		}
 		return nil, createError(err, ReasonAdoptionFailed)
 	}

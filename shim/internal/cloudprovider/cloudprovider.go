@@ -199,7 +199,7 @@ func (c *CloudProvider) release(ctx context.Context, nodeClaim *karpv1.NodeClaim
 			InvolvedObject: nodeClaim,
 			Type:           corev1.EventTypeWarning,
 			Reason:         "ReleaseLimited",
-			Message:        lo.Substring("The machine stays for now, as the agent releases no more of this Cluster's: "+err.Error(), 0, 1024),
+			Message:        lo.Substring("The machine stays for now, because the agent refuses further releases in this Cluster: "+err.Error(), 0, 1024),
 			DedupeValues:   []string{string(nodeClaim.UID)},
 			DedupeTimeout:  10 * time.Minute,
 		})
@@ -208,7 +208,7 @@ func (c *CloudProvider) release(ctx context.Context, nodeClaim *karpv1.NodeClaim
 		return fmt.Errorf("releasing the claim: %w", err)
 	}
 	if claim := response.GetClaim(); claim == nil || claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
-		return cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("claim %s has no machine any more", nodeClaim.UID))
+		return cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("claim %s no longer has a machine", nodeClaim.UID))
 	}
 	return nil
 }
@@ -238,7 +238,7 @@ func (c *CloudProvider) tellStuck(nodeClaim *karpv1.NodeClaim) {
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "MachineDeletionStuck",
-		Message: lo.Substring(fmt.Sprintf("Machine %s of the management cluster has been on its way out since %s: %s", machine.GetName(),
+		Message: lo.Substring(fmt.Sprintf("Machine %s of the management cluster has been terminating since %s: %s", machine.GetName(),
 			since.AsTime().UTC().Format(time.RFC3339), lo.CoalesceOrEmpty(why, "Cluster API does not report what it waits for")), 0, 1024),
 		DedupeValues:  []string{string(nodeClaim.UID), machine.GetDeletingReason()},
 		DedupeTimeout: 10 * time.Minute,

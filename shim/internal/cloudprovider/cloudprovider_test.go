@@ -473,7 +473,7 @@ func TestIsDriftedWhenTheNodeClassNoLongerSelectsTheGroup(t *testing.T) {
 	}
 }
 
-func TestIsDriftedWhenTheTemplateChangedAndNobodyElseReplacesTheMachine(t *testing.T) {
+func TestIsDriftedWhenTheTemplateChangedAndClusterAPIKeepsTheMachine(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
 		{Name: "rolling", RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE},
 		{Name: "ondelete", RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE},

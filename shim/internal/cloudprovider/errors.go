@@ -80,7 +80,7 @@ func (c *CloudProvider) explain(err error, candidates []*instancetype.Group, ref
 		c.Catalogue.MarkUnavailable(rejected...)
 		return cloudprovider.NewInsufficientCapacityError(err)
 	case agenterrors.IsEnded(err):
-		return cloudprovider.NewInsufficientCapacityError(fmt.Errorf("the claim cannot be made again: %w", err))
+		return cloudprovider.NewInsufficientCapacityError(fmt.Errorf("the claim cannot be created again: %w", err))
 	case agenterrors.IsTooMany(err):
 		return createError(err, ReasonTooManyClaims)
 	case agenterrors.IsConflict(err):

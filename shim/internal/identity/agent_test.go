@@ -195,7 +195,7 @@ func (a *agent) IssueCertificate(
 		}
 		a.enrolled[a.onboarding] = key
 	default:
-		return nil, agenterrors.Unauthenticated("the client certificate is of another onboarding than the Cluster's present one")
+		return nil, agenterrors.Unauthenticated("the client certificate does not belong to the Cluster's current onboarding")
 	}
 	path := "/cluster/team-a/production/" + a.onboarding
 	if a.issue != nil {

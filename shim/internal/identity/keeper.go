@@ -149,7 +149,7 @@ func (*Keeper) NeedLeaderElection() bool { return true }
 func (k *Keeper) Start(ctx context.Context) error {
 	k.regularly(ctx, func(ctx context.Context) bool {
 		if err := k.round(ctx); err != nil && ctx.Err() == nil {
-			log.FromContext(ctx).Error(err, "looking after the client certificate")
+			log.FromContext(ctx).Error(err, "maintaining the client certificate")
 		}
 		return true
 	})
@@ -226,9 +226,9 @@ func (k *Keeper) take(s stored) error {
 func (k *Keeper) superseded(stored, present *x509.Certificate) error {
 	switch {
 	case !k.Clock.Now().Before(stored.NotAfter):
-		return fmt.Errorf("has ended at %s", stored.NotAfter.UTC().Format(time.RFC3339))
+		return fmt.Errorf("expired at %s", stored.NotAfter.UTC().Format(time.RFC3339))
 	case onboardingOf(stored) != onboardingOf(present) && stored.NotBefore.Before(present.NotBefore.Add(-issuersSkew)):
-		return fmt.Errorf("is of another onboarding, and was issued before the present one: it begins at %s, and the present one at %s",
+		return fmt.Errorf("belongs to another onboarding, and is older than the current one: it begins at %s, and the current one at %s",
 			stored.NotBefore.UTC().Format(time.RFC3339), present.NotBefore.UTC().Format(time.RFC3339))
 	}
 	return nil
@@ -244,7 +244,7 @@ func (k *Keeper) logUnread(ctx context.Context, err error) {
 	}
 	if text != k.unread && ctx.Err() == nil {
 		if k.unread = text; err != nil {
-			log.FromContext(ctx).Error(err, "the client certificate that was read last stays in force")
+			log.FromContext(ctx).Error(err, "the last client certificate that was read stays in use")
 		} else {
 			log.FromContext(ctx).Info("the client certificate's secret can be read again")
 		}
@@ -283,7 +283,7 @@ func (k *Keeper) look(ctx context.Context) error {
 		return nil
 	case !now.Before(present.NotAfter):
 		if !enrolls || b.unusable != nil {
-			k.tell(ctx, reasonEnded, fmt.Sprintf("The client certificate that the agent is called with has ended at %s. %s",
+			k.tell(ctx, reasonEnded, fmt.Sprintf("The shim's client certificate expired at %s. %s",
 				present.NotAfter.UTC().Format(time.RFC3339), k.remedy()))
 		}
 		return nil

@@ -527,9 +527,9 @@ func TestABootstrapThatCannotBeUsedIsNamedAndNotSent(t *testing.T) {
 		content func(*agent) map[string][]byte
 		says    string
 	}{
-		"ended":        {func(a *agent) map[string][]byte { return a.certified("/bootstrap/team-a/production/x", -time.Second) }, "has ended at"},
+		"ended":        {func(a *agent) map[string][]byte { return a.certified("/bootstrap/team-a/production/x", -time.Second) }, "expired at"},
 		"of another":   {func(a *agent) map[string][]byte { return a.certified("/bootstrap/team-b/production/x", time.Hour) }, "team-b/production"},
-		"no bootstrap": {func(a *agent) map[string][]byte { return a.certified("/cluster/team-a/production", time.Hour) }, "not one of an onboarding"},
+		"no bootstrap": {func(a *agent) map[string][]byte { return a.certified("/cluster/team-a/production", time.Hour) }, "not a bootstrap certificate"},
 		"empty":        {func(*agent) map[string][]byte { return nil }, "cannot be used"},
 		"a wrong key": {func(a *agent) map[string][]byte {
 			content := a.onboard("x")
@@ -583,7 +583,7 @@ func TestAnEndedCertificateIsToldOnce(t *testing.T) {
 		w.clock.Step(time.Minute)
 	}
 	require.Len(t, r.announced, 1)
-	require.Contains(t, r.announced[0], "AgentCertificateEnded: The client certificate that the agent is called with has ended at")
+	require.Contains(t, r.announced[0], "AgentCertificateEnded: The shim's client certificate expired at")
 	require.Contains(t, r.announced[0], "capi-agent onboard")
 	require.Len(t, w.agent.served(), 1)
 }
@@ -863,7 +863,7 @@ func TestAnUnreadableSpokeLeavesTheCertificateInForce(t *testing.T) {
 		_, err := r.read(w.ctx)
 		r.logUnread(w.ctx, err)
 	}
-	require.Equal(t, 1, strings.Count(w.logged(), "stays in force"))
+	require.Equal(t, 1, strings.Count(w.logged(), "stays in use"))
 	require.NoError(t, r.calls())
 	w.disturb = nil
 	_, err := r.read(w.ctx)
@@ -932,10 +932,10 @@ func TestObtainDoesNotWaitForWhatAPersonHasToDo(t *testing.T) {
 		}, "used for another key"},
 		"a bootstrap that has ended": {func(w *world) {
 			w.put(bootstrapSecret, w.agent.certified("/bootstrap/team-a/production/x", -time.Second))
-		}, "has ended at"},
+		}, "expired at"},
 		"a certificate that has ended": {func(w *world) {
 			w.put(identitySecret, w.agent.certified("/cluster/team-a/production/x", -time.Second))
-		}, "has ended at"},
+		}, "expired at"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)

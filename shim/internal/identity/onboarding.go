@@ -84,12 +84,12 @@ func (k *Keeper) bootstrap(ctx context.Context) (*onboarding, error) {
 func checkBootstrap(certificate *x509.Certificate, cluster *agentv1alpha1.ClusterRef, now time.Time) (string, error) {
 	switch n := nameIn(certificate); {
 	case n.kind != bootstrapPath:
-		return "", errors.New("its certificate is not one of an onboarding, whose URI is spiffe://<trust domain>/bootstrap/<namespace>/<name>/<id>")
+		return "", errors.New("its certificate is not a bootstrap certificate, whose URI is spiffe://<trust domain>/bootstrap/<namespace>/<name>/<id>")
 	case n.cluster != nameOf(cluster):
 		return n.onboarding, fmt.Errorf("its certificate is for the Cluster %s, and --cluster-namespace and --cluster-name name %s", n.cluster,
 			nameOf(cluster))
 	case !now.Before(certificate.NotAfter):
-		return n.onboarding, fmt.Errorf("its certificate has ended at %s", certificate.NotAfter.UTC().Format(time.RFC3339))
+		return n.onboarding, fmt.Errorf("its certificate expired at %s", certificate.NotAfter.UTC().Format(time.RFC3339))
 	default:
 		return n.onboarding, nil
 	}

@@ -210,7 +210,7 @@ func (k *Keeper) request(
 	}}
 	parsed, _, err := issued.Parse()
 	if err != nil {
-		return certificate{}, fmt.Errorf("what the agent has issued: %w", err)
+		return certificate{}, fmt.Errorf("the certificate that the agent has issued: %w", err)
 	}
 	issued.certificate = parsed.Leaf
 	now := k.Clock.Now()
@@ -218,7 +218,7 @@ func (k *Keeper) request(
 	case n.kind != clusterPath || n.cluster != nameOf(k.Cluster):
 		return certificate{}, fmt.Errorf("the agent has issued a certificate that is not one of the Cluster %s", nameOf(k.Cluster))
 	case !now.Before(parsed.Leaf.NotAfter):
-		return certificate{}, fmt.Errorf("the agent has issued a certificate that has ended at %s: compare the clocks of hub and spoke",
+		return certificate{}, fmt.Errorf("the agent has issued a certificate that expired at %s: compare the clocks of hub and spoke",
 			parsed.Leaf.NotAfter.UTC().Format(time.RFC3339))
 	}
 	until := parsed.Leaf.NotAfter.Sub(now) / 2

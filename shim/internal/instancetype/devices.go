@@ -35,7 +35,7 @@ func volumesOf(source *agentv1alpha1.NodeGroup) (map[string]int, error) {
 	volumes := map[string]int{}
 	for driver, limit := range source.GetAttachableVolumes() {
 		if driver == "" || limit < 0 {
-			errs = append(errs, fmt.Errorf("attachable volumes of %.64q: %d is no limit", driver, limit))
+			errs = append(errs, fmt.Errorf("attachable volumes of %.64q: %d is not a limit", driver, limit))
 			continue
 		}
 		volumes[driver] = int(limit)

@@ -360,7 +360,7 @@ func (g *Group) requireCapacity() {
 		}
 		g.Available = false
 		if has, ok := g.Capacity[name]; ok {
-			g.NoCapacity = fmt.Sprintf("all of the %s of %s is kept back, see overhead: correct spec.kubelet, or what the MachineDeployment says of %s",
+			g.NoCapacity = fmt.Sprintf("all of the %s of %s is reserved, see overhead: correct spec.kubelet, or the MachineDeployment's %s",
 				has.String(), name, name)
 		} else {
 			g.NoCapacity = fmt.Sprintf("the amount of %s is unknown: write the annotation capacity.cluster-autoscaler.kubernetes.io/%s "+

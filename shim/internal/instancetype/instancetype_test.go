@@ -116,8 +116,8 @@ func TestGroupsWithoutCPUOrMemoryAreNotAvailable(t *testing.T) {
 		"no CPU":                {lacking("cpu"), "kubernetes.io/cpu"},
 		"no memory":             {lacking("memory"), "kubernetes.io/memory"},
 		"no CPU in a word":      {capacity("cpu", "0"), "kubernetes.io/cpu"},
-		"all memory is kept":    {learned("memory", "20Gi"), "all of the 16Gi of memory is kept back"},
-		"less than a threshold": {capacity("memory", "50Mi"), "all of the 50Mi of memory is kept back"},
+		"all memory is kept":    {learned("memory", "20Gi"), "all of the 16Gi of memory is reserved"},
+		"less than a threshold": {capacity("memory", "50Mi"), "all of the 50Mi of memory is reserved"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			g := group(t, "a", c.change)
@@ -221,8 +221,8 @@ func TestDifferentPricesOfWhatKarpenterCannotTellApartAreTold(t *testing.T) {
 		g.Sources = map[string]*agentv1alpha1.ValueSource{"price": {Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE}}
 	}
 	assert.Equal(t, []string{
-		`fleet/b costs 3 and fleet/a 1, and both are instance type "m.large" of one zone and capacity type, which Karpenter takes to ` +
-			`cost 1; give the groups different instance types, or one price`,
+		`fleet/b costs 3 and fleet/a 1, and both are instance type "m.large" of one zone and capacity type, to which Karpenter ` +
+			`assigns the price 1; give the groups different instance types, or one price`,
 	}, instancetype.Mismatches([]*instancetype.Group{group(t, "a", full), group(t, "b", price(3))}))
 	for name, groups := range map[string][]*instancetype.Group{
 		"one price":             {group(t, "a"), group(t, "b")},
@@ -369,14 +369,14 @@ func TestAGroupWithoutAZoneBesideOthersIsTold(t *testing.T) {
 	require.Len(t, mismatches, 1)
 	assert.Contains(t, mismatches[0], "fleet/b, fleet/c, fleet/d and 1 more: no zone")
 	assert.Contains(t, mismatches[0], "spec.template.spec.failureDomain")
-	assert.Empty(t, instancetype.Mismatches(groups[:4]), "nobody has one")
+	assert.Empty(t, instancetype.Mismatches(groups[:4]), "no group has one")
 	assert.Empty(t, instancetype.Mismatches(groups[4:]))
 }
 
 func TestPricesInSeveralCurrenciesAreTold(t *testing.T) {
 	in := func(currency string) change { return func(g *agentv1alpha1.NodeGroup) { g.Price.Currency = currency } }
 	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{group(t, "a", in("EUR")), group(t, "b", in("EUR")), group(t, "c")}))
-	assert.Equal(t, []string{"prices are in EUR, USD and compared as if that were one currency; write all of them in one"},
+	assert.Equal(t, []string{"prices are in EUR, USD and are compared as if they were in the same currency; use one currency"},
 		instancetype.Mismatches([]*instancetype.Group{group(t, "a", in("USD")), group(t, "b", in("EUR"))}))
 }
 

@@ -61,7 +61,7 @@ func ParseThreshold(text string) (Threshold, error) {
 	// In single precision, as in the kubelet.
 	percentage, err := strconv.ParseFloat(number, 32)
 	if err != nil || math.IsNaN(percentage) || percentage < 0 || percentage > 100 {
-		return Threshold{}, fmt.Errorf("%.64q is no percentage from 0%% to 100%%", text)
+		return Threshold{}, fmt.Errorf("%.64q is not a percentage from 0%% to 100%%", text)
 	}
 	if percentage == 100 {
 		return Threshold{}, nil
@@ -117,7 +117,7 @@ func ParseKubelet(spec *v1alpha1.Kubelet) (*Kubelet, error) {
 	for _, signal := range slices.Sorted(maps.Keys(spec.EvictionHard)) {
 		name, ok := signals[signal]
 		if !ok {
-			errs = append(errs, fmt.Errorf("spec.kubelet.evictionHard: %.64q takes no room from pods, leave it out", signal))
+			errs = append(errs, fmt.Errorf("spec.kubelet.evictionHard: %.64q does not reduce the resources of pods; remove it", signal))
 			continue
 		}
 		threshold, err := ParseThreshold(string(spec.EvictionHard[signal]))
@@ -137,7 +137,7 @@ func reserved(field string, quantities map[string]v1alpha1.ReservedQuantity) (co
 		quantity, err := wire.Quantity(string(quantities[name]))
 		switch {
 		case !slices.Contains(reservable, corev1.ResourceName(name)):
-			errs = append(errs, fmt.Errorf("spec.kubelet.%s: %.64q takes no room from pods, leave it out", field, name))
+			errs = append(errs, fmt.Errorf("spec.kubelet.%s: %.64q does not reduce the resources of pods; remove it", field, name))
 		case err != nil:
 			errs = append(errs, fmt.Errorf("spec.kubelet.%s[%s]: %w", field, name, err))
 		default:

@@ -48,7 +48,7 @@ func Mismatches(groups []*Group) []string {
 	if len(currencies) > 1 {
 		slices.Sort(currencies)
 		mismatches = append(mismatches, fmt.Sprintf(
-			"prices are in %s and compared as if that were one currency; write all of them in one", strings.Join(currencies, ", "),
+			"prices are in %s and are compared as if they were in the same currency; use one currency", strings.Join(currencies, ", "),
 		))
 	}
 	return mismatches
@@ -90,7 +90,7 @@ func differentPrices(groups []*Group) []string {
 		estimates := lo.EveryBy(priced, func(g *Group) bool { return PriceSource(g.Source) == PriceSourceEstimate })
 		if dearest.Price > cheapest.Price*lo.Ternary(estimates, 1+tolerance, 1) {
 			different = append(different, fmt.Sprintf(
-				"%s costs %g and %s %g, and both are instance type %q of one zone and capacity type, which Karpenter takes to cost %g; "+
+				"%s costs %g and %s %g, and both are instance type %q of one zone and capacity type, to which Karpenter assigns the price %g; "+
 					"give the groups different instance types, or one price",
 				dearest.ID, dearest.Price, cheapest.ID, cheapest.Price, k.instanceType, cheapest.Offered,
 			))

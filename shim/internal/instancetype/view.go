@@ -32,7 +32,7 @@ func (v *View) Of(g *Group) *Group {
 	seen.Allocatable = allocatableOf(seen.Capacity, seen.Overhead)
 	if refused {
 		seen.Available = false
-		seen.PriceRefused = "the price is an estimate, which spec.price.whenUnknown rules out; " +
+		seen.PriceRefused = "the price is an estimate, which spec.price.whenUnknown excludes; " +
 			"set the annotation or the price list in the management cluster"
 	}
 	seen.requireCapacity()

@@ -120,7 +120,7 @@ func (f *File) look(ctx context.Context) {
 	if err != nil {
 		if f.failed != err.Error() {
 			f.failed = err.Error()
-			logger.Error(err, "the workload cluster's kubeconfig cannot be used; what it held before stays in force")
+			logger.Error(err, "the workload cluster's kubeconfig cannot be used; the previous one stays in use")
 		}
 		return
 	}
@@ -202,7 +202,7 @@ func dial(server *url.URL, config *rest.Config) (*access, error) {
 		BearerToken: config.BearerToken, Username: config.Username, Password: config.Password, Impersonate: config.Impersonate,
 	}, base)
 	if err != nil {
-		return nil, fmt.Errorf("what identifies the caller: %w", err)
+		return nil, fmt.Errorf("the caller's credentials: %w", err)
 	}
 	return &access{server: server, base: base, transport: transport}, nil
 }

@@ -22,7 +22,7 @@ const planWithin = 2 * time.Minute
 func adoptCommand(access *Access) *cobra.Command {
 	return &cobra.Command{
 		Use:   "adopt",
-		Short: "Show what Karpenter would adopt of the machines that are there, and what is in the way; adopts nothing",
+		Short: "Show which existing machines Karpenter would adopt, and the obstacles; adopts nothing",
 		Long: "adopt shows what `karpenter plan-adoption` shows: which machines Karpenter would adopt with the present NodePools and node classes, and " +
 			"what is in the way. It changes nothing: NodeClaims are created as dry runs, to validate them.",
 		Args: cobra.NoArgs,

@@ -35,7 +35,7 @@ const (
 	stages
 )
 
-// wordGone is said of what no longer exists.
+// wordGone marks an object that no longer exists.
 const wordGone = "gone"
 
 func (s stage) String() string {

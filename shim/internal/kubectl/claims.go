@@ -38,7 +38,7 @@ func claimsCommand(access *Access) *cobra.Command {
 					return c.GetClaimId() == args[0] || c.GetDisplayName() == args[0]
 				})
 				if len(of) == 0 {
-					return fmt.Errorf("there is no claim %s, and none that has ended is remembered", args[0])
+					return fmt.Errorf("there is no claim %s, and no tombstone of one", args[0])
 				}
 				claim := lo.LastOrEmpty(of)
 				if structured(access.Output) {
@@ -53,7 +53,7 @@ func claimsCommand(access *Access) *cobra.Command {
 			return writeClaims(out, response.GetClaims(), access.Output == formatWide, time.Now())
 		},
 	}
-	command.Flags().BoolVar(&all, "all", false, "also show claims that have ended and are still remembered")
+	command.Flags().BoolVar(&all, "all", false, "also show ended claims whose tombstones are kept")
 	return command
 }
 
@@ -85,7 +85,7 @@ func age(at *timestamppb.Timestamp, now time.Time) string {
 }
 
 func writeClaim(to io.Writer, c *agentv1alpha1.Claim, now time.Time) error {
-	fmt.Fprintf(to, "Claim %s of %s, held by %s: %s", c.GetClaimId(), cmp.Or(oneLine(c.GetDisplayName()), "nobody in particular"), c.GetHolder(),
+	fmt.Fprintf(to, "Claim %s of %s, held by %s: %s", c.GetClaimId(), cmp.Or(oneLine(c.GetDisplayName()), "an unnamed owner"), c.GetHolder(),
 		explain.ClaimPhase(c.GetPhase()))
 	if c.GetReason() != "" && c.GetReason() != explain.ClaimPhase(c.GetPhase()) {
 		fmt.Fprintf(to, " (%s)", c.GetReason())

@@ -46,7 +46,7 @@ func (o *Options) addFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.Context, "context", "", "context of the workload cluster in its kubeconfig. Default: the current one")
 	flags.StringVarP(&o.Namespace, "namespace", "n", "", "namespace of the pod. Default: that of the context")
 	flags.StringVar(&o.HubKubeconfig, "hub-kubeconfig", "",
-		"kubeconfig of the management cluster, for what its own objects say. Default: --kubeconfig, if --hub-context is set")
+		"kubeconfig of the management cluster, to read its own objects. Default: --kubeconfig, if --hub-context is set")
 	flags.StringVar(&o.HubContext, "hub-context", "", "context of the management cluster in its kubeconfig")
 	flags.StringVar(&o.AgentAddress, "agent-address", "",
 		"host:port of the agent, or unix:///path. Default: the address that Karpenter's Deployment has")
@@ -56,9 +56,9 @@ func (o *Options) addFlags(flags *pflag.FlagSet) {
 	flags.BoolVar(&o.PlaintextLoopback, "plaintext-loopback", false, "call an agent at a loopback address without TLS")
 	flags.StringVar(&o.Cluster, "cluster", "",
 		"namespace/name, in the management cluster, of the workload cluster's Cluster. Default: the one that Karpenter acts for")
-	flags.StringVar(&o.Shim, "shim", "", "namespace/name of Karpenter's Deployment. Default: it is looked for by the chart's labels")
+	flags.StringVar(&o.Shim, "shim", "", "namespace/name of Karpenter's Deployment. Default: it is found by the chart's labels")
 	flags.DurationVar(&o.Timeout, "timeout", defaultTimeout, "deadline of each call")
-	flags.StringVarP(&o.Output, "output", "o", "", "wide, json or yaml. Default: a text for people")
+	flags.StringVarP(&o.Output, "output", "o", "", "wide, json or yaml. Default: human-readable text")
 }
 
 // complete sets flags from the environment and checks them.
@@ -105,9 +105,9 @@ func Command(version string) *cobra.Command {
 	access := &Access{Options: &options}
 	root := &cobra.Command{
 		Use:   "kubectl capi",
-		Short: "Why pods and nodes of a cluster that Karpenter provisions from Cluster API are where they are",
-		Long: "kubectl capi shows, for a workload cluster, the whole way of a pod: NodeClaim, claim, node group, Machine, infrastructure and Node, " +
-			"in the workload cluster and in the management cluster. It asks the workload cluster's API server and the agent, and changes nothing.",
+		Short: "Explain the state of pods and nodes that Karpenter provisions from Cluster API",
+		Long: "kubectl capi shows, for a workload cluster, everything between a pod and its machine: NodeClaim, claim, node group, Machine, " +
+			"infrastructure and Node, in the workload cluster and in the management cluster. It asks the workload cluster's API server and the agent, and changes nothing.",
 		Version:       version,
 		SilenceUsage:  true,
 		SilenceErrors: true,

@@ -153,7 +153,7 @@ func (r *reading) entry(ctx context.Context, kind explain.Kind, namespace, name 
 		r.machineName = name
 		return nil
 	}
-	return fmt.Errorf("%q is no kind: write pod, nodeclaim, node or machine", kind)
+	return fmt.Errorf("%q is not a kind: write pod, nodeclaim, node or machine", kind)
 }
 
 func missing(err error, kind, name, remedy string) error {
@@ -394,7 +394,7 @@ func (r *reading) fromAgent(ctx context.Context) error {
 	case r.s.Gone != "":
 		r.s.Agent.Claim = r.lastClaimOf(ctx, r.s.Gone)
 		if r.s.Agent.Claim == nil && r.s.Entry == explain.NodeClaim && r.s.Agent.Err == nil {
-			return fmt.Errorf("there is no NodeClaim %s, and the agent remembers no claim of it", r.s.Gone)
+			return fmt.Errorf("there is no NodeClaim %s, and the agent has no claim of it", r.s.Gone)
 		}
 	}
 	if r.s.Agent.Claim.GetMachine() == nil && r.s.Agent.Machine == nil && r.machineName != "" {

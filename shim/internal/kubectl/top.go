@@ -45,7 +45,7 @@ func topCommand(access *Access) *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if structured(access.Output) {
-				return fmt.Errorf("top has no output as %s: it shows changes", access.Output)
+				return fmt.Errorf("top does not support the output %s: it shows changes", access.Output)
 			}
 			return access.top(cmd.Context(), cmd.OutOrStdout())
 		},

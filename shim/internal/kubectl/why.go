@@ -73,7 +73,7 @@ func parseObject(args []string) (explain.Kind, string, error) {
 	}
 	kind, known := aliases[strings.ToLower(args[0])]
 	if !known || args[1] == "" {
-		return "", "", problem(fmt.Errorf("%q is no kind that can be explained", args[0]),
+		return "", "", problem(fmt.Errorf("%q is not a kind that can be explained", args[0]),
 			"Write why pod NAME, why nodeclaim NAME, why node NAME or why machine NAME.")
 	}
 	return kind, args[1], nil

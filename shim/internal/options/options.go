@@ -235,7 +235,7 @@ func (o *Options) parseSecrets() error {
 		o.AgentBootstrapSecret = parse("agent-bootstrap-secret", o.agentBootstrapSecret)
 	}
 	if o.AgentIdentitySecret == o.AgentBootstrapSecret {
-		errs = append(errs, fmt.Errorf("--agent-identity-secret and --agent-bootstrap-secret are both %s: give the shim's own key a secret of its own",
+		errs = append(errs, fmt.Errorf("--agent-identity-secret and --agent-bootstrap-secret are both %s: use a separate secret for the shim's own key",
 			o.AgentIdentitySecret))
 	}
 	return errors.Join(errs...)

@@ -30,7 +30,7 @@ func TestZone(t *testing.T) {
 		"the Node has a zone": {
 			node: &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{corev1.LabelTopologyZone: "z2"}}}, want: "z2",
 		},
-		"nobody has one":                {node: &corev1.Node{}},
+		"neither has one":               {node: &corev1.Node{}},
 		"a cloud controller is to come": {node: &corev1.Node{Spec: corev1.NodeSpec{Taints: uninitialized}}, waits: true},
 	} {
 		t.Run(name, func(t *testing.T) {

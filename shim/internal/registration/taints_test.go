@@ -69,7 +69,7 @@ func TestPodsArePlannedForAnOutdatedNode(t *testing.T) {
 		"outdated, and the pod tolerates it":                    {taints: []corev1.Taint{outdated}, tolerations: tolerated, fits: true},
 		"outdated, and has another taint":                       {taints: []corev1.Taint{outdated, strict("dedicated")}},
 		"has such a taint with an effect that is no preference": {taints: []corev1.Taint{strict(outdated.Key)}},
-		"has somebody's preference":                             {taints: []corev1.Taint{{Key: "dedicated", Effect: corev1.TaintEffectPreferNoSchedule}}},
+		"has a preference of another actor":                     {taints: []corev1.Taint{{Key: "dedicated", Effect: corev1.TaintEffectPreferNoSchedule}}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})

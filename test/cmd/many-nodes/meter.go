@@ -73,7 +73,7 @@ func (m meter) read(ctx context.Context) (counters, error) {
 	state := m.world.Sandbox.State()
 	for _, component := range []string{sandbox.AgentName(0), sandbox.Shim} {
 		if restarts := m.world.Status(component).Restarts; restarts > 0 {
-			return counters{}, fmt.Errorf("%s died, and began to count anew", component)
+			return counters{}, fmt.Errorf("%s died, and its counters were reset", component)
 		}
 	}
 	agent, err := read(ctx, state.AgentMetrics)

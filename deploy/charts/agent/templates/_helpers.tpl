@@ -110,7 +110,7 @@ secret:
 {{- else if and $.Values.tls.certManager.enabled $.Values.tls.certManager.issuer.create }}
 {{- include "capi-agent.fullname" $ }}-ca
 {{- else }}
-{{- fail "onboarding.issuerSecretName is required where tls.certManager.issuer makes no authority: the secret with its tls.crt and tls.key" }}
+{{- fail "onboarding.issuerSecretName is required unless tls.certManager.issuer creates the authority: the secret with the authority's tls.crt and tls.key" }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -110,7 +110,7 @@ secret:
 {{- fail "agent.enrollment.enabled has no effect with a unix socket or agent.plaintextLoopback, which take no certificates: set it to false" -}}
 {{- end -}}
 {{- if include "karpenter.authorities" . -}}
-{{- fail "tls.authorities excludes agent.enrollment.enabled, with which the agent says whom to trust: leave its names empty" -}}
+{{- fail "tls.authorities excludes agent.enrollment.enabled, with which the agent sends the authorities to trust: leave its names empty" -}}
 {{- end -}}
 {{- if or .Values.tls.secretName .Values.tls.volume -}}
 {{- fail "tls.secretName and tls.volume exclude agent.enrollment.enabled, with which the agent issues the certificate: set one of them to its default" -}}
@@ -119,7 +119,7 @@ secret:
 {{- fail "rbac.create must be false with kubeconfig.secretName and agent.enrollment.enabled: the chart's role is not in the spoke" -}}
 {{- end -}}
 {{- if eq (include "karpenter.identitySecretName" .) (include "karpenter.bootstrapSecretName" .) -}}
-{{- fail "agent.enrollment.identitySecretName and agent.enrollment.bootstrapSecretName are the same: give the shim's own key a secret of its own" -}}
+{{- fail "agent.enrollment.identitySecretName and agent.enrollment.bootstrapSecretName are the same: use a separate secret for the shim's own key" -}}
 {{- end -}}
 true
 {{- end }}

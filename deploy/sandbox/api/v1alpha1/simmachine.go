@@ -29,7 +29,7 @@ const (
 	StageBoot Stage = "Boot"
 	// StageJoin is after the instance exists, before its kubelet registers: no Node ever appears.
 	StageJoin Stage = "Join"
-	// StageTermination is after the instance was told to stop: its SimMachine stays.
+	// StageTermination is after the instance's deletion was requested: its SimMachine stays.
 	StageTermination Stage = "Termination"
 )
 
@@ -62,7 +62,7 @@ type NodeInfo struct {
 	OperatingSystem string `json:"operatingSystem,omitempty"`
 }
 
-// SimMachineSpec says what an instance is and how it behaves.
+// SimMachineSpec describes an instance and its behaviour.
 type SimMachineSpec struct {
 	// providerID of the instance, sim://<cluster>/<machine>; written by the provider when the instance exists.
 	//
@@ -73,7 +73,8 @@ type SimMachineSpec struct {
 	//
 	// +optional
 	InstanceType string `json:"instanceType,omitempty"`
-	// zone becomes the Node label topology.kubernetes.io/zone. The failure domain of the Machine, where it has one, wins.
+	// zone becomes the Node label topology.kubernetes.io/zone. The failure domain of the Machine
+	// takes precedence.
 	//
 	// +optional
 	Zone string `json:"zone,omitempty"`
@@ -82,8 +83,9 @@ type SimMachineSpec struct {
 	// +optional
 	Region string `json:"region,omitempty"`
 
-	// capacity that the provider announces in the template's status, and that the Node reports unless nodeCapacity says
-	// otherwise. Absent: the template announces nothing, as many providers do.
+	// capacity that the provider announces in the template's status, and that the Node reports
+	// unless nodeCapacity differs. Absent: the template announces nothing, like those of many
+	// providers.
 	//
 	// +optional
 	Capacity corev1.ResourceList `json:"capacity,omitempty"`
@@ -93,7 +95,7 @@ type SimMachineSpec struct {
 	// +kubebuilder:default={}
 	NodeInfo NodeInfo `json:"nodeInfo,omitempty,omitzero"`
 
-	// nodeCapacity is what the Node really reports, where that differs from what was announced.
+	// nodeCapacity is what the Node reports, if that differs from what was announced.
 	//
 	// +optional
 	NodeCapacity corev1.ResourceList `json:"nodeCapacity,omitempty"`
@@ -128,15 +130,15 @@ type SimMachineSpec struct {
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:Pattern=`^([0-9]+([.][0-9]+)?(ms|s|m|h))+$`
 	JoinDelay metav1.Duration `json:"joinDelay,omitempty,omitzero"`
-	// terminationDelay is how long the instance takes to be gone after it was told to stop.
+	// terminationDelay is how long the instance takes to stop after its deletion was requested.
 	//
 	// +optional
 	// +kubebuilder:default="1s"
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:Pattern=`^([0-9]+([.][0-9]+)?(ms|s|m|h))+$`
 	TerminationDelay metav1.Duration `json:"terminationDelay,omitempty,omitzero"`
-	// failure keeps an instance that does not exist yet from coming into being, for as long as it is set. Ignored once
-	// the instance exists.
+	// failure prevents an instance that does not exist yet from being created, as long as it is
+	// set. Ignored once the instance exists.
 	//
 	// +optional
 	Failure *MachineFailure `json:"failure,omitempty"`
@@ -186,7 +188,7 @@ type SimMachineStatus struct {
 	//
 	// +optional
 	JoinedAt *metav1.MicroTime `json:"joinedAt,omitempty"`
-	// stoppedAt is when the instance was told to stop; its kubelet is silent from then on.
+	// stoppedAt is when the instance's deletion was requested; its kubelet is silent from then on.
 	//
 	// +optional
 	StoppedAt *metav1.MicroTime `json:"stoppedAt,omitempty"`

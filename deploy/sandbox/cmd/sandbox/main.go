@@ -74,17 +74,17 @@ func command() *cobra.Command {
 
 	down := &cobra.Command{
 		Use:   "down",
-		Short: "Take a sandbox down and remove what it left",
+		Short: "Take a sandbox down and remove its files",
 		Args:  cobra.NoArgs,
 	}
-	keepLogs := down.Flags().Bool("keep-logs", false, "leave the components' logs")
+	keepLogs := down.Flags().Bool("keep-logs", false, "keep the components' logs")
 	down.RunE = func(cmd *cobra.Command, _ []string) error {
 		return takeDown(cmd.Context(), cmd.OutOrStdout(), options, *keepLogs)
 	}
 
 	status := &cobra.Command{
 		Use:   "status",
-		Short: "Tell what runs; the exit status is 0 if all of it is ready",
+		Short: "Show what runs; the exit status is 0 if everything is ready",
 		Args:  cobra.NoArgs,
 	}
 	asJSON := status.Flags().Bool("json", false, "print the state as JSON")

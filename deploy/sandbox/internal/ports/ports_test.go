@@ -40,6 +40,6 @@ func TestAReservedPortCanBeListenedOn(t *testing.T) {
 	}
 	defer func() { _ = listener.Close() }()
 	if free(port) {
-		t.Errorf("port %d counts as free although somebody listens on it", port)
+		t.Errorf("port %d counts as free although a socket listens on it", port)
 	}
 }

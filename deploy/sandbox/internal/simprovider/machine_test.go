@@ -206,7 +206,7 @@ func TestAnInstanceThatIsDeletedFallsSilentAndIsGone(t *testing.T) {
 	}
 }
 
-func TestTheNodeOfAnInstanceGoesWithItWhereNobodyElseRemovesIt(t *testing.T) {
+func TestTheNodeOfAnInstanceIsRemovedUnlessAnotherActorRemovesIt(t *testing.T) {
 	machine := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "one"}}
 	for name, test := range map[string]struct {
 		before func(*bench) error

@@ -38,10 +38,10 @@ func (o *options) addFlags(flags *pflag.FlagSet) {
 	flags.StringSliceVar(&o.serverNames, "server-names", o.serverNames,
 		"The `names` and IP addresses in the server's certificate that --certificates-dir makes.")
 	flags.StringVar(&o.certFile, "tls-cert-file", o.certFile,
-		"The PEM `file` with the server's certificate chain, instead of --certificates-dir. Read again when it changes.")
-	flags.StringVar(&o.keyFile, "tls-key-file", o.keyFile, "The PEM `file` with the server's private key. Read again when it changes.")
+		"The PEM `file` with the server's certificate chain, instead of --certificates-dir. Reloaded when it changes.")
+	flags.StringVar(&o.keyFile, "tls-key-file", o.keyFile, "The PEM `file` with the server's private key. Reloaded when it changes.")
 	flags.StringVar(&o.clientCAFile, "client-ca-file", o.clientCAFile,
-		"The PEM `file` with the certificate authorities of the callers. Read again when it changes.")
+		"The PEM `file` with the certificate authorities of the callers. Reloaded when it changes.")
 	flags.StringVar(&o.controlAddress, "control-address", o.controlAddress,
 		"The loopback `host:port` to serve the control on, over HTTP, with which capi-agent-conformance makes node groups and machines. It needs "+
 			"--certificates-dir. Empty serves none.")

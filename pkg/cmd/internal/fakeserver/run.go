@@ -40,7 +40,7 @@ func Run(ctx context.Context, arguments []string, out, log io.Writer) error {
 	}
 	switch {
 	case flags.NArg() > 0:
-		return fmt.Errorf("%q is no flag; the scenario is given with --scenario", flags.Arg(0))
+		return fmt.Errorf("%q is not a flag; the scenario is given with --scenario", flags.Arg(0))
 	case *showVersion:
 		fmt.Fprintln(out, program.Version())
 		return nil

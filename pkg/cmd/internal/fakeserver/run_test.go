@@ -175,7 +175,7 @@ func TestMistakesNameTheirFlag(t *testing.T) {
 		"--scenario: open":                                   {"--plaintext-loopback", "--scenario=missing.yaml"},
 		`unknown field "nodeGroups[0].size"`:                 {"--plaintext-loopback", "--scenario=" + bad},
 		"unknown flag: --nonsense":                           {"--nonsense"},
-		`"file.yaml" is no flag`:                             {"file.yaml"},
+		`"file.yaml" is not a flag`:                          {"file.yaml"},
 		"certificate missing.crt and key":                    {"--tls-cert-file=missing.crt", "--tls-key-file=a", "--client-ca-file=b"},
 	} {
 		require.ErrorContains(t, fakeserver.Run(t.Context(), arguments, io.Discard, io.Discard), want, "%v", arguments)

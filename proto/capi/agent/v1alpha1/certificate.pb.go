@@ -78,16 +78,18 @@ func (x *IssueCertificateRequest) GetSigningRequest() []byte {
 	return nil
 }
 
-// IssueCertificateResponse has the certificate.
+// IssueCertificateResponse holds the certificate.
 type IssueCertificateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The certificate, followed by its intermediate authorities if there are any, PEM.
 	CertificateChain []byte `protobuf:"bytes,1,opt,name=certificate_chain,json=certificateChain,proto3" json:"certificate_chain,omitempty"`
-	// The authorities that sign the agent's own certificate, PEM: what the caller should trust from now on.
+	// The authorities that sign the agent's own certificate, PEM. The caller should trust these from
+	// now on.
 	ServerAuthorities []byte `protobuf:"bytes,2,opt,name=server_authorities,json=serverAuthorities,proto3" json:"server_authorities,omitempty"`
-	// When the certificate ends.
+	// When the certificate expires.
 	NotAfter *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=not_after,json=notAfter,proto3" json:"not_after,omitempty"`
-	// When it should be renewed at the latest: while the agent can be unreachable for a while without the certificate ending.
+	// The latest time at which it should be renewed. It leaves time for an outage of the agent before
+	// the certificate expires.
 	RenewAt       *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=renew_at,json=renewAt,proto3" json:"renew_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

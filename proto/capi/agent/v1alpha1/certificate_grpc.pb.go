@@ -26,21 +26,23 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// CertificateService issues the client certificates of Clusters, where the agent has an issuer.
+// CertificateService issues the client certificates of Clusters. It needs an agent with an issuer.
 type CertificateServiceClient interface {
-	// IssueCertificate signs a certificate for the Cluster's own identity: of a caller that has that identity, which renews it, or of one with a
-	// bootstrap certificate of the Cluster's onboarding. The first public key that is certified for an onboarding is the only one that its
-	// bootstrap certificate serves, so that a call may be repeated, and a stolen bootstrap certificate is worth nothing once it has been used.
+	// IssueCertificate signs a certificate for the Cluster's own identity. The caller has either that
+	// identity, and renews its certificate, or a bootstrap certificate of the Cluster's onboarding. A
+	// bootstrap certificate is bound to the first public key that is certified with it. So a call may
+	// be repeated, and a stolen bootstrap certificate is worthless once it has been used.
 	//
-	// The request's subject and names are ignored: the certificate has the Cluster's identity, and no other name.
+	// The request's subject and names are ignored: the certificate contains the Cluster's identity
+	// and no other name.
 	//
 	// | condition | code (reason) | caller's recovery |
 	// |---|---|---|
-	// | no usable client identity, or one of an earlier onboarding | UNAUTHENTICATED | onboard the Cluster anew |
+	// | no usable client identity, or an identity from an earlier onboarding | UNAUTHENTICATED | onboard the Cluster again |
 	// | the identity is neither the Cluster's own nor that of its bootstrap | PERMISSION_DENIED | do not repeat |
-	// | the bootstrap certificate has served another key | PERMISSION_DENIED | onboard the Cluster anew |
-	// | the request is no signing request, its signature is wrong, or its key is too weak | INVALID_ARGUMENT | correct the named field |
-	// | the agent has no issuer, or the Cluster is not onboarded | FAILED_PRECONDITION (`CERTIFICATES_NOT_ISSUED`) | certificates come from elsewhere |
+	// | the bootstrap certificate was used with another key | PERMISSION_DENIED | onboard the Cluster again |
+	// | the request is not a signing request, its signature is wrong, or its key is too weak | INVALID_ARGUMENT | correct the named field |
+	// | the agent has no issuer, or the Cluster is not onboarded | FAILED_PRECONDITION (`CERTIFICATES_NOT_ISSUED`) | get certificates from another issuer |
 	// | no such Cluster | NOT_FOUND (`CLUSTER_NOT_FOUND`) | do not repeat |
 	// | the agent's view is not complete yet | UNAVAILABLE (`NOT_SYNCED`) | retry with backoff |
 	// | the hub does not answer | UNAVAILABLE (`HUB_UNREACHABLE`) | retry with backoff |
@@ -69,21 +71,23 @@ func (c *certificateServiceClient) IssueCertificate(ctx context.Context, in *Iss
 // All implementations must embed UnimplementedCertificateServiceServer
 // for forward compatibility.
 //
-// CertificateService issues the client certificates of Clusters, where the agent has an issuer.
+// CertificateService issues the client certificates of Clusters. It needs an agent with an issuer.
 type CertificateServiceServer interface {
-	// IssueCertificate signs a certificate for the Cluster's own identity: of a caller that has that identity, which renews it, or of one with a
-	// bootstrap certificate of the Cluster's onboarding. The first public key that is certified for an onboarding is the only one that its
-	// bootstrap certificate serves, so that a call may be repeated, and a stolen bootstrap certificate is worth nothing once it has been used.
+	// IssueCertificate signs a certificate for the Cluster's own identity. The caller has either that
+	// identity, and renews its certificate, or a bootstrap certificate of the Cluster's onboarding. A
+	// bootstrap certificate is bound to the first public key that is certified with it. So a call may
+	// be repeated, and a stolen bootstrap certificate is worthless once it has been used.
 	//
-	// The request's subject and names are ignored: the certificate has the Cluster's identity, and no other name.
+	// The request's subject and names are ignored: the certificate contains the Cluster's identity
+	// and no other name.
 	//
 	// | condition | code (reason) | caller's recovery |
 	// |---|---|---|
-	// | no usable client identity, or one of an earlier onboarding | UNAUTHENTICATED | onboard the Cluster anew |
+	// | no usable client identity, or an identity from an earlier onboarding | UNAUTHENTICATED | onboard the Cluster again |
 	// | the identity is neither the Cluster's own nor that of its bootstrap | PERMISSION_DENIED | do not repeat |
-	// | the bootstrap certificate has served another key | PERMISSION_DENIED | onboard the Cluster anew |
-	// | the request is no signing request, its signature is wrong, or its key is too weak | INVALID_ARGUMENT | correct the named field |
-	// | the agent has no issuer, or the Cluster is not onboarded | FAILED_PRECONDITION (`CERTIFICATES_NOT_ISSUED`) | certificates come from elsewhere |
+	// | the bootstrap certificate was used with another key | PERMISSION_DENIED | onboard the Cluster again |
+	// | the request is not a signing request, its signature is wrong, or its key is too weak | INVALID_ARGUMENT | correct the named field |
+	// | the agent has no issuer, or the Cluster is not onboarded | FAILED_PRECONDITION (`CERTIFICATES_NOT_ISSUED`) | get certificates from another issuer |
 	// | no such Cluster | NOT_FOUND (`CLUSTER_NOT_FOUND`) | do not repeat |
 	// | the agent's view is not complete yet | UNAVAILABLE (`NOT_SYNCED`) | retry with backoff |
 	// | the hub does not answer | UNAVAILABLE (`HUB_UNREACHABLE`) | retry with backoff |

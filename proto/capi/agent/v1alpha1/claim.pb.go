@@ -24,19 +24,19 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// ClaimPhase is how far a claim is.
+// ClaimPhase is the phase of a claim.
 type ClaimPhase int32
 
 const (
 	// Not set.
 	ClaimPhase_CLAIM_PHASE_UNSPECIFIED ClaimPhase = 0
-	// Durable; its machine is not known yet.
+	// Durable; it has no machine yet.
 	ClaimPhase_CLAIM_PHASE_PENDING ClaimPhase = 1
 	// It has its machine.
 	ClaimPhase_CLAIM_PHASE_BOUND ClaimPhase = 2
-	// Its release was asked for and is not complete.
+	// Its release was requested and is not complete.
 	ClaimPhase_CLAIM_PHASE_RELEASING ClaimPhase = 3
-	// It has no machine any more. Terminal.
+	// It no longer has a machine. Terminal.
 	ClaimPhase_CLAIM_PHASE_ENDED ClaimPhase = 4
 )
 
@@ -93,32 +93,40 @@ type CreateClaimRequest struct {
 	// The caller's id for the claim, unique in the Cluster and never reused: the NodeClaim's UID. REQUIRED. A lower-case DNS
 	// label of at most 63 characters.
 	ClaimId string `protobuf:"bytes,2,opt,name=claim_id,json=claimId,proto3" json:"claim_id,omitempty"`
-	// Who keeps the claim alive, and may collect it with SyncClaims. REQUIRED. A lower-case DNS label of at most 63 characters,
-	// and not `unknown`. A Cluster's own identity may act as `karpenter`, an autoscaler as `cluster-autoscaler` and whatever begins
-	// with `cluster-autoscaler-`, an administrator as any.
+	// Who keeps the claim, and may collect it with SyncClaims. REQUIRED. A lower-case DNS label of at most 63 characters, and not
+	// `unknown`. A Cluster's own identity may act as `karpenter`, an identity with the role autoscaler as `cluster-autoscaler`
+	// and as any name that begins with `cluster-autoscaler-`, an administrator as any holder.
 	Holder string `protobuf:"bytes,3,opt,name=holder,proto3" json:"holder,omitempty"`
-	// Ids of the node groups that would do, best first: `<namespace>/<name>`, as DNS names. REQUIRED, 1 to 1000, each once.
+	// Ids of the candidate node groups, in order of preference: `<namespace>/<name>`, as DNS names.
+	// REQUIRED, 1 to 1000, each once.
 	Candidates []string `protobuf:"bytes,4,rep,name=candidates,proto3" json:"candidates,omitempty"`
-	// What the caller calls the claim, shown to people in the hub: the NodeClaim's name. OPTIONAL. Without control characters.
+	// A name for the claim that is shown in the hub, such as the NodeClaim's name. OPTIONAL. Without
+	// control characters.
 	DisplayName string `protobuf:"bytes,5,opt,name=display_name,json=displayName,proto3" json:"display_name,omitempty"`
-	// Only check that the claim could be made now; nothing is written. OPTIONAL.
+	// Only check that the claim could be created now; nothing is written. OPTIONAL.
 	ValidateOnly bool `protobuf:"varint,6,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
-	// The name of an existing Machine in the Cluster's namespace that the claim takes over as it is, instead of getting a new one:
-	// to bring nodes under this API without replacing them. OPTIONAL. The Machine must belong to the only candidate, be claimed by
-	// nobody and not be on its way out. It is taken from a spare if the node group has one, else from what the user owns: replicas
-	// stay the same, but for a group at its min size, where they are raised by one unless `adopt_above_min_size` is set. The annotation
-	// `cluster.x-k8s.io/delete-machine` is taken off the Machine. Releasing the claim removes the Machine; ReturnMachine leaves it to the user.
-	// A claim that cannot adopt leaves no trace: the same id may be used again once what is in the way has been removed.
+	// The name of an existing Machine in the Cluster's namespace that the claim adopts, with its
+	// Node, instead of getting a new one. This brings nodes under this API without replacing them.
+	// OPTIONAL. The Machine must belong to the only candidate, must not be claimed, and must not be
+	// about to be removed. Its replica comes from a spare if the node group has one, else from the
+	// floor, and replicas stay the same. In a group whose floor is at the min size, replicas are
+	// raised by one instead, unless `adopt_above_min_size` is set. The annotation
+	// `cluster.x-k8s.io/delete-machine` is removed from the Machine. Releasing the claim removes the
+	// Machine; ReturnMachine leaves it to the user. A claim that cannot adopt its Machine does not
+	// end its id: the same id may be used again once the obstacle has been removed.
 	AdoptMachine string `protobuf:"bytes,7,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
-	// The cluster that the claim is made from, as in SyncClaimsRequest. OPTIONAL. A claim without it is not collected before a live set
-	// has shown whose it is.
+	// The cluster from which the claim is created, as in SyncClaimsRequest. OPTIONAL. A claim without
+	// it is not collected until a live set has contained it, which shows its cluster.
 	SpokeId string `protobuf:"bytes,8,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
-	// How long the claim waits, once it has a machine, for that machine's provider ID and for its Node, before it is released as late; the
-	// next claim gets the machine then. OPTIONAL: the agent's own deadlines apply if it is unset. A node group whose MachineDeployment has
-	// the annotation `cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime` goes by that in any case. Ten seconds to a week.
+	// How long the claim waits, once it has a machine, for that machine's provider ID and for its
+	// Node. Then the claim is released as late, and the machine is handed over to the next claim.
+	// OPTIONAL: if it is unset, the agent's own deadlines apply. The annotation
+	// `cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime` of a node group's MachineDeployment
+	// takes precedence over it. Ten seconds to a week.
 	MaxNodeProvisionTime *durationpb.Duration `protobuf:"bytes,9,opt,name=max_node_provision_time,json=maxNodeProvisionTime,proto3" json:"max_node_provision_time,omitempty"`
-	// Only adopt what the user can spare: refused in a node group whose user has no more machines than the min size, and for a Machine that the
-	// user has marked to be removed next (`cluster.x-k8s.io/delete-machine`). OPTIONAL, and only with adopt_machine.
+	// Only adopt from a floor above the min size. The call is refused for a node group whose floor is
+	// at the min size, and for a Machine that is marked to be removed next
+	// (`cluster.x-k8s.io/delete-machine`). OPTIONAL, and only with adopt_machine.
 	AdoptAboveMinSize bool `protobuf:"varint,10,opt,name=adopt_above_min_size,json=adoptAboveMinSize,proto3" json:"adopt_above_min_size,omitempty"`
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
@@ -227,7 +235,8 @@ func (x *CreateClaimRequest) GetAdoptAboveMinSize() bool {
 // CreateClaimResponse holds the durable claim.
 type CreateClaimResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The claim, with the node group that was chosen. With validate_only it is what would be made.
+	// The claim, with the node group that was chosen. With validate_only, the claim that would be
+	// created.
 	Claim         *Claim `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -270,20 +279,22 @@ func (x *CreateClaimResponse) GetClaim() *Claim {
 	return nil
 }
 
-// ReleaseClaimRequest gives a claim back.
+// ReleaseClaimRequest releases a claim.
 type ReleaseClaimRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The Cluster. REQUIRED.
 	Cluster *ClusterRef `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
 	// The claim's id. REQUIRED.
 	ClaimId string `protobuf:"bytes,2,opt,name=claim_id,json=claimId,proto3" json:"claim_id,omitempty"`
-	// The caller has drained the Node and detached its volumes, so Cluster API need not. Otherwise Cluster API drains it.
-	// OPTIONAL. Has no effect once the machine's deletion has begun.
+	// The caller has drained the Node and detached its volumes, so Cluster API does not. Otherwise
+	// Cluster API drains the Node. OPTIONAL. It has no effect once the machine's deletion has begun.
 	Drained bool `protobuf:"varint,3,opt,name=drained,proto3" json:"drained,omitempty"`
-	// Why, for the claim's history. OPTIONAL. It is kept on one line, and cut to 1024 bytes.
+	// The cause, for the claim's history. OPTIONAL. It is stored as one line, truncated to 1024
+	// bytes.
 	Reason string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
-	// The machine did not come, or is no good: it is removed instead of being handed over to the next claim, and its node group
-	// is left alone for a while, as after a failure that the agent notices itself. OPTIONAL.
+	// The machine did not become a usable Node. It is removed instead of being handed over to the
+	// next claim, and its node group cools down, as after a failure that the agent detects itself.
+	// OPTIONAL.
 	Failed        bool `protobuf:"varint,5,opt,name=failed,proto3" json:"failed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -354,10 +365,10 @@ func (x *ReleaseClaimRequest) GetFailed() bool {
 	return false
 }
 
-// ReleaseClaimResponse says how far the release is.
+// ReleaseClaimResponse holds the claim as the call left it.
 type ReleaseClaimResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The claim. One that was unknown is ENDED with reason `NeverMade`.
+	// The claim. A claim that was unknown is ENDED with reason `NeverMade`.
 	Claim         *Claim `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -400,14 +411,15 @@ func (x *ReleaseClaimResponse) GetClaim() *Claim {
 	return nil
 }
 
-// ReturnMachineRequest gives a claim's machine to the user.
+// ReturnMachineRequest returns a claim's machine to the user.
 type ReturnMachineRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The Cluster. REQUIRED.
 	Cluster *ClusterRef `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
 	// The claim's id. REQUIRED.
 	ClaimId string `protobuf:"bytes,2,opt,name=claim_id,json=claimId,proto3" json:"claim_id,omitempty"`
-	// Why, for the claim's history. OPTIONAL. It is kept on one line, and cut to 1024 bytes.
+	// The cause, for the claim's history. OPTIONAL. It is stored as one line, truncated to 1024
+	// bytes.
 	Reason        string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -464,7 +476,7 @@ func (x *ReturnMachineRequest) GetReason() string {
 	return ""
 }
 
-// ReturnMachineResponse says how far that is.
+// ReturnMachineResponse holds the claim as the call left it.
 type ReturnMachineResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The claim: RELEASING with `returned`, until it is ENDED.
@@ -616,9 +628,10 @@ type ListClaimsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The Cluster. REQUIRED.
 	Cluster *ClusterRef `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
-	// Only claims of this holder. OPTIONAL; empty means all. A token is given only for a named holder.
+	// Only claims of this holder. OPTIONAL; empty means all. A token is issued only for a named
+	// holder.
 	Holder string `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`
-	// Also claims that have ended and are still remembered. OPTIONAL.
+	// Also ended claims whose tombstones are kept. OPTIONAL.
 	IncludeEnded  bool `protobuf:"varint,3,opt,name=include_ended,json=includeEnded,proto3" json:"include_ended,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -680,8 +693,8 @@ type ListClaimsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The claims, oldest first.
 	Claims []*Claim `protobuf:"bytes,1,rep,name=claims,proto3" json:"claims,omitempty"`
-	// To be given to SyncClaims with a set of live claims that is read after this answer arrived. Opaque. Empty when no holder
-	// was named.
+	// A token for SyncClaims, to be sent with a live set that is read after this answer arrived.
+	// Opaque. Empty when no holder was named.
 	Token         string `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -895,7 +908,7 @@ type WatchClaimsResponse_Upsert struct {
 }
 
 type WatchClaimsResponse_RemovedId struct {
-	// The id of a claim that is no longer remembered. It had ended before.
+	// The id of a claim whose tombstone was deleted.
 	RemovedId string `protobuf:"bytes,2,opt,name=removed_id,json=removedId,proto3,oneof"`
 }
 
@@ -924,27 +937,30 @@ func (*WatchClaimsResponse_Heartbeat) isWatchClaimsResponse_Event() {}
 
 func (*WatchClaimsResponse_Resync) isWatchClaimsResponse_Event() {}
 
-// SyncClaimsRequest is a holder's complete set of live claims.
+// SyncClaimsRequest is a holder's live set.
 type SyncClaimsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The Cluster. REQUIRED.
 	Cluster *ClusterRef `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
 	// The holder whose set this is, as in CreateClaimRequest. REQUIRED.
 	Holder string `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`
-	// From a ListClaims answer that arrived before the set was read. REQUIRED.
+	// The token of a ListClaims answer that arrived before the set was read. REQUIRED.
 	Token string `protobuf:"bytes,3,opt,name=token,proto3" json:"token,omitempty"`
-	// The ids of all claims whose owner lives, read from the owner's API server itself, not from a cache. May be empty. At most
-	// 50,000 of at most 63 bytes each.
+	// The ids of all claims whose owner exists, read from the API server of the owners, not from a
+	// cache. May be empty. At most 50,000 of at most 63 bytes each.
 	LiveClaimIds []string `protobuf:"bytes,4,rep,name=live_claim_ids,json=liveClaimIds,proto3" json:"live_claim_ids,omitempty"`
-	// What the Cluster's real Nodes look like. OPTIONAL, and only for the holder of the Cluster's own identity: `karpenter`. At most
-	// 20,000, and no more than the request's 4 MiB have room for: the newest teach the agent as much as all of them.
+	// Reports of the Cluster's real Nodes. OPTIONAL, and only for the holder of the Cluster's own
+	// identity, `karpenter`. At most 20,000, and no more than fit into the request's 4 MiB. If they
+	// do not all fit, send the newest: the agent learns as much from them.
 	Nodes []*NodeReport `protobuf:"bytes,5,rep,name=nodes,proto3" json:"nodes,omitempty"`
-	// `nodes` has every Node of the holder's cluster that has a provider ID, read from its API server itself after the token was
-	// taken. Only then does a Node that is missing there count as absent. OPTIONAL; false concludes nothing from what is missing.
+	// `nodes` contains every Node of the holder's cluster that has a provider ID, read from its API
+	// server, not from a cache, after the token was issued. A missing Node counts as absent only if
+	// this is true. OPTIONAL.
 	NodesComplete bool `protobuf:"varint,6,opt,name=nodes_complete,json=nodesComplete,proto3" json:"nodes_complete,omitempty"`
-	// The cluster in which the set was read, which must be the one that made the claims: the UID of its namespace `kube-system`, read
-	// from the same API server as the set. OPTIONAL; without it nothing is collected. A caller that runs in no cluster of its own sends
-	// any id that stays the same.
+	// The cluster in which the set was read, which must be the one from which the claims were
+	// created: the UID of its namespace `kube-system`, read from the same API server as the set.
+	// OPTIONAL; without it nothing is collected. A caller that does not run in a cluster sends an id
+	// that never changes.
 	SpokeId       string `protobuf:"bytes,7,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1029,20 +1045,22 @@ func (x *SyncClaimsRequest) GetSpokeId() string {
 	return ""
 }
 
-// NodeReport is what one real Node looks like.
+// NodeReport describes one real Node.
 type NodeReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `spec.providerID` of the Node. REQUIRED.
 	ProviderId string `protobuf:"bytes,1,opt,name=provider_id,json=providerId,proto3" json:"provider_id,omitempty"`
-	// `status.capacity`: resource name to quantity in Kubernetes notation. Empty while the Node may not show all that it has, as
-	// before its device plugins have registered: nothing is learned from it then. At most 128 resources.
+	// `status.capacity`: resource name to quantity in Kubernetes notation. Empty while the Node may
+	// not report all of its resources, for example before its device plugins have registered. The
+	// agent learns nothing from it then. At most 128 resources.
 	Capacity map[string]string `protobuf:"bytes,2,rep,name=capacity,proto3" json:"capacity,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// `status.allocatable`: resource name to quantity in Kubernetes notation. At most 128 resources.
 	Allocatable map[string]string `protobuf:"bytes,3,rep,name=allocatable,proto3" json:"allocatable,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// The Node still carries the taint `karpenter.sh/unregistered`: nothing runs on it yet.
+	// The Node still has the taint `karpenter.sh/unregistered`: no pods run on it yet.
 	Unregistered bool `protobuf:"varint,4,opt,name=unregistered,proto3" json:"unregistered,omitempty"`
-	// `kubernetes.io/arch` and `kubernetes.io/os` as the kubelet reports them in `status.nodeInfo`, and the Node's labels for zone
-	// and region, which may be what the caller planned: they are only compared with the description. Others are ignored.
+	// `kubernetes.io/arch` and `kubernetes.io/os` as the kubelet reports them in `status.nodeInfo`,
+	// and the Node's labels for zone and region. The latter may be values that the caller planned, so
+	// they are only compared with the description. Other labels are ignored.
 	Labels        map[string]string `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1113,16 +1131,17 @@ func (x *NodeReport) GetLabels() map[string]string {
 	return nil
 }
 
-// SyncClaimsResponse says what the agent concluded.
+// SyncClaimsResponse holds what the agent concluded from the live set.
 type SyncClaimsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Claims that are being released because they were not in the set.
+	// Claims that are collected: they are being released, because they were not in the set.
 	CollectedClaimIds []string `protobuf:"bytes,1,rep,name=collected_claim_ids,json=collectedClaimIds,proto3" json:"collected_claim_ids,omitempty"`
-	// Members of the set that the agent knows no live claim for.
+	// Members of the set for which there is no live claim.
 	UnknownClaimIds []string `protobuf:"bytes,2,rep,name=unknown_claim_ids,json=unknownClaimIds,proto3" json:"unknown_claim_ids,omitempty"`
-	// Claims that are not in the set and are kept all the same: their Machine's Node was registered, so that pods may run on it, or
-	// another cluster made them, or it is not known which. Each says so in its reason, `OwnerMissing`, and in its message. A person has
-	// to look, and to release those that are not needed.
+	// Claims that are not in the set and are kept nevertheless, because their Machine's Node was
+	// registered, so pods may run on it, or because they were created from another or an unknown
+	// cluster. Their reason is `OwnerMissing`, and their message gives the cause. An administrator
+	// has to examine them, and release those that are not needed.
 	KeptClaimIds  []string `protobuf:"bytes,3,rep,name=kept_claim_ids,json=keptClaimIds,proto3" json:"kept_claim_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1186,42 +1205,49 @@ type Claim struct {
 	Cluster *ClusterRef `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
 	// The caller's id.
 	ClaimId string `protobuf:"bytes,2,opt,name=claim_id,json=claimId,proto3" json:"claim_id,omitempty"`
-	// Who keeps the claim alive.
+	// Who keeps the claim.
 	Holder string `protobuf:"bytes,3,opt,name=holder,proto3" json:"holder,omitempty"`
-	// What the caller calls it. May be empty.
+	// The claim's display name. May be empty.
 	DisplayName string `protobuf:"bytes,4,opt,name=display_name,json=displayName,proto3" json:"display_name,omitempty"`
-	// The node group that the machine comes from. Empty for a claim that was released before it was made.
+	// The node group that the machine comes from. Empty for a claim that was released before it was
+	// created.
 	NodeGroupId string `protobuf:"bytes,5,opt,name=node_group_id,json=nodeGroupId,proto3" json:"node_group_id,omitempty"`
-	// How far it is.
+	// The claim's phase.
 	Phase ClaimPhase `protobuf:"varint,6,opt,name=phase,proto3,enum=capi.agent.v1alpha1.ClaimPhase" json:"phase,omitempty"`
-	// Why it is in this phase, one CamelCase word: while PENDING what it waits for (`WaitingForMachine`), while RELEASING why it
-	// is released (`ReleaseRequested`, `ReturnRequested`, `Collected`, `Late`, `Failed`), when ENDED how it
-	// ended (`Released`, `Returned`, `HandedOver`, `Cancelled`, `MachineLost`, `NoRoom`, `Refused`, `Failed`, `NodeGroupGone`, `NeverMade`).
+	// Why it is in this phase, one CamelCase word: while PENDING what it waits for
+	// (`WaitingForMachine`), while RELEASING the cause of the release (`ReleaseRequested`,
+	// `ReturnRequested`, `Collected`, `Late`, `Failed`), when ENDED how it ended (`Released`,
+	// `Returned`, `HandedOver`, `Cancelled`, `MachineLost`, `NoRoom`, `Refused`, `Failed`,
+	// `NodeGroupGone`, `NeverMade`).
 	Reason string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
-	// The reason in a sentence, for people.
+	// The reason in a human-readable sentence.
 	Message string `protobuf:"bytes,8,opt,name=message,proto3" json:"message,omitempty"`
-	// Its machine. Set from BOUND on, and unset before; stays set, as last seen, after the end.
+	// Its machine. Unset before the claim is BOUND. After the end it stays as it was last seen.
 	Machine *Machine `protobuf:"bytes,9,opt,name=machine,proto3" json:"machine,omitempty"`
-	// When the claim was made.
+	// When the claim was created.
 	CreatedAt *timestamppb.Timestamp `protobuf:"bytes,10,opt,name=created_at,json=createdAt,proto3" json:"created_at,omitempty"`
-	// When its release was asked for. Unset before.
+	// When its release was requested. Unset before.
 	ReleasedAt *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=released_at,json=releasedAt,proto3" json:"released_at,omitempty"`
 	// When it ended. Unset before.
 	EndedAt *timestamppb.Timestamp `protobuf:"bytes,12,opt,name=ended_at,json=endedAt,proto3" json:"ended_at,omitempty"`
-	// What happened to it, oldest first; at most the last 32 entries, and the last 8 once it has ended. WatchClaims leaves it out of
-	// claims that have ended.
+	// The claim's history, oldest first; at most the last 32 entries, and the last 8 once the claim
+	// has ended. WatchClaims omits it from claims that have ended.
 	History []*ClaimEvent `protobuf:"bytes,13,rep,name=history,proto3" json:"history,omitempty"`
-	// The name of the existing Machine that it was made to take over. Empty for a claim to a new machine.
+	// The name of the existing Machine that it adopts. Empty for a claim to a new machine.
 	AdoptMachine string `protobuf:"bytes,14,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
-	// When its machine was given up as failed, by the agent or by the caller that released it with `failed`: the machine is
-	// removed, and its node group cools down. The claim is RELEASING or ENDED then. Unset otherwise; being late is no failure.
+	// When its machine was given up as failed, by the agent or by a caller that released it with
+	// `failed`. The machine is removed, and its node group cools down. The claim is then RELEASING or
+	// ENDED. Otherwise unset: a late machine has not failed.
 	FailedAt *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=failed_at,json=failedAt,proto3" json:"failed_at,omitempty"`
-	// Whether somebody who released it said that its Node is drained and its volumes are detached. It never turns back to false.
+	// Whether a caller that released it reported that its Node is drained and its volumes are
+	// detached. Once true, it stays true.
 	Drained bool `protobuf:"varint,16,opt,name=drained,proto3" json:"drained,omitempty"`
-	// Whether its holder returns its machine to the user, with ReturnMachine: requested while RELEASING, done once ENDED. False for a claim that
-	// ended otherwise, as its machine or its node group was lost before.
+	// Whether its holder returns its machine to the user, with ReturnMachine: requested while
+	// RELEASING, done once ENDED. False if the claim ended in another way, because its machine or its
+	// node group was lost first.
 	Returned bool `protobuf:"varint,18,opt,name=returned,proto3" json:"returned,omitempty"`
-	// How long it waits for its machine, as it was made with. Unset if the agent's own deadlines count.
+	// max_node_provision_time of the request that created it. Unset if the agent's own deadlines
+	// apply.
 	MaxNodeProvisionTime *durationpb.Duration `protobuf:"bytes,17,opt,name=max_node_provision_time,json=maxNodeProvisionTime,proto3" json:"max_node_provision_time,omitempty"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
@@ -1388,9 +1414,9 @@ type ClaimEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// When.
 	Time *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
-	// What, one CamelCase word.
+	// What happened, one CamelCase word.
 	Reason string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
-	// The same in a sentence, for people.
+	// The same in a human-readable sentence.
 	Message       string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

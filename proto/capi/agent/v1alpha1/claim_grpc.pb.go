@@ -34,95 +34,105 @@ const (
 //
 // ClaimService claims and releases machines.
 //
-// A claim is the right of one (cluster, claim_id) to exactly one machine. The id is chosen by the caller and is the
-// idempotency key of every call. Its life: PENDING (durable, machine on its way) → BOUND (it has its machine) → RELEASING →
-// ENDED. The only way to take a CreateClaim back is ReleaseClaim.
+// A claim is the right of one (cluster, claim_id) to exactly one machine. The caller chooses the
+// id, which is the idempotency key of every call. A claim is first PENDING (durable, without a
+// machine yet), then BOUND (it has its machine), RELEASING, and finally ENDED. Only ReleaseClaim
+// undoes a CreateClaim.
 type ClaimServiceClient interface {
-	// CreateClaim claims one machine of the first candidate that has room. It returns as soon as the claim is durable and
-	// never waits for infrastructure.
+	// CreateClaim claims one machine of the first candidate that has room. It returns as soon as the
+	// claim is durable, and does not wait for infrastructure.
 	//
-	// Idempotent: the same claim id again gives the first answer, whatever the candidates are now. The id of an ended claim is
-	// never reused. A claim that was refused has not ended where it was to adopt a machine; see adopt_machine.
+	// Idempotent: a repeated call with the same claim id returns the first answer, even with other
+	// candidates. The id of an ended claim is never reused. A refused call may end the claim id,
+	// unless the claim was to adopt a machine; see adopt_machine.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed, or a candidate is in another namespace than the Cluster | INVALID_ARGUMENT, field named | fix the request |
-	// | not this identity's Cluster; a holder that it may not act as, or a claim of one | PERMISSION_DENIED | use the right identity |
+	// | the identity may not act for this Cluster or as this holder, or the claim belongs to a holder as which it may not act | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
-	// | the Cluster has as many claims, or ended claims that are remembered, as it may have, or the node group was given as many within a minute as it may (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
-	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
-	// | the id has ended, or is being released (ErrorInfo reason CLAIM_ENDED; how, in its metadata) | ABORTED | never repeat this id |
-	// | lost a race against another writer (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
+	// | the Cluster has reached its limit of claims or of tombstones, or the node group its limit of claims per minute (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
+	// | all candidates are paused, being deleted or not open to claims; or the Machine cannot be adopted | FAILED_PRECONDITION | use other candidates, or have a person remove the obstacle |
+	// | the claim has ended or is being released (ErrorInfo reason CLAIM_ENDED, with the claim's reason in its metadata) | ABORTED | never repeat this id |
+	// | another writer changed the same objects (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
 	// | caches not synced, shutting down, or the hub's API server did not answer; or the agent's view lacks the candidates | UNAVAILABLE | repeat with the same id, with backoff |
 	//
 	// After UNAVAILABLE, DEADLINE_EXCEEDED or a broken connection the claim may exist: repeat with the same id, or release it.
 	CreateClaim(ctx context.Context, in *CreateClaimRequest, opts ...grpc.CallOption) (*CreateClaimResponse, error)
-	// ReleaseClaim gives a claim's machine back. It returns at once; the claim's phase tells the rest (ENDED: the instance and
-	// its Node are gone, or the machine was handed over before it had a Node). Idempotent; releasing an unknown or ended claim
-	// is OK. Releasing an unknown claim ends its id: a CreateClaim that comes later, delayed on its way, is refused.
+	// ReleaseClaim releases a claim: the agent removes its machine and ends it. The call returns at
+	// once, and the claim's phase shows the progress (ENDED: the instance and its Node are gone, or
+	// the machine was handed over before it had a Node). Idempotent; releasing an unknown or ended
+	// claim is OK. Releasing an unknown claim ends its id: a delayed CreateClaim with that id is
+	// refused.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
-	// | the claim is unknown, and its end cannot be remembered: the Cluster has as many ended claims as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
-	// | the claim has a machine, and as many such claims of the Cluster were released lately as the agent's options allow (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
-	// | lost a race against another writer | ABORTED | repeat at once |
-	// | the claim is unknown, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
-	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): a move that is under way would lose the release | UNAVAILABLE | repeat later |
+	// | the identity may not act for this Cluster, or not as the claim's holder | PERMISSION_DENIED | use the right identity |
+	// | the claim is unknown, and the Cluster has reached its limit of tombstones (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
+	// | the claim has a machine, and the Cluster has reached its limit of releases within the window that the agent's options set (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
+	// | another writer changed the same objects | ABORTED | repeat at once |
+	// | the claim is unknown, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | call the agent of that hub |
+	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): a move in progress would lose the release | UNAVAILABLE | repeat later |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReleaseClaim(ctx context.Context, in *ReleaseClaimRequest, opts ...grpc.CallOption) (*ReleaseClaimResponse, error)
-	// ReturnMachine ends a claim and leaves its machine to the user, who has one more from then on: the machine goes on running as it is,
-	// and replicas stay. It undoes an adoption, and it lets a node be kept that the caller wants to forget. It returns at once; the claim is ENDED
-	// with `returned` and reason `Returned` once its label is removed from the Machine. A machine that is lost before ends the claim as
-	// usual, without `returned`. From the call on, ReleaseClaim does nothing to the claim. Idempotent; returning the machine of an ended claim is OK and does nothing. It
-	// cannot be taken back; another claim may adopt the machine.
+	// ReturnMachine ends a claim and leaves its machine, which becomes part of the floor. The machine
+	// keeps running unchanged, and replicas stay the same. A caller uses it to undo an adoption, or
+	// to keep a node that it no longer manages. The call returns at once; the claim is ENDED with
+	// `returned` and reason `Returned` once its label is removed from the Machine. If the machine is
+	// lost before that, the claim ends as usual, without `returned`. After this call, ReleaseClaim
+	// does not affect the claim. Idempotent; returning the machine of an ended claim is OK and does
+	// nothing. It cannot be undone; another claim may adopt the machine.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
-	// | the claim was never made, or its end is no longer remembered (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | nothing to do |
-	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
-	// | the claim has no machine yet; or it is being released, or its machine deleted (ErrorInfo reason NOT_RETURNABLE) | FAILED_PRECONDITION | release it; or accept the end of the machine |
-	// | lost a race against another writer | ABORTED | repeat at once |
-	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | repeat later |
+	// | the identity may not act for this Cluster, or not as the claim's holder | PERMISSION_DENIED | use the right identity |
+	// | the claim was never created, or its tombstone was deleted (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | nothing to do |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | call the agent of that hub |
+	// | the claim has no machine yet, or is being released, or its machine is being deleted (ErrorInfo reason NOT_RETURNABLE) | FAILED_PRECONDITION | release the claim, or accept that the machine is deleted |
+	// | another writer changed the same objects | ABORTED | repeat at once |
+	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and the state of its claims is not known yet | UNAVAILABLE | repeat later |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReturnMachine(ctx context.Context, in *ReturnMachineRequest, opts ...grpc.CallOption) (*ReturnMachineResponse, error)
-	// GetClaim returns one claim with its history, also an ended one while it is remembered.
+	// GetClaim returns one claim with its history. An ended claim is returned as long as its
+	// tombstone is kept.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
-	// | the claim was never made, or its end is no longer remembered. The hub's API server was asked: this is certain (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | treat as gone |
-	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there; conclude nothing |
-	// | the Cluster is paused, so that what is missing may be on its way to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | retry later; conclude nothing |
+	// | the identity may not read this Cluster | PERMISSION_DENIED | use the right identity |
+	// | the claim was never created, or its tombstone was deleted. This is certain: the agent has asked the hub's API server (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | treat as gone |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | call the agent of that hub; conclude nothing |
+	// | the Cluster is paused, so a missing claim may be moving to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and the state of its claims is not known yet | UNAVAILABLE | retry later; conclude nothing |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry with backoff; conclude nothing |
 	GetClaim(ctx context.Context, in *GetClaimRequest, opts ...grpc.CallOption) (*GetClaimResponse, error)
 	// ListClaims returns the claims of one Cluster, completely or not at all, and a token for SyncClaims. Errors as for
 	// GetClaim, without CLAIM_NOT_FOUND.
 	ListClaims(ctx context.Context, in *ListClaimsRequest, opts ...grpc.CallOption) (*ListClaimsResponse, error)
-	// WatchClaims streams the claims of one Cluster, ended ones included while they are remembered: snapshot, `synced`,
-	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for GetClaim, but it
-	// goes on while the Cluster is paused, gone, or not known yet: what a stream says is removed may have moved to another hub, and what it
-	// shows as pending may have lost its status on the way. GetClaim and ListClaims tell.
+	// WatchClaims streams the claims of one Cluster, with ended ones as long as their tombstones are
+	// kept: snapshot, `synced`, changes, heartbeats. A claim is sent again whenever it or its machine
+	// changes. Errors as for GetClaim, but the stream continues while the Cluster is paused, gone, or
+	// not known yet. A claim that the stream reports as removed may have moved to another hub, and
+	// one that it shows as pending may have lost its status in the move. Use GetClaim or ListClaims
+	// to find out.
 	WatchClaims(ctx context.Context, in *WatchClaimsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchClaimsResponse], error)
-	// SyncClaims tells the agent the complete set of a holder's live claims. Claims of that holder that were made before the
-	// token was taken and are not in the set are released: their owner is gone. A set read in another cluster than the claims were made
-	// from releases none of them, nor is a claim released whose Node was ever reported as registered: that is for its owner, by
-	// ReleaseClaim, or for a person. It also reports what the holder's real Nodes
-	// look like, from which the agent learns.
+	// SyncClaims sends a holder's live set to the agent. The agent collects the claims of that holder
+	// that were created before the token was issued and are not in the set, because their owner is
+	// gone. It collects none of the claims that were created from another cluster than the one in
+	// which the set was read. It never collects a claim whose Node was ever reported as registered:
+	// its owner releases it with ReleaseClaim, or a person does. The call also reports the capacity
+	// of the holder's real Nodes, from which the agent learns.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
-	// | a field is malformed, or the token was not made by ListClaims for this Cluster and holder | INVALID_ARGUMENT | take a new token |
-	// | the token is too old, or was made by an agent whose view was not complete | FAILED_PRECONDITION | take a new token |
-	// | the holder's claims were all made from another cluster than spoke_id (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | someone has to act: connect the right cluster, or hand the claims over |
-	// | not this identity's Cluster; a holder that it may not act as; or Nodes of a holder that reports none | PERMISSION_DENIED | use the right identity; leave the Nodes out |
-	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND) | NOT_FOUND | ask the agent that has it |
-	// | the Cluster is paused, so that what is missing may be on its way to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | retry later, with a new token |
+	// | a field is malformed, or the token was not issued by ListClaims for this Cluster and holder | INVALID_ARGUMENT | get a new token |
+	// | the token is too old, or was issued by an agent whose view was not complete | FAILED_PRECONDITION | get a new token |
+	// | all of the holder's claims were created from another cluster than spoke_id (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | an administrator has to connect the right cluster, or transfer the claims to this one |
+	// | the identity may not act for this Cluster or as this holder, or this holder may not report Nodes | PERMISSION_DENIED | use the right identity; leave the Nodes out |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND) | NOT_FOUND | call the agent of the hub that has it |
+	// | the Cluster is paused, so a missing claim may be moving to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and the state of its claims is not known yet | UNAVAILABLE | retry later, with a new token |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry later, with a new token |
 	SyncClaims(ctx context.Context, in *SyncClaimsRequest, opts ...grpc.CallOption) (*SyncClaimsResponse, error)
 }
@@ -220,95 +230,105 @@ func (c *claimServiceClient) SyncClaims(ctx context.Context, in *SyncClaimsReque
 //
 // ClaimService claims and releases machines.
 //
-// A claim is the right of one (cluster, claim_id) to exactly one machine. The id is chosen by the caller and is the
-// idempotency key of every call. Its life: PENDING (durable, machine on its way) → BOUND (it has its machine) → RELEASING →
-// ENDED. The only way to take a CreateClaim back is ReleaseClaim.
+// A claim is the right of one (cluster, claim_id) to exactly one machine. The caller chooses the
+// id, which is the idempotency key of every call. A claim is first PENDING (durable, without a
+// machine yet), then BOUND (it has its machine), RELEASING, and finally ENDED. Only ReleaseClaim
+// undoes a CreateClaim.
 type ClaimServiceServer interface {
-	// CreateClaim claims one machine of the first candidate that has room. It returns as soon as the claim is durable and
-	// never waits for infrastructure.
+	// CreateClaim claims one machine of the first candidate that has room. It returns as soon as the
+	// claim is durable, and does not wait for infrastructure.
 	//
-	// Idempotent: the same claim id again gives the first answer, whatever the candidates are now. The id of an ended claim is
-	// never reused. A claim that was refused has not ended where it was to adopt a machine; see adopt_machine.
+	// Idempotent: a repeated call with the same claim id returns the first answer, even with other
+	// candidates. The id of an ended claim is never reused. A refused call may end the claim id,
+	// unless the claim was to adopt a machine; see adopt_machine.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed, or a candidate is in another namespace than the Cluster | INVALID_ARGUMENT, field named | fix the request |
-	// | not this identity's Cluster; a holder that it may not act as, or a claim of one | PERMISSION_DENIED | use the right identity |
+	// | the identity may not act for this Cluster or as this holder, or the claim belongs to a holder as which it may not act | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
-	// | the Cluster has as many claims, or ended claims that are remembered, as it may have, or the node group was given as many within a minute as it may (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
-	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
-	// | the id has ended, or is being released (ErrorInfo reason CLAIM_ENDED; how, in its metadata) | ABORTED | never repeat this id |
-	// | lost a race against another writer (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
+	// | the Cluster has reached its limit of claims or of tombstones, or the node group its limit of claims per minute (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
+	// | all candidates are paused, being deleted or not open to claims; or the Machine cannot be adopted | FAILED_PRECONDITION | use other candidates, or have a person remove the obstacle |
+	// | the claim has ended or is being released (ErrorInfo reason CLAIM_ENDED, with the claim's reason in its metadata) | ABORTED | never repeat this id |
+	// | another writer changed the same objects (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
 	// | caches not synced, shutting down, or the hub's API server did not answer; or the agent's view lacks the candidates | UNAVAILABLE | repeat with the same id, with backoff |
 	//
 	// After UNAVAILABLE, DEADLINE_EXCEEDED or a broken connection the claim may exist: repeat with the same id, or release it.
 	CreateClaim(context.Context, *CreateClaimRequest) (*CreateClaimResponse, error)
-	// ReleaseClaim gives a claim's machine back. It returns at once; the claim's phase tells the rest (ENDED: the instance and
-	// its Node are gone, or the machine was handed over before it had a Node). Idempotent; releasing an unknown or ended claim
-	// is OK. Releasing an unknown claim ends its id: a CreateClaim that comes later, delayed on its way, is refused.
+	// ReleaseClaim releases a claim: the agent removes its machine and ends it. The call returns at
+	// once, and the claim's phase shows the progress (ENDED: the instance and its Node are gone, or
+	// the machine was handed over before it had a Node). Idempotent; releasing an unknown or ended
+	// claim is OK. Releasing an unknown claim ends its id: a delayed CreateClaim with that id is
+	// refused.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
-	// | the claim is unknown, and its end cannot be remembered: the Cluster has as many ended claims as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
-	// | the claim has a machine, and as many such claims of the Cluster were released lately as the agent's options allow (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
-	// | lost a race against another writer | ABORTED | repeat at once |
-	// | the claim is unknown, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
-	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): a move that is under way would lose the release | UNAVAILABLE | repeat later |
+	// | the identity may not act for this Cluster, or not as the claim's holder | PERMISSION_DENIED | use the right identity |
+	// | the claim is unknown, and the Cluster has reached its limit of tombstones (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
+	// | the claim has a machine, and the Cluster has reached its limit of releases within the window that the agent's options set (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
+	// | another writer changed the same objects | ABORTED | repeat at once |
+	// | the claim is unknown, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | call the agent of that hub |
+	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): a move in progress would lose the release | UNAVAILABLE | repeat later |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReleaseClaim(context.Context, *ReleaseClaimRequest) (*ReleaseClaimResponse, error)
-	// ReturnMachine ends a claim and leaves its machine to the user, who has one more from then on: the machine goes on running as it is,
-	// and replicas stay. It undoes an adoption, and it lets a node be kept that the caller wants to forget. It returns at once; the claim is ENDED
-	// with `returned` and reason `Returned` once its label is removed from the Machine. A machine that is lost before ends the claim as
-	// usual, without `returned`. From the call on, ReleaseClaim does nothing to the claim. Idempotent; returning the machine of an ended claim is OK and does nothing. It
-	// cannot be taken back; another claim may adopt the machine.
+	// ReturnMachine ends a claim and leaves its machine, which becomes part of the floor. The machine
+	// keeps running unchanged, and replicas stay the same. A caller uses it to undo an adoption, or
+	// to keep a node that it no longer manages. The call returns at once; the claim is ENDED with
+	// `returned` and reason `Returned` once its label is removed from the Machine. If the machine is
+	// lost before that, the claim ends as usual, without `returned`. After this call, ReleaseClaim
+	// does not affect the claim. Idempotent; returning the machine of an ended claim is OK and does
+	// nothing. It cannot be undone; another claim may adopt the machine.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
-	// | the claim was never made, or its end is no longer remembered (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | nothing to do |
-	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
-	// | the claim has no machine yet; or it is being released, or its machine deleted (ErrorInfo reason NOT_RETURNABLE) | FAILED_PRECONDITION | release it; or accept the end of the machine |
-	// | lost a race against another writer | ABORTED | repeat at once |
-	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | repeat later |
+	// | the identity may not act for this Cluster, or not as the claim's holder | PERMISSION_DENIED | use the right identity |
+	// | the claim was never created, or its tombstone was deleted (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | nothing to do |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | call the agent of that hub |
+	// | the claim has no machine yet, or is being released, or its machine is being deleted (ErrorInfo reason NOT_RETURNABLE) | FAILED_PRECONDITION | release the claim, or accept that the machine is deleted |
+	// | another writer changed the same objects | ABORTED | repeat at once |
+	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and the state of its claims is not known yet | UNAVAILABLE | repeat later |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReturnMachine(context.Context, *ReturnMachineRequest) (*ReturnMachineResponse, error)
-	// GetClaim returns one claim with its history, also an ended one while it is remembered.
+	// GetClaim returns one claim with its history. An ended claim is returned as long as its
+	// tombstone is kept.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
-	// | the claim was never made, or its end is no longer remembered. The hub's API server was asked: this is certain (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | treat as gone |
-	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there; conclude nothing |
-	// | the Cluster is paused, so that what is missing may be on its way to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | retry later; conclude nothing |
+	// | the identity may not read this Cluster | PERMISSION_DENIED | use the right identity |
+	// | the claim was never created, or its tombstone was deleted. This is certain: the agent has asked the hub's API server (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | treat as gone |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | call the agent of that hub; conclude nothing |
+	// | the Cluster is paused, so a missing claim may be moving to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and the state of its claims is not known yet | UNAVAILABLE | retry later; conclude nothing |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry with backoff; conclude nothing |
 	GetClaim(context.Context, *GetClaimRequest) (*GetClaimResponse, error)
 	// ListClaims returns the claims of one Cluster, completely or not at all, and a token for SyncClaims. Errors as for
 	// GetClaim, without CLAIM_NOT_FOUND.
 	ListClaims(context.Context, *ListClaimsRequest) (*ListClaimsResponse, error)
-	// WatchClaims streams the claims of one Cluster, ended ones included while they are remembered: snapshot, `synced`,
-	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for GetClaim, but it
-	// goes on while the Cluster is paused, gone, or not known yet: what a stream says is removed may have moved to another hub, and what it
-	// shows as pending may have lost its status on the way. GetClaim and ListClaims tell.
+	// WatchClaims streams the claims of one Cluster, with ended ones as long as their tombstones are
+	// kept: snapshot, `synced`, changes, heartbeats. A claim is sent again whenever it or its machine
+	// changes. Errors as for GetClaim, but the stream continues while the Cluster is paused, gone, or
+	// not known yet. A claim that the stream reports as removed may have moved to another hub, and
+	// one that it shows as pending may have lost its status in the move. Use GetClaim or ListClaims
+	// to find out.
 	WatchClaims(*WatchClaimsRequest, grpc.ServerStreamingServer[WatchClaimsResponse]) error
-	// SyncClaims tells the agent the complete set of a holder's live claims. Claims of that holder that were made before the
-	// token was taken and are not in the set are released: their owner is gone. A set read in another cluster than the claims were made
-	// from releases none of them, nor is a claim released whose Node was ever reported as registered: that is for its owner, by
-	// ReleaseClaim, or for a person. It also reports what the holder's real Nodes
-	// look like, from which the agent learns.
+	// SyncClaims sends a holder's live set to the agent. The agent collects the claims of that holder
+	// that were created before the token was issued and are not in the set, because their owner is
+	// gone. It collects none of the claims that were created from another cluster than the one in
+	// which the set was read. It never collects a claim whose Node was ever reported as registered:
+	// its owner releases it with ReleaseClaim, or a person does. The call also reports the capacity
+	// of the holder's real Nodes, from which the agent learns.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
-	// | a field is malformed, or the token was not made by ListClaims for this Cluster and holder | INVALID_ARGUMENT | take a new token |
-	// | the token is too old, or was made by an agent whose view was not complete | FAILED_PRECONDITION | take a new token |
-	// | the holder's claims were all made from another cluster than spoke_id (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | someone has to act: connect the right cluster, or hand the claims over |
-	// | not this identity's Cluster; a holder that it may not act as; or Nodes of a holder that reports none | PERMISSION_DENIED | use the right identity; leave the Nodes out |
-	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND) | NOT_FOUND | ask the agent that has it |
-	// | the Cluster is paused, so that what is missing may be on its way to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | retry later, with a new token |
+	// | a field is malformed, or the token was not issued by ListClaims for this Cluster and holder | INVALID_ARGUMENT | get a new token |
+	// | the token is too old, or was issued by an agent whose view was not complete | FAILED_PRECONDITION | get a new token |
+	// | all of the holder's claims were created from another cluster than spoke_id (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | an administrator has to connect the right cluster, or transfer the claims to this one |
+	// | the identity may not act for this Cluster or as this holder, or this holder may not report Nodes | PERMISSION_DENIED | use the right identity; leave the Nodes out |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND) | NOT_FOUND | call the agent of the hub that has it |
+	// | the Cluster is paused, so a missing claim may be moving to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and the state of its claims is not known yet | UNAVAILABLE | retry later, with a new token |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry later, with a new token |
 	SyncClaims(context.Context, *SyncClaimsRequest) (*SyncClaimsResponse, error)
 	mustEmbedUnimplementedClaimServiceServer()

@@ -22,7 +22,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// ListClustersRequest has no fields: the caller's identity says which Clusters are meant.
+// ListClustersRequest has no fields: the caller's identity determines the Clusters.
 type ListClustersRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -105,7 +105,7 @@ func (x *ListClustersResponse) GetClusters() []*Cluster {
 	return nil
 }
 
-// WatchClustersRequest has no fields: the caller's identity says which Clusters are meant.
+// WatchClustersRequest has no fields: the caller's identity determines the Clusters.
 type WatchClustersRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -256,7 +256,8 @@ type WatchClustersResponse_Removed struct {
 }
 
 type WatchClustersResponse_Synced struct {
-	// The snapshot is complete. Its generation is 0: a count of changes would tell about Clusters that the caller may not read.
+	// The snapshot is complete. Its generation is 0, because a count of changes would reveal
+	// changes of Clusters that the caller may not read.
 	Synced *Synced `protobuf:"bytes,3,opt,name=synced,proto3,oneof"`
 }
 
@@ -280,12 +281,13 @@ func (*WatchClustersResponse_Heartbeat) isWatchClustersResponse_Event() {}
 
 func (*WatchClustersResponse_Resync) isWatchClustersResponse_Event() {}
 
-// Cluster is a Cluster API Cluster that the agent serves, and what the agent knows of its shim.
+// Cluster is a Cluster API Cluster that the agent serves, and what the agent knows about its shim.
 type Cluster struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The Cluster.
 	Ref *ClusterRef `protobuf:"bytes,1,opt,name=ref,proto3" json:"ref,omitempty"`
-	// The UID of the Cluster object: another one means that the Cluster was made anew under its name.
+	// The UID of the Cluster object. A different UID means that the Cluster was deleted and created
+	// again with the same name.
 	Uid string `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
 	// When the Cluster object was created.
 	CreatedAt *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=created_at,json=createdAt,proto3" json:"created_at,omitempty"`
@@ -297,9 +299,9 @@ type Cluster struct {
 	Shim *Shim `protobuf:"bytes,6,opt,name=shim,proto3" json:"shim,omitempty"`
 	// How many node groups the Cluster has.
 	NodeGroups int32 `protobuf:"varint,7,opt,name=node_groups,json=nodeGroups,proto3" json:"node_groups,omitempty"`
-	// How many Machines the node groups have, those that are being deleted included.
+	// How many Machines the node groups have, including those that are being deleted.
 	Machines int32 `protobuf:"varint,8,opt,name=machines,proto3" json:"machines,omitempty"`
-	// How many claims there are that have not ended: pending, bound and being released.
+	// How many claims have not ended: pending, bound and being released.
 	Claims int32 `protobuf:"varint,9,opt,name=claims,proto3" json:"claims,omitempty"`
 	// How many of `claims` wait for their machine.
 	PendingClaims int32 `protobuf:"varint,10,opt,name=pending_claims,json=pendingClaims,proto3" json:"pending_claims,omitempty"`
@@ -407,19 +409,20 @@ func (x *Cluster) GetPendingClaims() int32 {
 	return 0
 }
 
-// Shim is what the agent has seen of a Cluster's shim.
+// Shim is what the agent knows about a Cluster's shim.
 type Shim struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The shim synchronizes its claims with an agent: the last time was at most 15 minutes ago. Each agent notices within a minute when the
-	// shim synchronizes with another one.
+	// The shim synchronized its claims with an agent in the last 15 minutes. If it synchronized with
+	// another agent, this one learns of that within a minute.
 	Connected bool `protobuf:"varint,1,opt,name=connected,proto3" json:"connected,omitempty"`
 	// When the shim last synchronized its claims, to within five minutes.
 	LastSync *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=last_sync,json=lastSync,proto3" json:"last_sync,omitempty"`
-	// What the shim said of itself: its user agent, for example `karpenter/v0.1.0`. Empty when it said nothing. It is not verified.
+	// The user agent that the shim reports, for example `karpenter/v0.1.0`. Empty when it reports
+	// none. Not verified.
 	Version string `protobuf:"bytes,3,opt,name=version,proto3" json:"version,omitempty"`
-	// The UID of the spoke's namespace kube-system, as the shim said. Not verified.
+	// The UID of the spoke's namespace kube-system, as the shim reports it. Not verified.
 	SpokeId string `protobuf:"bytes,4,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
-	// When the certificate ends that the shim last called with. Unset for a shim without one.
+	// When the certificate expires that the shim last used. Unset for a shim without a certificate.
 	CertificateNotAfter *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=certificate_not_after,json=certificateNotAfter,proto3" json:"certificate_not_after,omitempty"`
 	unknownFields       protoimpl.UnknownFields
 	sizeCache           protoimpl.SizeCache

@@ -27,9 +27,9 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// ClusterService shows the fleet: the Clusters that the agent serves and the caller may read. An answer leaves out every other Cluster, so
-// that a Cluster's own identity sees its Cluster alone, and a reader of some Clusters sees those. Reads never change anything and are safe to
-// repeat.
+// ClusterService lists the Clusters that the agent serves and the caller may read. Other Clusters
+// are omitted: a Cluster's own identity sees only its Cluster, and a reader of some Clusters sees
+// only those. Reads never change anything and are safe to repeat.
 type ClusterServiceClient interface {
 	// ListClusters returns every Cluster that the caller may read, completely or not at all.
 	//
@@ -41,13 +41,13 @@ type ClusterServiceClient interface {
 	ListClusters(ctx context.Context, in *ListClustersRequest, opts ...grpc.CallOption) (*ListClustersResponse, error)
 	// WatchClusters streams every Cluster that the caller may read (the snapshot), a `synced` marker, then each change, until the caller
 	// cancels or the agent shuts down. When nothing changes, heartbeats are sent. A caller that reads too slowly gets `resync` and a new
-	// snapshot, never a gap. Changes of counts are collected: a Cluster is sent at most about once a second.
+	// snapshot instead of a stream with gaps. Changes of counts are batched: a Cluster is sent at most about once a second.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | no usable client identity | UNAUTHENTICATED | present a valid certificate |
 	// | the identity may read no Cluster at all | PERMISSION_DENIED | use the right identity |
-	// | the identity may read other Clusters than when the stream began (ErrorInfo reason RIGHTS_CHANGED) | UNAVAILABLE | keep the last view, reconnect |
+	// | the set of Clusters that the identity may read has changed since the stream began (ErrorInfo reason RIGHTS_CHANGED) | UNAVAILABLE | keep the last view, reconnect |
 	// | caches not synced, the agent shuts down, or the hub's API server does not answer | UNAVAILABLE | keep the last view, reconnect with backoff |
 	WatchClusters(ctx context.Context, in *WatchClustersRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchClustersResponse], error)
 }
@@ -93,9 +93,9 @@ type ClusterService_WatchClustersClient = grpc.ServerStreamingClient[WatchCluste
 // All implementations must embed UnimplementedClusterServiceServer
 // for forward compatibility.
 //
-// ClusterService shows the fleet: the Clusters that the agent serves and the caller may read. An answer leaves out every other Cluster, so
-// that a Cluster's own identity sees its Cluster alone, and a reader of some Clusters sees those. Reads never change anything and are safe to
-// repeat.
+// ClusterService lists the Clusters that the agent serves and the caller may read. Other Clusters
+// are omitted: a Cluster's own identity sees only its Cluster, and a reader of some Clusters sees
+// only those. Reads never change anything and are safe to repeat.
 type ClusterServiceServer interface {
 	// ListClusters returns every Cluster that the caller may read, completely or not at all.
 	//
@@ -107,13 +107,13 @@ type ClusterServiceServer interface {
 	ListClusters(context.Context, *ListClustersRequest) (*ListClustersResponse, error)
 	// WatchClusters streams every Cluster that the caller may read (the snapshot), a `synced` marker, then each change, until the caller
 	// cancels or the agent shuts down. When nothing changes, heartbeats are sent. A caller that reads too slowly gets `resync` and a new
-	// snapshot, never a gap. Changes of counts are collected: a Cluster is sent at most about once a second.
+	// snapshot instead of a stream with gaps. Changes of counts are batched: a Cluster is sent at most about once a second.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | no usable client identity | UNAUTHENTICATED | present a valid certificate |
 	// | the identity may read no Cluster at all | PERMISSION_DENIED | use the right identity |
-	// | the identity may read other Clusters than when the stream began (ErrorInfo reason RIGHTS_CHANGED) | UNAVAILABLE | keep the last view, reconnect |
+	// | the set of Clusters that the identity may read has changed since the stream began (ErrorInfo reason RIGHTS_CHANGED) | UNAVAILABLE | keep the last view, reconnect |
 	// | caches not synced, the agent shuts down, or the hub's API server does not answer | UNAVAILABLE | keep the last view, reconnect with backoff |
 	WatchClusters(*WatchClustersRequest, grpc.ServerStreamingServer[WatchClustersResponse]) error
 	mustEmbedUnimplementedClusterServiceServer()

@@ -143,12 +143,13 @@ func (x *Taint) GetEffect() string {
 	return ""
 }
 
-// Synced marks, in a watch stream, the end of the snapshot: every object that existed when the stream began has been sent.
-// What follows are changes. A receiver replaces its whole view with the snapshot at this point, and not before.
+// Synced marks, in a watch stream, the end of the snapshot: every object that existed when the
+// stream began has been sent. Changes follow. A receiver replaces its whole view with the snapshot
+// at this point, and not before.
 type Synced struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Raised by every change of an object of this kind of the Cluster, as of the marker. Comparable only between streams of the same agent; see
-	// GetStatusResponse.agent_id.
+	// A counter, as of the marker, that is incremented with each change of an object of this kind in
+	// the Cluster. Comparable only between streams of the same agent; see GetStatusResponse.agent_id.
 	Generation    int64 `protobuf:"varint,1,opt,name=generation,proto3" json:"generation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -191,8 +192,9 @@ func (x *Synced) GetGeneration() int64 {
 	return 0
 }
 
-// Heartbeat is sent in a watch stream when nothing else was sent for the agent's heartbeat interval (10 s by default), so
-// that a receiver can tell a quiet stream from a dead one. A receiver that got nothing for three intervals should reconnect.
+// Heartbeat is sent in a watch stream when nothing else was sent for the agent's heartbeat interval
+// (10 s by default). It lets a receiver distinguish an idle stream from a broken one. A receiver
+// that received nothing for three intervals should reconnect.
 type Heartbeat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The agent's clock when it sent the heartbeat.
@@ -238,12 +240,12 @@ func (x *Heartbeat) GetTime() *timestamppb.Timestamp {
 	return nil
 }
 
-// Resync says that the receiver was too slow, the agent's buffer for it overflowed, and changes were dropped. A new
-// snapshot follows at once on the same stream, ended by a new Synced marker; the receiver replaces its view with it then,
-// and keeps its old view until then.
+// Resync reports that the receiver was too slow, the agent's buffer for it overflowed, and changes
+// were dropped. A new snapshot follows at once on the same stream, ended by a new Synced marker.
+// The receiver keeps its old view until that marker, and then replaces it with the snapshot.
 type Resync struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Why the stream starts over; for people.
+	// Why the stream starts over, human-readable.
 	Reason        string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -23,16 +23,18 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// MachineOwner is whose a machine is.
+// MachineOwner is who owns a machine.
 type MachineOwner int32
 
 const (
-	// Not decided: one of the floor's, or a spare. Which of them is which matters to nobody yet; `NodeGroup.floor_replicas` is how many are the floor's.
+	// Not decided: the machine belongs to the floor, or is a spare. The agent has not yet had to
+	// distinguish the two; `NodeGroup.floor_replicas` is the size of the floor.
 	MachineOwner_MACHINE_OWNER_UNSPECIFIED MachineOwner = 0
-	// A claim's: claim_id.
+	// The claim with claim_id.
 	MachineOwner_MACHINE_OWNER_CLAIM MachineOwner = 1
-	// The user's: it was marked as one of the floor's, and is not being removed. It is promised to no claim but one that adopts it, so that pods may
-	// run on its Node whatever taint the Node joined with: the holder that reports Nodes takes off `karpenter.sh/unregistered`.
+	// The user: the machine is marked as part of the floor, and is not being removed. Only a claim
+	// that adopts it gets it. So pods may run on its Node, whatever taint the Node joined with: the
+	// holder that reports Nodes removes `karpenter.sh/unregistered`.
 	MachineOwner_MACHINE_OWNER_FLOOR MachineOwner = 2
 )
 
@@ -474,23 +476,25 @@ type Machine struct {
 	Uid string `protobuf:"bytes,3,opt,name=uid,proto3" json:"uid,omitempty"`
 	// The node group that it belongs to.
 	NodeGroupId string `protobuf:"bytes,4,opt,name=node_group_id,json=nodeGroupId,proto3" json:"node_group_id,omitempty"`
-	// The claim that it is bound to. Empty when nobody claimed it.
+	// The claim that it is bound to. Empty when it is not claimed.
 	ClaimId string `protobuf:"bytes,5,opt,name=claim_id,json=claimId,proto3" json:"claim_id,omitempty"`
-	// `spec.providerID`, byte for byte what the Node will carry. Empty until the infrastructure is provisioned.
+	// `spec.providerID`, byte for byte as on the Node. Empty until the infrastructure is provisioned.
 	ProviderId string `protobuf:"bytes,6,opt,name=provider_id,json=providerId,proto3" json:"provider_id,omitempty"`
 	// The Node's name. Empty until the Node has joined.
 	NodeName string `protobuf:"bytes,7,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
-	// The failure domain that the machine is really in. Empty when unknown.
+	// The failure domain that the machine is actually in. Empty when unknown.
 	Zone string `protobuf:"bytes,8,opt,name=zone,proto3" json:"zone,omitempty"`
 	// The Kubernetes version. Empty when the machine names none.
 	KubernetesVersion string `protobuf:"bytes,9,opt,name=kubernetes_version,json=kubernetesVersion,proto3" json:"kubernetes_version,omitempty"`
-	// Cluster API's phase: `Pending`, `Provisioning`, `Provisioned`, `Running`, `Deleting`, … For people; do not decide by it.
+	// Cluster API's phase: `Pending`, `Provisioning`, `Provisioned`, `Running`, `Deleting`, … For
+	// display only; do not base decisions on it.
 	Phase string `protobuf:"bytes,10,opt,name=phase,proto3" json:"phase,omitempty"`
 	// When the Machine object was created.
 	CreatedAt *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=created_at,json=createdAt,proto3" json:"created_at,omitempty"`
-	// When its deletion was asked for. Unset while it lives.
+	// When its deletion was requested. Unset before.
 	DeletedAt *timestamppb.Timestamp `protobuf:"bytes,12,opt,name=deleted_at,json=deletedAt,proto3" json:"deleted_at,omitempty"`
-	// Whether Cluster API holds it up to date with its MachineDeployment's template. True also when not yet known.
+	// Whether Cluster API considers it up to date with its MachineDeployment's template. Also true
+	// when this is not known yet.
 	UpToDate bool `protobuf:"varint,13,opt,name=up_to_date,json=upToDate,proto3" json:"up_to_date,omitempty"`
 	// Why it is not up to date. Empty when it is.
 	NotUpToDateMessage string `protobuf:"bytes,14,opt,name=not_up_to_date_message,json=notUpToDateMessage,proto3" json:"not_up_to_date_message,omitempty"`
@@ -498,12 +502,13 @@ type Machine struct {
 	InfrastructureReason string `protobuf:"bytes,15,opt,name=infrastructure_reason,json=infrastructureReason,proto3" json:"infrastructure_reason,omitempty"`
 	// The infrastructure provider's message for infrastructure_reason.
 	InfrastructureMessage string `protobuf:"bytes,16,opt,name=infrastructure_message,json=infrastructureMessage,proto3" json:"infrastructure_message,omitempty"`
-	// What its deletion waits for, as Cluster API says: `DrainingNode`, `WaitingForInfrastructureDeletion`, … Both are empty while it lives, or
-	// when nothing is known.
+	// What its deletion waits for, as Cluster API reports it: `DrainingNode`,
+	// `WaitingForInfrastructureDeletion`, … Both are empty while it is not being deleted, or when
+	// nothing is known.
 	DeletingReason string `protobuf:"bytes,17,opt,name=deleting_reason,json=deletingReason,proto3" json:"deleting_reason,omitempty"`
 	// Cluster API's message for deleting_reason.
 	DeletingMessage string `protobuf:"bytes,18,opt,name=deleting_message,json=deletingMessage,proto3" json:"deleting_message,omitempty"`
-	// Whose it is, as far as that is decided.
+	// Who owns the machine, if that is decided.
 	Owner         MachineOwner `protobuf:"varint,19,opt,name=owner,proto3,enum=capi.agent.v1alpha1.MachineOwner" json:"owner,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

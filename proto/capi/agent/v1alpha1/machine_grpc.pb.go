@@ -28,21 +28,22 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// MachineService is a read-only view of the machines behind the node groups, claimed or not.
+// MachineService is a read-only view of the machines of the node groups, claimed or not.
 type MachineServiceClient interface {
 	// GetMachine returns one machine of an opted-in node group.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | the identity may not read this Cluster | PERMISSION_DENIED | use the right identity |
 	// | no such machine in this Cluster | NOT_FOUND | list the machines |
-	// | no such machine, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
-	// | no such machine, and the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): it may be on its way to another hub | UNAVAILABLE | retry later; conclude nothing |
+	// | no such machine, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | call the agent of that hub |
+	// | no such machine, and the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): it may be moving to another hub | UNAVAILABLE | retry later; conclude nothing |
 	// | caches not synced, or shutting down | UNAVAILABLE | retry with backoff |
 	GetMachine(ctx context.Context, in *GetMachineRequest, opts ...grpc.CallOption) (*GetMachineResponse, error)
-	// ListMachines returns the machines of one Cluster's node groups, completely or not at all: not while the Cluster is
-	// paused. Errors as for GetMachine, without the first NOT_FOUND: a node group without machines, or an unknown one, gives an empty list.
+	// ListMachines returns the machines of one Cluster's node groups, completely or not at all. It
+	// fails while the Cluster is paused. Errors as for GetMachine, without the first NOT_FOUND: for a
+	// node group without machines, or an unknown one, the list is empty.
 	ListMachines(ctx context.Context, in *ListMachinesRequest, opts ...grpc.CallOption) (*ListMachinesResponse, error)
 	// WatchMachines streams the machines of one Cluster's node groups: snapshot, `synced`, changes, heartbeats. Errors as for
 	// ListMachines.
@@ -100,21 +101,22 @@ type MachineService_WatchMachinesClient = grpc.ServerStreamingClient[WatchMachin
 // All implementations must embed UnimplementedMachineServiceServer
 // for forward compatibility.
 //
-// MachineService is a read-only view of the machines behind the node groups, claimed or not.
+// MachineService is a read-only view of the machines of the node groups, claimed or not.
 type MachineServiceServer interface {
 	// GetMachine returns one machine of an opted-in node group.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | the identity may not read this Cluster | PERMISSION_DENIED | use the right identity |
 	// | no such machine in this Cluster | NOT_FOUND | list the machines |
-	// | no such machine, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
-	// | no such machine, and the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): it may be on its way to another hub | UNAVAILABLE | retry later; conclude nothing |
+	// | no such machine, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | call the agent of that hub |
+	// | no such machine, and the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): it may be moving to another hub | UNAVAILABLE | retry later; conclude nothing |
 	// | caches not synced, or shutting down | UNAVAILABLE | retry with backoff |
 	GetMachine(context.Context, *GetMachineRequest) (*GetMachineResponse, error)
-	// ListMachines returns the machines of one Cluster's node groups, completely or not at all: not while the Cluster is
-	// paused. Errors as for GetMachine, without the first NOT_FOUND: a node group without machines, or an unknown one, gives an empty list.
+	// ListMachines returns the machines of one Cluster's node groups, completely or not at all. It
+	// fails while the Cluster is paused. Errors as for GetMachine, without the first NOT_FOUND: for a
+	// node group without machines, or an unknown one, the list is empty.
 	ListMachines(context.Context, *ListMachinesRequest) (*ListMachinesResponse, error)
 	// WatchMachines streams the machines of one Cluster's node groups: snapshot, `synced`, changes, heartbeats. Errors as for
 	// ListMachines.

@@ -23,7 +23,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// CapacityType says how machines are paid for, and whether the infrastructure may take them back.
+// CapacityType is how machines are paid for, and whether the infrastructure may reclaim them.
 type CapacityType int32
 
 const (
@@ -31,7 +31,7 @@ const (
 	CapacityType_CAPACITY_TYPE_UNSPECIFIED CapacityType = 0
 	// Kept until released.
 	CapacityType_CAPACITY_TYPE_ON_DEMAND CapacityType = 1
-	// Cheaper, may be taken back.
+	// Cheaper, but the infrastructure may reclaim them.
 	CapacityType_CAPACITY_TYPE_SPOT CapacityType = 2
 	// Paid for in advance.
 	CapacityType_CAPACITY_TYPE_RESERVED CapacityType = 3
@@ -80,7 +80,7 @@ func (CapacityType) EnumDescriptor() ([]byte, []int) {
 	return file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP(), []int{0}
 }
 
-// RolloutStrategy says who replaces machines whose template has changed.
+// RolloutStrategy is how machines are replaced whose template has changed.
 type RolloutStrategy int32
 
 const (
@@ -88,7 +88,8 @@ const (
 	RolloutStrategy_ROLLOUT_STRATEGY_UNSPECIFIED RolloutStrategy = 0
 	// Cluster API replaces them by itself.
 	RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE RolloutStrategy = 1
-	// Nothing happens until a machine is released; its successor comes from the new template.
+	// A machine stays until it is released or deleted; its successor is created from the new
+	// template.
 	RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE RolloutStrategy = 2
 )
 
@@ -141,25 +142,27 @@ const (
 	UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED UnavailableReason = 0
 	// Replicas have reached the max size.
 	UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE UnavailableReason = 1
-	// A recent claim failed; the group is left alone until retry_at.
+	// A recent claim failed; the group refuses claims until retry_at.
 	UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN UnavailableReason = 2
 	// The MachineDeployment or its Cluster is paused.
 	UnavailableReason_UNAVAILABLE_REASON_PAUSED UnavailableReason = 3
 	// The MachineDeployment or its Cluster is being deleted.
 	UnavailableReason_UNAVAILABLE_REASON_DELETING UnavailableReason = 4
-	// Someone else owns the replicas, for example a topology that sets them.
+	// Another writer owns the replicas, for example a topology that sets them.
 	UnavailableReason_UNAVAILABLE_REASON_REPLICAS_OWNED UnavailableReason = 5
 	// The description is unusable; see NodeGroup.problems.
 	UnavailableReason_UNAVAILABLE_REASON_INVALID UnavailableReason = 6
 	// A ResourceQuota of the Cluster's namespace leaves no room for another Machine.
 	UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED UnavailableReason = 7
-	// Another writer set the replicas below what is claimed, or keeps setting them to a number of its own. The group is frozen until a
-	// person has seen to it; the message names the writer and what to change.
+	// Another writer set the replicas below what is claimed, or repeatedly sets them to the same
+	// number. The group is frozen until a person clears it; the message names the writer and what to
+	// change.
 	UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED UnavailableReason = 8
-	// Cluster API makes no Machines for the MachineDeployment now, for example because its version does not fit the control plane's. The
-	// message gives its reasons. Known only while replicas lack their Machine: of a claim that waits, or of a size that the user asked for.
+	// Cluster API creates no Machines for the MachineDeployment now, for example because its version
+	// does not fit the control plane's. The message gives Cluster API's reasons. This is known only
+	// while replicas lack their Machine, because a claim waits or the user has raised the size.
 	UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED UnavailableReason = 9
-	// The group takes the claims of another holder only; see NodeGroup.holder.
+	// The group accepts only the claims of another holder; see NodeGroup.holder.
 	UnavailableReason_UNAVAILABLE_REASON_RESERVED UnavailableReason = 10
 )
 
@@ -232,7 +235,7 @@ const (
 	SourceKind_SOURCE_KIND_MACHINE_TEMPLATE SourceKind = 2
 	// Status of the infrastructure template.
 	SourceKind_SOURCE_KIND_INFRASTRUCTURE_TEMPLATE SourceKind = 3
-	// What real Nodes of the group showed.
+	// Learned from real Nodes of the group.
 	SourceKind_SOURCE_KIND_LEARNED SourceKind = 4
 	// A price list.
 	SourceKind_SOURCE_KIND_PRICE_LIST SourceKind = 5
@@ -344,7 +347,8 @@ type ListNodeGroupsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The node groups, ordered by id.
 	NodeGroups []*NodeGroup `protobuf:"bytes,1,rep,name=node_groups,json=nodeGroups,proto3" json:"node_groups,omitempty"`
-	// Raised by every change of a node group of the Cluster. Comparable only between answers of the same agent; see GetStatusResponse.agent_id.
+	// A counter, incremented with each change of a node group of the Cluster. Comparable only between
+	// answers of the same agent; see GetStatusResponse.agent_id.
 	Generation    int64 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -688,17 +692,19 @@ type NodeGroup struct {
 	Cluster *ClusterRef `protobuf:"bytes,2,opt,name=cluster,proto3" json:"cluster,omitempty"`
 	// The name of the MachineDeployment.
 	Name string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
-	// The MachineDeployment's own labels. Selectors (a NodeClass's `scalableResourceSelector`) run on these.
+	// The MachineDeployment's own labels. Selectors (a NodeClass's `scalableResourceSelector`) match
+	// these.
 	Labels map[string]string `protobuf:"bytes,4,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The instance type: annotation or propagated label `node.kubernetes.io/instance-type`, else the MachineDeployment's name.
 	// Several node groups may share one.
 	InstanceType string `protobuf:"bytes,5,opt,name=instance_type,json=instanceType,proto3" json:"instance_type,omitempty"`
-	// What a machine has: resource name to quantity in Kubernetes notation (`cpu`: `4`, `memory`: `16Gi`, `pods`: `110`).
-	// Capacity, not allocatable: nothing is subtracted.
+	// A machine's capacity: resource name to quantity in Kubernetes notation (`cpu`: `4`, `memory`:
+	// `16Gi`, `pods`: `110`). It is not the allocatable: nothing is subtracted.
 	Capacity map[string]string `protobuf:"bytes,6,rep,name=capacity,proto3" json:"capacity,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// The labels that a Node of this group will carry.
+	// The labels that a Node of this group will have.
 	NodeLabels map[string]string `protobuf:"bytes,7,rep,name=node_labels,json=nodeLabels,proto3" json:"node_labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// The taints that a Node of this group will carry, without those that the kubelet or Cluster API remove by themselves.
+	// The taints that a Node of this group will have, without those that the kubelet or Cluster API
+	// remove by themselves.
 	Taints []*Taint `protobuf:"bytes,8,rep,name=taints,proto3" json:"taints,omitempty"`
 	// `kubernetes.io/arch` of the machines, for example `amd64`.
 	Architecture string `protobuf:"bytes,9,opt,name=architecture,proto3" json:"architecture,omitempty"`
@@ -708,32 +714,35 @@ type NodeGroup struct {
 	Zone string `protobuf:"bytes,11,opt,name=zone,proto3" json:"zone,omitempty"`
 	// `topology.kubernetes.io/region` of the Nodes. Empty when unknown.
 	Region string `protobuf:"bytes,12,opt,name=region,proto3" json:"region,omitempty"`
-	// How the machines are paid for. Never UNSPECIFIED in an answer.
+	// The capacity type of the machines. Never UNSPECIFIED in an answer.
 	CapacityType CapacityType `protobuf:"varint,13,opt,name=capacity_type,json=capacityType,proto3,enum=capi.agent.v1alpha1.CapacityType" json:"capacity_type,omitempty"`
-	// What one machine costs. Unset when nothing is known.
+	// The price of one machine. Unset when unknown.
 	Price *Price `protobuf:"bytes,14,opt,name=price,proto3" json:"price,omitempty"`
-	// The size that the group never goes below, machines. At least 0.
+	// The minimum size, in machines. At least 0.
 	MinSize int32 `protobuf:"varint,15,opt,name=min_size,json=minSize,proto3" json:"min_size,omitempty"`
-	// The size that claims never raise the group above, machines. Unset means no limit.
+	// The maximum size to which claims raise the group, in machines. Unset means no limit.
 	MaxSize *int32 `protobuf:"varint,16,opt,name=max_size,json=maxSize,proto3,oneof" json:"max_size,omitempty"`
-	// `spec.replicas` of the MachineDeployment now, machines.
+	// `spec.replicas` of the MachineDeployment now, in machines.
 	Replicas int32 `protobuf:"varint,17,opt,name=replicas,proto3" json:"replicas,omitempty"`
-	// Whether a claim can be made now, and if not, why.
+	// Whether a claim would be accepted now, and if not, why.
 	Availability *Availability `protobuf:"bytes,18,opt,name=availability,proto3" json:"availability,omitempty"`
 	// The Kubernetes version of new machines, for example `v1.36.3`. Empty when the template names none.
 	KubernetesVersion string `protobuf:"bytes,19,opt,name=kubernetes_version,json=kubernetesVersion,proto3" json:"kubernetes_version,omitempty"`
-	// Identifies the machine template that new machines are made from; changes when a rollout begins. Opaque.
+	// Identifies the machine template from which new machines are created; changes when a rollout
+	// begins. Opaque.
 	TemplateRevision string `protobuf:"bytes,20,opt,name=template_revision,json=templateRevision,proto3" json:"template_revision,omitempty"`
 	// Who replaces machines after a template change.
 	RolloutStrategy RolloutStrategy `protobuf:"varint,21,opt,name=rollout_strategy,json=rolloutStrategy,proto3,enum=capi.agent.v1alpha1.RolloutStrategy" json:"rollout_strategy,omitempty"`
 	// Where each derived value came from; the key is the field's path (`capacity.cpu`, `node_labels.team`, `zone`, `price`).
 	Sources map[string]*ValueSource `protobuf:"bytes,22,rep,name=sources,proto3" json:"sources,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// What is wrong with the MachineDeployment's description: values that could not be used. The group is shown without them.
+	// Errors in the MachineDeployment's description: values that could not be used. The group is
+	// described without them.
 	Problems []*Problem `protobuf:"bytes,23,rep,name=problems,proto3" json:"problems,omitempty"`
 	// When the MachineDeployment was created.
 	CreatedAt *timestamppb.Timestamp `protobuf:"bytes,24,opt,name=created_at,json=createdAt,proto3" json:"created_at,omitempty"`
-	// What pods cannot have of `capacity`, as real Nodes of the group showed: resource name to quantity in Kubernetes notation.
-	// `capacity` less this is never more than the allocatable of any of them. Empty until such a Node was reported (see
+	// The part of `capacity` that is not available to pods, as learned from real Nodes of the group:
+	// resource name to quantity in Kubernetes notation. `capacity` minus this is at most the
+	// allocatable of each of these Nodes. Empty until such a Node was reported (see
 	// SyncClaimsRequest.nodes).
 	Overhead map[string]string `protobuf:"bytes,25,rep,name=overhead,proto3" json:"overhead,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// How many volumes of a CSI driver can be attached to a machine, by the driver's name. A driver that is missing has no known
@@ -743,11 +752,15 @@ type NodeGroup struct {
 	Devices []*DeviceCount `protobuf:"bytes,27,rep,name=devices,proto3" json:"devices,omitempty"`
 	// Cluster API is replacing machines after a template change. Claims are accepted meanwhile.
 	RollingOut bool `protobuf:"varint,28,opt,name=rolling_out,json=rollingOut,proto3" json:"rolling_out,omitempty"`
-	// How many of `replicas` belong to the user, machines: those that were there before the first claim, those that others than claims have added
-	// since, and at least min_size. No claim and no release touches them. What is neither these nor a claim's is spare.
+	// The size of the floor, in machines: how many of `replicas` belong to the user. These are the
+	// machines that existed before the first claim and those that were added since other than by
+	// claims, and at least min_size. Only a claim that adopts a machine gets one of them. The other
+	// replicas belong to claims or are spare.
 	FloorReplicas int32 `protobuf:"varint,29,opt,name=floor_replicas,json=floorReplicas,proto3" json:"floor_replicas,omitempty"`
-	// The holder whose claims alone the group takes: the annotation `agent.karpenter.cluster.x-k8s.io/holder` of the MachineDeployment. Empty if it
-	// takes those of every holder. `availability` is then what every other holder meets: UNAVAILABLE_REASON_RESERVED, and what else is in the way.
+	// The only holder whose claims the group accepts: the annotation
+	// `agent.karpenter.cluster.x-k8s.io/holder` of the MachineDeployment. Empty if it accepts the
+	// claims of every holder. If it is set, `availability` is the availability for all other holders:
+	// UNAVAILABLE_REASON_RESERVED, and any other obstacle in its message.
 	Holder        string `protobuf:"bytes,30,opt,name=holder,proto3" json:"holder,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1000,7 +1013,7 @@ type DeviceCount struct {
 	Driver string `protobuf:"bytes,1,opt,name=driver,proto3" json:"driver,omitempty"`
 	// How many.
 	Count int32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
-	// What kind of device, as the user named it. May be empty.
+	// The kind of device, as the user named it. May be empty.
 	Kind          string `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1057,10 +1070,10 @@ func (x *DeviceCount) GetKind() string {
 	return ""
 }
 
-// Price is what one machine costs.
+// Price is the price of one machine.
 type Price struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Per hour, in `currency`. Not negative.
+	// The price per hour, in `currency`. Not negative.
 	PerHour float64 `protobuf:"fixed64,1,opt,name=per_hour,json=perHour,proto3" json:"per_hour,omitempty"`
 	// ISO 4217 code, or empty when the amount only orders node groups (an estimate).
 	Currency      string `protobuf:"bytes,2,opt,name=currency,proto3" json:"currency,omitempty"`
@@ -1112,16 +1125,16 @@ func (x *Price) GetCurrency() string {
 	return ""
 }
 
-// Availability says whether a claim on the node group would be accepted now.
+// Availability is whether a claim on the node group would be accepted now.
 type Availability struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// True when a claim would be accepted now.
 	Available bool `protobuf:"varint,1,opt,name=available,proto3" json:"available,omitempty"`
 	// Why not; UNSPECIFIED when available.
 	Reason UnavailableReason `protobuf:"varint,2,opt,name=reason,proto3,enum=capi.agent.v1alpha1.UnavailableReason" json:"reason,omitempty"`
-	// For people; empty when available.
+	// The reason in a human-readable sentence; empty when available.
 	Message string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
-	// When it may be worth asking again. Unset when unknown, or when someone has to act first.
+	// When a retry may succeed. Unset when unknown, or when a person has to act first.
 	RetryAt       *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=retry_at,json=retryAt,proto3" json:"retry_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1185,12 +1198,12 @@ func (x *Availability) GetRetryAt() *timestamppb.Timestamp {
 	return nil
 }
 
-// ValueSource says where a derived value came from.
+// ValueSource is where a derived value came from.
 type ValueSource struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The kind of source.
 	Kind SourceKind `protobuf:"varint,1,opt,name=kind,proto3,enum=capi.agent.v1alpha1.SourceKind" json:"kind,omitempty"`
-	// What exactly, for people: the annotation's key, or the template's kind and name.
+	// The exact source, human-readable: the annotation's key, or the template's kind and name.
 	Detail        string `protobuf:"bytes,2,opt,name=detail,proto3" json:"detail,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1245,7 +1258,7 @@ type Problem struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The field as the user wrote it, for example `metadata.annotations[capacity.cluster-autoscaler.kubernetes.io/cpu]`.
 	Field string `protobuf:"bytes,1,opt,name=field,proto3" json:"field,omitempty"`
-	// The value as the user wrote it, cut at 128 characters.
+	// The value as the user wrote it, truncated to 128 characters.
 	Value string `protobuf:"bytes,2,opt,name=value,proto3" json:"value,omitempty"`
 	// What is wrong and what to write instead.
 	Message       string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`

@@ -28,7 +28,8 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// NodeGroupService shows the node groups of a Cluster: what can be claimed, what it offers, and whether it can be had now.
+// NodeGroupService describes the node groups of a Cluster: what their machines offer, and whether
+// one can be claimed now.
 //
 // A node group is a MachineDeployment that opted in with the label `node.cluster.x-k8s.io/karpenter-member`. Reads never
 // change anything and are safe to repeat.
@@ -48,18 +49,19 @@ type NodeGroupServiceClient interface {
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | the identity may not read this Cluster | PERMISSION_DENIED | use the right identity |
 	// | no such node group in this Cluster, or it has not opted in | NOT_FOUND | list the groups |
 	// | caches not synced, or shutting down | UNAVAILABLE | retry with backoff |
 	GetNodeGroup(ctx context.Context, in *GetNodeGroupRequest, opts ...grpc.CallOption) (*GetNodeGroupResponse, error)
-	// WatchNodeGroups streams every node group of one Cluster (the snapshot), a `synced` marker, then each change, until the
-	// caller cancels or the agent shuts down. When nothing changes, heartbeats are sent. A caller that reads too slowly gets
-	// `resync` and a new snapshot, never a gap.
+	// WatchNodeGroups streams every node group of one Cluster (the snapshot), a `synced` marker, then
+	// each change, until the caller cancels or the agent shuts down. When nothing changes, heartbeats
+	// are sent. A caller that reads too slowly gets `resync` and a new snapshot instead of a stream
+	// with gaps.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | the identity may not read this Cluster | PERMISSION_DENIED | use the right identity |
 	// | caches not synced, or the agent shuts down | UNAVAILABLE | keep the last view, reconnect with backoff |
 	WatchNodeGroups(ctx context.Context, in *WatchNodeGroupsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchNodeGroupsResponse], error)
 }
@@ -115,7 +117,8 @@ type NodeGroupService_WatchNodeGroupsClient = grpc.ServerStreamingClient[WatchNo
 // All implementations must embed UnimplementedNodeGroupServiceServer
 // for forward compatibility.
 //
-// NodeGroupService shows the node groups of a Cluster: what can be claimed, what it offers, and whether it can be had now.
+// NodeGroupService describes the node groups of a Cluster: what their machines offer, and whether
+// one can be claimed now.
 //
 // A node group is a MachineDeployment that opted in with the label `node.cluster.x-k8s.io/karpenter-member`. Reads never
 // change anything and are safe to repeat.
@@ -135,18 +138,19 @@ type NodeGroupServiceServer interface {
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | the identity may not read this Cluster | PERMISSION_DENIED | use the right identity |
 	// | no such node group in this Cluster, or it has not opted in | NOT_FOUND | list the groups |
 	// | caches not synced, or shutting down | UNAVAILABLE | retry with backoff |
 	GetNodeGroup(context.Context, *GetNodeGroupRequest) (*GetNodeGroupResponse, error)
-	// WatchNodeGroups streams every node group of one Cluster (the snapshot), a `synced` marker, then each change, until the
-	// caller cancels or the agent shuts down. When nothing changes, heartbeats are sent. A caller that reads too slowly gets
-	// `resync` and a new snapshot, never a gap.
+	// WatchNodeGroups streams every node group of one Cluster (the snapshot), a `synced` marker, then
+	// each change, until the caller cancels or the agent shuts down. When nothing changes, heartbeats
+	// are sent. A caller that reads too slowly gets `resync` and a new snapshot instead of a stream
+	// with gaps.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | the identity may not read this Cluster | PERMISSION_DENIED | use the right identity |
 	// | caches not synced, or the agent shuts down | UNAVAILABLE | keep the last view, reconnect with backoff |
 	WatchNodeGroups(*WatchNodeGroupsRequest, grpc.ServerStreamingServer[WatchNodeGroupsResponse]) error
 	mustEmbedUnimplementedNodeGroupServiceServer()

@@ -68,15 +68,16 @@ type GetStatusResponse struct {
 	Version string `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
 	// The source revision that the agent was built from. Empty when unknown, and for an identity without roles.
 	Commit string `protobuf:"bytes,3,opt,name=commit,proto3" json:"commit,omitempty"`
-	// False while reads answer UNAVAILABLE because the view of the hub is not complete yet.
+	// False while reads return UNAVAILABLE because the view of the hub is not complete yet.
 	CachesSynced bool `protobuf:"varint,4,opt,name=caches_synced,json=cachesSynced,proto3" json:"caches_synced,omitempty"`
-	// Raised by every change of a node group that the caller may read. Comparable only between answers of the same agent_id to the same identity.
+	// A counter, incremented with each change of a node group that the caller may read. Comparable
+	// only between answers of the same agent_id to the same identity.
 	CatalogueGeneration int64 `protobuf:"varint,5,opt,name=catalogue_generation,json=catalogueGeneration,proto3" json:"catalogue_generation,omitempty"`
-	// Random, new with each start of the agent.
+	// A random id, different after each start of the agent.
 	AgentId string `protobuf:"bytes,6,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
 	// The caller's identity: a SPIFFE id, or `unix` or `loopback` for a local caller.
 	Identity string `protobuf:"bytes,7,opt,name=identity,proto3" json:"identity,omitempty"`
-	// What the identity may do: `cluster`, `reader`, `admin`, …
+	// The identity's roles, such as `cluster`, `reader` or `admin`.
 	Roles []string `protobuf:"bytes,8,rep,name=roles,proto3" json:"roles,omitempty"`
 	// The Clusters that the identity names. Empty when all_clusters is true.
 	Clusters []*ClusterRef `protobuf:"bytes,9,rep,name=clusters,proto3" json:"clusters,omitempty"`
@@ -84,12 +85,13 @@ type GetStatusResponse struct {
 	AllClusters bool `protobuf:"varint,10,opt,name=all_clusters,json=allClusters,proto3" json:"all_clusters,omitempty"`
 	// The agent's clock.
 	Time *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=time,proto3" json:"time,omitempty"`
-	// Every API package served, oldest first. Empty for an identity without roles, and of an agent that is older than this field, which serves
-	// api_version alone.
+	// Every API package served, oldest first. Empty for an identity without roles, and from an agent
+	// that is older than this field, which serves only api_version.
 	ServedApiVersions []string `protobuf:"bytes,12,rep,name=served_api_versions,json=servedApiVersions,proto3" json:"served_api_versions,omitempty"`
-	// What the agent can do beyond the first `capi.agent.v1alpha1`, by name, and what it can do as configured: see the page on compatibility. A
-	// name never changes its meaning, and is never used again for another one. Empty for an identity without roles, and of an agent that is
-	// older than this field.
+	// The names of the features that the agent has beyond the first `capi.agent.v1alpha1`, and of
+	// those that depend on its options: see the page on compatibility. A name never changes its
+	// meaning, and is never reused for another feature. Empty for an identity without roles, and from
+	// an agent that is older than this field.
 	Features      []string `protobuf:"bytes,13,rep,name=features,proto3" json:"features,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

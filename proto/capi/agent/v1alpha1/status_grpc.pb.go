@@ -26,9 +26,10 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// StatusService says what an agent is and what the caller may do with it.
+// StatusService describes an agent and the rights of the caller.
 type StatusServiceClient interface {
-	// GetStatus may be called at any time, also before the caches are synced, by every authenticated identity.
+	// GetStatus may be called by every authenticated identity at any time, even before the caches are
+	// synced.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
@@ -58,9 +59,10 @@ func (c *statusServiceClient) GetStatus(ctx context.Context, in *GetStatusReques
 // All implementations must embed UnimplementedStatusServiceServer
 // for forward compatibility.
 //
-// StatusService says what an agent is and what the caller may do with it.
+// StatusService describes an agent and the rights of the caller.
 type StatusServiceServer interface {
-	// GetStatus may be called at any time, also before the caches are synced, by every authenticated identity.
+	// GetStatus may be called by every authenticated identity at any time, even before the caches are
+	// synced.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|

@@ -256,8 +256,8 @@ func (c *Controller) duplicate(nodeClaim, rightful *karpv1.NodeClaim) events.Eve
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "DuplicateNodeClaim",
-		Message: fmt.Sprintf("The machine with provider ID %s is that of NodeClaim %s, which has the same provider ID. If this NodeClaim were "+
-			"deleted as it is, Karpenter would drain the Node of both. To end it alone, first give it a provider ID of its own: kubectl patch "+
+		Message: fmt.Sprintf("The machine with provider ID %s belongs to NodeClaim %s, which has the same provider ID. If this NodeClaim were "+
+			"deleted now, Karpenter would drain the Node of both. To delete only this one, first give it a unique provider ID: kubectl patch "+
 			`nodeclaim %s --subresource=status --type=merge --patch '{"status":{"providerID":"%s"}}'`,
 			nodeClaim.Status.ProviderID, rightful.Name, nodeClaim.Name, own),
 		DedupeValues:  []string{string(nodeClaim.UID), string(rightful.UID)},

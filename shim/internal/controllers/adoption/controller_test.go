@@ -215,7 +215,7 @@ func TestOfSeveralNodeClaimsOnOneMachineTheNodesOwnHasIt(t *testing.T) {
 	assert.Positive(t, result.RequeueAfter)
 	assert.Nil(t, e.claim(older))
 	require.Equal(t, []string{"DuplicateNodeClaim"}, e.Recorder.Reasons())
-	assert.Contains(t, e.Recorder.Messages()[0], "is that of NodeClaim owner")
+	assert.Contains(t, e.Recorder.Messages()[0], "belongs to NodeClaim owner")
 	assert.Contains(t, e.Recorder.Messages()[0], e.Placeholder(older.UID))
 	e.reconcile(owner)
 	assert.NotNil(t, e.claim(owner))

@@ -259,7 +259,7 @@ func (c *Nodes) adopt(
 		InvolvedObject: node,
 		Type:           corev1.EventTypeNormal,
 		Reason:         "MachineAdopted",
-		Message:        fmt.Sprintf("%s NodePool %s has it.", adopted(machine, class.Spec.Adoption), nodeClaim.Labels[karpv1.NodePoolLabelKey]),
+		Message:        fmt.Sprintf("%s It belongs to NodePool %s.", adopted(machine, class.Spec.Adoption), nodeClaim.Labels[karpv1.NodePoolLabelKey]),
 		DedupeValues:   []string{string(node.UID)},
 	})
 	return reconcile.Result{RequeueAfter: look}, nil

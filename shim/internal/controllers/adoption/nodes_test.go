@@ -198,7 +198,7 @@ func TestANodeIsAdoptedByTheNodePoolThatItFits(t *testing.T) {
 		"another label than the Node's": {func(p *karpv1.NodePool) {
 			p.Spec.Template.Labels = map[string]string{"team": "green"}
 		}, "the Node has the label team=blue, and its Nodes have team=green"},
-		"a fixed number of Nodes": {func(p *karpv1.NodePool) { p.Spec.Replicas = new(int64(3)) }, "as many Nodes as spec.replicas says"},
+		"a fixed number of Nodes": {func(p *karpv1.NodePool) { p.Spec.Replicas = new(int64(3)) }, "already has the Nodes of its spec.replicas"},
 		"another node class's": {func(p *karpv1.NodePool) {
 			p.Spec.Template.Spec.NodeClassRef.Name = "other"
 		}, "no NodePool refers to ClusterAPINodeClass default"},
@@ -242,7 +242,7 @@ func TestTheUserKeepsTheMinSize(t *testing.T) {
 	e.node.Annotations = nil
 	e.Update(e.node)
 	assert.Nil(t, e.look())
-	assert.Len(t, e.Recorder.Reasons(), 1, "nobody asked for this Node")
+	assert.Len(t, e.Recorder.Reasons(), 1, "the adoption of this Node was not requested")
 }
 
 // Another claim got the machine between the validation and the claim: core then deletes the

@@ -253,10 +253,10 @@ func (p *Planner) planNodeClaims(ctx context.Context, s *situation, plan *Plan) 
 		machine, id := byID[nc.Status.ProviderID], nc.Status.ProviderID
 		switch {
 		case id == "" || placeholder.Is(id):
-			say(&plan.InTheWay, "has no claim, and its provider ID %q is no machine's; Karpenter ends it", id)
+			say(&plan.InTheWay, "has no claim, and no machine has its provider ID %q; Karpenter deletes it", id)
 			continue
 		case machine == nil:
-			say(&plan.InTheWay, "the agent shows no machine with its provider ID %s in this Cluster; label the MachineDeployment of that machine with %s, "+
+			say(&plan.InTheWay, "the agent reports no machine with its provider ID %s in this Cluster; label the MachineDeployment of that machine with %s, "+
 				"or, if the machine is gone or of another Cluster, annotate the NodeClaim with %s=true to end it",
 				id, v1alpha1.PeerMemberLabel, v1alpha1.ReturnMachineAnnotation)
 			continue
@@ -270,7 +270,7 @@ func (p *Planner) planNodeClaims(ctx context.Context, s *situation, plan *Plan) 
 			say(&plan.Unfinished, "its machine %s is being deleted", machine.GetName())
 			continue
 		case rightful.UID != nc.UID && going:
-			say(&plan.Unfinished, "is being deleted; its machine %s is that of NodeClaim %s too, and stays", machine.GetName(), rightful.Name)
+			say(&plan.Unfinished, "is being deleted; its machine %s also belongs to NodeClaim %s, and stays", machine.GetName(), rightful.Name)
 			continue
 		case rightful.UID != nc.UID:
 			say(&plan.InTheWay, "has the same provider ID as NodeClaim %s, which has machine %s", rightful.Name, machine.GetName())
@@ -287,7 +287,7 @@ func (p *Planner) planNodeClaims(ctx context.Context, s *situation, plan *Plan) 
 			say(&plan.InTheWay, "its machine %s cannot be adopted: %s", machine.GetName(), refusal)
 			continue
 		case going:
-			say(&plan.Unfinished, "is being deleted; its machine %s goes with it", machine.GetName())
+			say(&plan.Unfinished, "is being deleted; its machine %s is deleted with it", machine.GetName())
 			continue
 		}
 		plan.NodeClaims = append(plan.NodeClaims, adoptionOf(nc, node, machine))
@@ -315,7 +315,7 @@ func (p *Planner) planUnlaunched(ctx context.Context, s *situation, plan *Plan, 
 	case !nc.DeletionTimestamp.IsZero():
 		say(&plan.Unfinished, "is being deleted and was never launched")
 	case !free && ours:
-		say(&plan.Unfinished, "was made to adopt machine %s, which is gone or taken; Karpenter ends it", name)
+		say(&plan.Unfinished, "was created to adopt machine %s, which is gone or claimed; Karpenter deletes it", name)
 	case !free:
 		say(&plan.Unfinished, "was not launched; it claims a machine like a new one")
 	default:
@@ -484,7 +484,7 @@ func whyNever(node *corev1.Node) string {
 	if !node.DeletionTimestamp.IsZero() {
 		return "is being deleted"
 	}
-	return fmt.Sprintf("has the label %[1]s=%[2]s, and no NodeClaim has it; take the label off to have it adopted (kubectl label node %[3]s %[1]s-)",
+	return fmt.Sprintf("has the label %[1]s=%[2]s, but no NodeClaim; remove the label to have it adopted (kubectl label node %[3]s %[1]s-)",
 		karpv1.NodePoolLabelKey, node.Labels[karpv1.NodePoolLabelKey], node.Name)
 }
 
@@ -500,13 +500,13 @@ func leftover(machine *agentv1alpha1.Machine, node *corev1.Node, message string)
 func whyLeft(node *corev1.Node) string {
 	adopt := "spec.adoption of the node class"
 	if _, has := node.Labels[karpv1.NodePoolLabelKey]; has {
-		adopt += fmt.Sprintf(", once its Node does not have the label %s any more", karpv1.NodePoolLabelKey)
+		adopt += fmt.Sprintf(", once its Node no longer has the label %s", karpv1.NodePoolLabelKey)
 	}
 	if _, peers := node.Labels[v1alpha1.PeerMemberLabel]; peers {
-		return fmt.Sprintf("the other provider claimed it, and no NodeClaim has it: to remove it, drain its Node, annotate the Machine with %s, then "+
+		return fmt.Sprintf("the other provider claimed it, but it has no NodeClaim: to remove it, drain its Node, annotate the Machine with %s, then "+
 			"lower the replicas by one; or have it adopted (%s)", deleteMachineAnnotation, adopt)
 	}
-	return fmt.Sprintf("no NodeClaim has it: it stays the user's, unless it is adopted (%s)", adopt)
+	return fmt.Sprintf("it has no NodeClaim: it stays the user's, unless it is adopted (%s)", adopt)
 }
 
 // Annotations of Cluster API.
@@ -561,7 +561,7 @@ func (p *Plan) Write(to io.Writer) error {
 		say("  %s by %d: %s", r.NodeGroup, r.By, r.Message)
 	}
 	obstacles("Nodes that Karpenter would replace as soon as their disruption is allowed", p.Drifted)
-	obstacles("NodeClaims that have expired, so that Karpenter replaces their Nodes as soon as it runs", p.Expired)
-	say("Nodes that the switch disrupts, as their NodeClaims have expired or their disruption is allowed already: %d", p.Disrupted)
+	obstacles("NodeClaims that have expired, so Karpenter replaces their Nodes as soon as it runs", p.Expired)
+	say("Nodes that the switch disrupts, because their NodeClaims have expired or their disruption is already allowed: %d", p.Disrupted)
 	return tabs.Flush()
 }

@@ -49,7 +49,7 @@ func TestThePlanIsWhatIsDone(t *testing.T) {
 		var text bytes.Buffer
 		require.NoError(t, plan.Write(&text))
 		assert.Contains(t, text.String(), "NodeClaims whose machine is adopted: 1")
-		assert.Contains(t, text.String(), "Nodes that the switch disrupts, as their NodeClaims have expired or their disruption is allowed already: 0")
+		assert.Contains(t, text.String(), "Nodes that the switch disrupts, because their NodeClaims have expired or their disruption is already allowed: 0")
 		assert.Nil(t, e.claim(e.left("nothing is written", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "" })))
 	})
 	t.Run("after it was done", func(t *testing.T) {
@@ -183,7 +183,7 @@ func TestThePlanOfNodeClaimsThatWereNotLaunched(t *testing.T) {
 		e.Agent.LoseMachine(e.Cluster, e.machine.GetName())
 		plan = e.plan()
 		require.Len(t, plan.Unfinished, 1)
-		assert.Contains(t, plan.Unfinished[0].Message, "gone or taken")
+		assert.Contains(t, plan.Unfinished[0].Message, "gone or claimed")
 	})
 	t.Run("that cannot have its machine", func(t *testing.T) {
 		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})

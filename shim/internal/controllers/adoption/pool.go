@@ -45,7 +45,7 @@ func pick(pools []karpv1.NodePool, class string, node *corev1.Node, labels map[s
 // fits returns nil if a Node with these labels can belong to the NodePool, or the reason why not.
 func fits(pool *karpv1.NodePool, node *corev1.Node, labels map[string]string) error {
 	if pool.Spec.Replicas != nil {
-		return errors.New("it has as many Nodes as spec.replicas says")
+		return errors.New("it already has the Nodes of its spec.replicas")
 	}
 	template := &pool.Spec.Template
 	for _, taint := range template.Spec.Taints {

@@ -56,7 +56,7 @@ func (c *Controller) giveBack(ctx context.Context, nodeClaim *karpv1.NodeClaim) 
 	case claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		return reconcile.Result{RequeueAfter: soon}, nil
 	case !claim.GetReturned():
-		c.recorder.Publish(notReturned(nodeClaim, "the claim has ended otherwise: "+claim.GetMessage()))
+		c.recorder.Publish(notReturned(nodeClaim, "the claim has ended in another way: "+claim.GetMessage()))
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	node, err := c.returned(ctx, nodeClaim, claim)
@@ -134,7 +134,7 @@ func (c *Controller) detach(ctx context.Context, node *corev1.Node, nodeClaim *k
 		InvolvedObject: node,
 		Type:           corev1.EventTypeNormal,
 		Reason:         "MachineReturned",
-		Message: fmt.Sprintf("The machine is the user's: NodeClaim %s returned it, and Karpenter does not manage the Node any more.",
+		Message: fmt.Sprintf("NodeClaim %s returned the machine to the user. Karpenter no longer manages the Node.",
 			nodeClaim.Name),
 		DedupeValues: []string{string(node.UID)},
 	})

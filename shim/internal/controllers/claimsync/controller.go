@@ -139,7 +139,7 @@ func (c *Controller) sync(ctx context.Context) error {
 		return fmt.Errorf("listing NodeClaims: %w", err)
 	}
 	if nodeClaims.Continue != "" {
-		return fmt.Errorf("the list of NodeClaims is incomplete: %d came, and there are more", len(nodeClaims.Items))
+		return fmt.Errorf("the list of NodeClaims is incomplete: %d were received, and there are more", len(nodeClaims.Items))
 	}
 	nodes, err := c.nodes(ctx)
 	if err != nil {
@@ -163,14 +163,14 @@ func (c *Controller) sync(ctx context.Context) error {
 	response, err := c.agent.SyncClaims(ctx, request)
 	if err != nil {
 		if agenterrors.IsSpokeMismatch(err) {
-			c.announce(ctx, "LiveSetRefused", "The agent takes no set of NodeClaims from this cluster: "+status.Convert(err).Message())
+			c.announce(ctx, "LiveSetRefused", "The agent refuses the live set of this cluster: "+status.Convert(err).Message())
 		}
 		return fmt.Errorf("telling the agent: %w", err)
 	}
 	collectedTotal.Add(float64(len(response.GetCollectedClaimIds())), nil)
 	unknownClaims.Set(float64(len(response.GetUnknownClaimIds())), nil)
 	if collected := response.GetCollectedClaimIds(); len(collected) > 0 {
-		log.FromContext(ctx).Info("the agent releases claims that no NodeClaim owns", "claims", collected)
+		log.FromContext(ctx).Info("the agent releases claims without a NodeClaim", "claims", collected)
 	}
 	keptClaims.Set(float64(len(response.GetKeptClaimIds())), nil)
 	if kept := response.GetKeptClaimIds(); len(kept) > 0 {
@@ -191,7 +191,7 @@ func (c *Controller) sync(ctx context.Context) error {
 func (c *Controller) announce(ctx context.Context, reason, message string) {
 	classes := &v1alpha1.ClusterAPINodeClassList{}
 	if err := c.live.List(ctx, classes); err != nil {
-		log.FromContext(ctx).Error(err, "listing the node classes to make an event of them", "reason", reason, "message", message)
+		log.FromContext(ctx).Error(err, "listing the node classes for an event", "reason", reason, "message", message)
 	}
 	for i := range classes.Items {
 		c.recorder.Publish(events.Event{

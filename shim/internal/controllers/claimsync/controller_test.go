@@ -448,7 +448,7 @@ func TestARoundIsDoneAtTheStartWhenAnAgentIsFollowedAgainAndWhenAskedFor(t *test
 	select {
 	case reconnected <- event.GenericEvent{}:
 	case <-time.After(shimtest.Timeout):
-		t.Fatal("nobody listens")
+		t.Fatal("there is no listener")
 	}
 	w.Eventually(func() bool { return w.Agent.Calls("SyncClaims") == 2 }, "a round long before the interval is over")
 	c.Soon()

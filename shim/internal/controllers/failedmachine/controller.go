@@ -247,7 +247,7 @@ func (c *Controller) ask(ctx context.Context, nodeClaim *karpv1.NodeClaim) (clai
 
 // unanswered waits. It returns no error because this is normal while the hub is unreachable.
 func (c *Controller) unanswered(ctx context.Context, nodeClaim *karpv1.NodeClaim, err error) (reconcile.Result, error) {
-	log.FromContext(ctx).V(1).Info("nothing is deleted, as the agent did not answer", "reason", err.Error())
+	log.FromContext(ctx).V(1).Info("nothing is deleted, because the agent did not answer", "reason", err.Error())
 	return c.wait(ctx, nodeClaim)
 }
 
@@ -262,7 +262,7 @@ func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 			InvolvedObject: nodeClaim,
 			Type:           corev1.EventTypeWarning,
 			Reason:         "AgentSilent",
-			Message: "The agent in the management cluster does not answer, so it is not known whether a machine comes. The NodeClaim is kept " +
+			Message: "The agent in the management cluster does not answer, so it is not known whether a machine will come. The NodeClaim is kept " +
 				"until it does.",
 			DedupeValues:  []string{string(nodeClaim.UID)},
 			DedupeTimeout: 10 * time.Minute,
@@ -360,7 +360,7 @@ func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.N
 		return fmt.Errorf("extending the time for registration: %w", err)
 	}
 	extensionsTotal.Inc(nil)
-	log.FromContext(ctx).Info("waiting longer for a Node: the agent does, or nothing is heard of it")
+	log.FromContext(ctx).Info("waiting longer for a Node, because the agent waits for it or does not answer")
 	return nil
 }
 

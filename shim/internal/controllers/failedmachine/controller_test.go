@@ -151,7 +151,7 @@ func TestANodeClaimThatSharesItsMachineWithOneThatHasAClaimStays(t *testing.T) {
 
 	e.lose(rightful)
 	e.reconcile(duplicate)
-	assert.False(t, e.Exists(duplicate), "nobody's machine any more")
+	assert.False(t, e.Exists(duplicate), "its machine is gone")
 }
 
 func TestNothingIsDeletedWhileTheAgentIsAway(t *testing.T) {
@@ -497,7 +497,7 @@ func TestANodeClaimThatWaitsForLongSaysWhereItsMachineIs(t *testing.T) {
 		e.reconcile(nodeClaim)
 	}
 	require.Equal(t, []string{"WaitingForMachine", "WaitingForMachine"}, e.Recorder.Reasons(), "once for each thing that is new")
-	assert.Contains(t, e.Recorder.Messages()[0], "node group default/a has not made a machine for it")
+	assert.Contains(t, e.Recorder.Messages()[0], "node group default/a has not created a machine for it")
 	claim, _ := e.Claims.Get(string(nodeClaim.UID))
 	assert.Contains(t, e.Recorder.Messages()[1], "machine "+claim.GetMachine().GetName()+" has no provider ID")
 }

@@ -94,7 +94,7 @@ func whereabouts(claim *agentv1alpha1.Claim) string {
 	var what string
 	switch stepOf(claim) {
 	case claimed:
-		what = fmt.Sprintf("node group %s has not made a machine for it", claim.GetNodeGroupId())
+		what = fmt.Sprintf("node group %s has not created a machine for it", claim.GetNodeGroupId())
 	case bound:
 		what = fmt.Sprintf("machine %s has no provider ID", machine.GetName())
 	case provisioned:

@@ -99,14 +99,14 @@ func (c *Controller) Reconcile(ctx context.Context, node *corev1.Node) (reconcil
 		return reconcile.Result{RequeueAfter: time.Second}, nil // the cache is behind
 	}
 	if err != nil {
-		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("taking the taint off: %w", err))
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("removing the taint: %w", err))
 	}
-	log.FromContext(ctx).Info("let pods onto a Node of the floor", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId())
+	log.FromContext(ctx).Info("made a Node of the floor schedulable", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId())
 	c.recorder.Publish(events.Event{
 		InvolvedObject: node,
 		Type:           corev1.EventTypeNormal,
 		Reason:         "FloorNodeReady",
-		Message: fmt.Sprintf("Took the taint %s off: machine %s of node group %s is the user's and never gets a NodeClaim.",
+		Message: fmt.Sprintf("Removed the taint %s: machine %s of node group %s belongs to the user and gets no NodeClaim.",
 			karpv1.UnregisteredTaintKey, machine.GetName(), machine.GetNodeGroupId()),
 		DedupeValues: []string{string(node.UID)},
 	})

@@ -87,7 +87,7 @@ func TestPodsAreLetOntoANodeOfTheFloor(t *testing.T) {
 }
 
 // The agent marks the machine only after the Node was reported.
-func TestTheAgentIsToldSoonOfANodeThatNobodyRegisters(t *testing.T) {
+func TestAnUnregisteredNodeIsSoonReportedToTheAgent(t *testing.T) {
 	e := setUp(t)
 	e.spare("sim:///1")
 	e.node.Spec.ProviderID = "sim:///1"
@@ -115,7 +115,7 @@ func TestANodeKeepsItsTaintUntilItsMachineIsTheFloors(t *testing.T) {
 			require.NoError(e.t, e.Kube.Update(e.Context(), e.node))
 		},
 		"a spare has its provider ID as well": func(e *env) { e.spare(e.node.Spec.ProviderID) },
-		"nobody knows its machine": func(e *env) {
+		"its machine is unknown": func(e *env) {
 			e.node.Spec.ProviderID = "sim:///other"
 			require.NoError(t, e.Kube.Update(e.Context(), e.node))
 		},

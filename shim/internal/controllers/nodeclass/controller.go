@@ -97,8 +97,7 @@ type Certificate interface {
 	Warning() (message string, found bool)
 }
 
-// Fit reports whether the agent and this shim are meant for each other. [agentstate.Fit] implements
-// it.
+// Fit reports whether the agent and this shim are compatible. [agentstate.Fit] implements it.
 type Fit interface {
 	Verdict() agentstate.Verdict
 	// Changes receives a value after the verdict has changed. It has one reader.

@@ -98,13 +98,13 @@ func (t *story) noClaim(machine *agentv1alpha1.Machine) {
 	case nodeClaim == nil && machine == nil:
 		return
 	case nodeClaim == nil && machine.GetOwner() == agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR:
-		t.add(Step{Object: objectClaim, State: OK, Message: "there is none: the machine is the user's own (the floor's)"})
-		t.conclude(OK, "The machine belongs to the user: it is one of the floor's, which Karpenter neither makes nor removes.",
+		t.add(Step{Object: objectClaim, State: OK, Message: "there is none: the machine belongs to the user (it is part of the floor)"})
+		t.conclude(OK, "The machine belongs to the user: it is part of the floor, which Karpenter neither creates nor removes.",
 			"To give it to Karpenter, set spec.adoption of the ClusterAPINodeClass: kubectl capi adopt")
 	case nodeClaim == nil:
-		t.add(Step{Object: objectClaim, State: OK, Message: "there is none: the machine is one of the floor's, or a spare"})
-		t.conclude(OK, "No claim has the machine: it is the user's own, or a spare that the next claim gets.",
-			"See how many the user has: kubectl capi groups")
+		t.add(Step{Object: objectClaim, State: OK, Message: "there is none: the machine is part of the floor, or a spare"})
+		t.conclude(OK, "The machine has no claim: it is part of the floor, or a spare that the next claim gets.",
+			"See the size of the floor: kubectl capi groups")
 	case !nodeClaim.StatusConditions().IsTrue(karpv1.ConditionTypeLaunched):
 		t.add(Step{Object: objectClaim, State: Absent, Message: "there is none yet"})
 	case !launchedHere(nodeClaim):
@@ -114,7 +114,7 @@ func (t *story) noClaim(machine *agentv1alpha1.Machine) {
 	default:
 		t.add(Step{Object: objectClaim, State: Absent, Message: "the agent knows none"})
 		if nodeClaim.DeletionTimestamp.IsZero() {
-			t.conclude(Blocked, "The NodeClaim was launched, and the agent knows no claim of it.",
+			t.conclude(Blocked, "The NodeClaim was launched, but the agent has no claim for it.",
 				"See whether the Cluster was moved or restored (docs/disaster-recovery.md), and whether this is the right agent: kubectl capi claims --all")
 		}
 	}
@@ -130,16 +130,16 @@ func (t *story) claimPending(claim *agentv1alpha1.Claim) State {
 			"Correct the webhook, policy or quota that refuses it.")
 		return Blocked
 	case claim.GetAdoptMachine() != "":
-		t.conclude(Waiting, fmt.Sprintf("The claim is taking Machine %s over.", claim.GetAdoptMachine()))
+		t.conclude(Waiting, fmt.Sprintf("The claim is adopting Machine %s.", claim.GetAdoptMachine()))
 		return Waiting
 	case group != nil && (reason == agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED ||
 		reason == agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED ||
 		reason == agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED):
-		t.conclude(Blocked, fmt.Sprintf("Node group %s makes no machine for the claim. %s", group.GetId(), sentence(blocked)), remedy(group))
+		t.conclude(Blocked, fmt.Sprintf("Node group %s creates no machine for the claim. %s", group.GetId(), sentence(blocked)), remedy(group))
 		return Blocked
 	}
 	namespace, name, _ := strings.Cut(claim.GetNodeGroupId(), "/")
-	t.conclude(Waiting, fmt.Sprintf("The claim waits for Cluster API to make a Machine of node group %s.", claim.GetNodeGroupId()),
+	t.conclude(Waiting, fmt.Sprintf("The claim waits for Cluster API to create a Machine of node group %s.", claim.GetNodeGroupId()),
 		fmt.Sprintf("If it takes minutes: kubectl --context <hub> -n %s describe machinedeployment %s", namespace, name))
 	return Waiting
 }
@@ -157,7 +157,7 @@ func (t *story) claimReleasing(claim *agentv1alpha1.Claim) {
 	why := sentence(cmp.Or(claim.GetMessage(), claim.GetReason()))
 	switch {
 	case claim.GetReturned():
-		t.conclude(Ending, "The claim is being ended, and its machine is left to the user.")
+		t.conclude(Ending, "The claim is ending, and its machine is returned to the user.")
 	case claim.GetFailedAt() != nil:
 		t.conclude(Ending, "The machine was given up as failed: "+why,
 			"Correct what the message says. The node group refuses claims for its cool-down; Karpenter then tries again.")
@@ -169,15 +169,15 @@ func (t *story) claimReleasing(claim *agentv1alpha1.Claim) {
 	}
 }
 
-// ended says what the end of a claim means for people, by reason.
+// ended describes the end of a claim, by reason.
 var ended = map[string]string{
 	"MachineLost":   "Another actor deleted its Machine: a user, a MachineHealthCheck or a rollout.",
 	"NodeGroupGone": "Its MachineDeployment was deleted.",
-	"HandedOver":    "Its machine came too late and was given to the next claim.",
-	"Returned":      "Its machine was left to the user.",
+	"HandedOver":    "Its machine was late and was handed over to the next claim.",
+	"Returned":      "Its machine was returned to the user.",
 	"Cancelled":     "It was released before it had a machine.",
 	"Released":      "Its machine is gone.",
-	"NeverMade":     "It was released before it was made.",
+	"NeverMade":     "It was released before it was created.",
 	"StateLost":     "It was moved or restored without its status.",
 }
 
@@ -211,7 +211,7 @@ func (t *story) nodeGroup() {
 	}
 	step := Step{Object: "NodeGroup", Name: group.GetId(), State: OK, Message: Size(group)}
 	if why := unavailable(group, t.s.Now); why != "" {
-		step.State, step.Details = Blocked, append(step.Details, "takes no further claims: "+why)
+		step.State, step.Details = Blocked, append(step.Details, "accepts no claims: "+why)
 	}
 	if group.GetRollingOut() {
 		step.Details = append(step.Details, "Cluster API is replacing its machines after a template change")
@@ -228,5 +228,5 @@ func Size(group *agentv1alpha1.NodeGroup) string {
 	if group.MaxSize != nil {
 		most = fmt.Sprintf("at most %d", group.GetMaxSize())
 	}
-	return fmt.Sprintf("machines: %d, at least %d, %s; the user's own: %d", group.GetReplicas(), group.GetMinSize(), most, group.GetFloorReplicas())
+	return fmt.Sprintf("machines: %d, at least %d, %s; floor: %d", group.GetReplicas(), group.GetMinSize(), most, group.GetFloorReplicas())
 }

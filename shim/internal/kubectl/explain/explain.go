@@ -1,4 +1,4 @@
-// Package explain says why a pod, NodeClaim, Node or Machine is where it is. It turns what the
+// Package explain explains the state of a pod, NodeClaim, Node or Machine. It turns what the
 // workload cluster and the management cluster report into one chain, from the pod to the
 // infrastructure, with a verdict and what to do next.
 //

@@ -315,7 +315,7 @@ func TestAPodWithoutANodeClaim(t *testing.T) {
 		},
 		"a zone that no group has": {
 			s:     at(pod(func(p *corev1.Pod) { p.Spec.NodeSelector = map[string]string{corev1.LabelTopologyZone: "b"} })),
-			state: explain.Blocked, verdict: "its labels differ from what is asked for",
+			state: explain.Blocked, verdict: "its labels do not match the requirements",
 		},
 		"a taint that the NodePool does not have": {
 			s: at(pod(), func(s *explain.Situation) {
@@ -347,7 +347,7 @@ func TestAPodWithoutANodeClaim(t *testing.T) {
 		},
 		"a group that fits and has room, just now": {
 			s:     at(pod(func(p *corev1.Pod) { p.Status.Conditions[0].LastTransitionTime = before(5 * time.Second) })),
-			state: explain.Waiting, verdict: "Karpenter plans within seconds",
+			state: explain.Waiting, verdict: "Karpenter launches a node within seconds",
 		},
 		"a group that fits and has room, for long": {
 			s:     at(pod(), podEvent("FailedScheduling", "Failed to schedule pod, unsatisfiable topology constraint", time.Minute)),
@@ -420,13 +420,13 @@ func TestANodeClaimOnItsWay(t *testing.T) {
 		},
 		"waiting for a Machine": {
 			s:     at(nodeClaim(launched), claim(pending, why("WaitingForMachine", "replicas were raised"))),
-			state: explain.Waiting, verdict: "waits for Cluster API to make a Machine of node group team-a/workers",
+			state: explain.Waiting, verdict: "waits for Cluster API to create a Machine of node group team-a/workers",
 			next: "describe machinedeployment workers",
 		},
 		"in a group that Cluster API blocks": {
 			s: at(nodeClaim(launched), claim(pending),
 				unavailable(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED, "the control plane is upgrading", 0)),
-			state: explain.Blocked, verdict: "the control plane is upgrading", next: "See why Cluster API makes no Machines",
+			state: explain.Blocked, verdict: "the control plane is upgrading", next: "See why Cluster API creates no Machines",
 		},
 		"in a group that was paused": {
 			s:     at(nodeClaim(launched), claim(pending), unavailable(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "the Cluster is paused", 0)),
@@ -438,7 +438,7 @@ func TestANodeClaimOnItsWay(t *testing.T) {
 		},
 		"adopting": {
 			s:     at(nodeClaim(launched), claim(pending, func(c *agentv1alpha1.Claim) { c.AdoptMachine = "workers-9" })),
-			state: explain.Waiting, verdict: "taking Machine workers-9 over",
+			state: explain.Waiting, verdict: "adopting Machine workers-9",
 		},
 		"with a machine whose infrastructure says why": {
 			s: at(nodeClaim(launched), claim(bound, with(machine(func(m *agentv1alpha1.Machine) {
@@ -497,13 +497,13 @@ func TestANodeClaimOnItsWay(t *testing.T) {
 			s:     at(nodeClaim(launched), claim(releasing, why("Late", "no Node in 30m"), with(machine(provisioned)))),
 			state: explain.Ending, verdict: "The machine is late", next: "maxNodeProvisionTime",
 		},
-		"whose machine somebody deleted": {
+		"whose machine another actor deleted": {
 			s:     at(nodeClaim(launched, registered, initialized), claim(over, why("MachineLost", "its Machine is gone")), node()),
 			state: explain.Ending, verdict: "Another actor deleted its Machine",
 		},
 		"unknown to the agent": {
 			s:     at(nodeClaim(launched)),
-			state: explain.Blocked, verdict: "the agent knows no claim of it", next: "docs/disaster-recovery.md",
+			state: explain.Blocked, verdict: "the agent has no claim for it", next: "docs/disaster-recovery.md",
 		},
 		"of a shim whose agent cannot be asked": {
 			s:     at(nodeClaim(launched), agentIsLost, claimEvent("WaitingForMachine", "Still waiting: machine workers-1 has no provider ID.")),
@@ -575,7 +575,7 @@ func TestWhatGoes(t *testing.T) {
 		},
 		"a NodeClaim without a known machine": {
 			s:     at(deletingNodeClaim(), claimEvent("MachineUnknown", "the agent reports no Machine with its provider ID")),
-			state: explain.Blocked, verdict: "The NodeClaim cannot go: the agent reports no Machine",
+			state: explain.Blocked, verdict: "The NodeClaim cannot be deleted: the agent reports no Machine",
 		},
 		"a running pod whose Node goes": {
 			s: situation(explain.Pod, "shop/web", pod(runs), deletingNodeClaim(draining("1 pod")),
@@ -594,7 +594,7 @@ func TestMachinesAndNodesWithoutANodeClaim(t *testing.T) {
 	})
 	spare := machine(func(m *agentv1alpha1.Machine) { m.ClaimId = "" })
 	check(t, map[string]expectation{
-		"the floor's machine": {s: of(explain.Machine, floor, node()), state: explain.OK, verdict: "one of the floor's", next: "kubectl capi adopt"},
+		"the floor's machine": {s: of(explain.Machine, floor, node()), state: explain.OK, verdict: "part of the floor", next: "kubectl capi adopt"},
 		"a spare":             {s: of(explain.Machine, spare), state: explain.Waiting, verdict: "waits for its infrastructure"},
 		"a Node with Karpenter's taint": {
 			s:     of(explain.Node, floor, node(taint(karpv1.UnregisteredTaintKey, corev1.TaintEffectNoExecute))),
@@ -632,7 +632,7 @@ func TestMachinesAndNodesWithoutANodeClaim(t *testing.T) {
 				func(s *explain.Situation) {
 					s.NodeClaim.Annotations[v1alpha1.ReturnMachineAnnotation] = "true"
 				}),
-			state: explain.Ending, verdict: "leave its Node and machine to the user",
+			state: explain.Ending, verdict: "returning its machine to the user",
 		},
 	})
 }

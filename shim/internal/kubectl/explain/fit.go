@@ -97,11 +97,11 @@ func misfit(pod *corev1.Pod, pool *karpv1.NodePool, group *instancetype.Group) s
 	wanted.Add(scheduling.NewLabelRequirements(lo.Assign(template.Labels, map[string]string{karpv1.NodePoolLabelKey: pool.Name})).Values()...)
 	own := scheduling.NewStrictPodRequirements(pod)
 	if err := wanted.Compatible(own, scheduling.AllowUndefinedWellKnownLabels); err != nil {
-		return fmt.Sprintf("the pod asks for what NodePool %s rules out: %s", pool.Name, brief(err))
+		return fmt.Sprintf("the pod's requirements conflict with those of NodePool %s: %s", pool.Name, brief(err))
 	}
 	wanted.Add(own.Values()...)
 	if err := group.Requirements.Intersects(wanted); err != nil {
-		return "its labels differ from what is asked for: " + brief(err)
+		return "its labels do not match the requirements: " + brief(err)
 	}
 	for _, taint := range group.Taints {
 		if !slices.ContainsFunc(template.Spec.Taints, func(t corev1.Taint) bool { return t.MatchTaint(&taint) && t.Value == taint.Value }) {
@@ -162,7 +162,7 @@ func Camel(name string) string {
 	return word.String()
 }
 
-// remedy says what to do about a group that gives no machine.
+// remedy is what to do about a group that accepts no claim.
 func remedy(group *agentv1alpha1.NodeGroup) string {
 	namespace, name, _ := strings.Cut(group.GetId(), "/")
 	deployment := fmt.Sprintf("kubectl --context <hub> -n %s", namespace)
@@ -175,7 +175,7 @@ func remedy(group *agentv1alpha1.NodeGroup) string {
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED:
 		return fmt.Sprintf("Find out who paused MachineDeployment %s or its Cluster, and unpause it.", group.GetId())
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_OWNED:
-		return fmt.Sprintf("Take spec.replicas of MachineDeployment %s out of what owns it (docs/gitops.md).", group.GetId())
+		return fmt.Sprintf("Remove spec.replicas of MachineDeployment %s from the source that sets it (docs/gitops.md).", group.GetId())
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED:
 		return fmt.Sprintf("Stop the writer that the message names (docs/gitops.md); then: %s annotate machinedeployment %s "+
 			"agent.karpenter.cluster.x-k8s.io/replicas-lowered-", deployment, name)
@@ -184,7 +184,7 @@ func remedy(group *agentv1alpha1.NodeGroup) string {
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED:
 		return fmt.Sprintf("Raise the ResourceQuota: %s describe resourcequota", deployment)
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED:
-		return fmt.Sprintf("See why Cluster API makes no Machines: %s describe machinedeployment %s", deployment, name)
+		return fmt.Sprintf("See why Cluster API creates no Machines: %s describe machinedeployment %s", deployment, name)
 	default:
 		return ""
 	}
@@ -245,7 +245,7 @@ func (t *story) ready(pod *corev1.Pod, fit Fit) {
 	}
 	verdict := fmt.Sprintf("Node group %s fits the pod and has room.", fit.NodeGroup)
 	if waited < plansWithin {
-		t.conclude(Waiting, verdict+" Karpenter plans within seconds.")
+		t.conclude(Waiting, verdict+" Karpenter launches a node within seconds.")
 		return
 	}
 	t.conclude(Waiting, verdict+" What keeps Karpenter from planning is not in what the pod and the node group say of themselves: "+
@@ -281,11 +281,11 @@ func (t *story) nodePools() []karpv1.NodePool {
 			continue
 		}
 		t.add(Step{Object: "NodePool", Name: pool.Name, State: state, Message: message})
-		t.conclude(state, fmt.Sprintf("NodePool %s makes no nodes: %s", pool.Name, sentence(message)), next...)
+		t.conclude(state, fmt.Sprintf("NodePool %s launches no nodes: %s", pool.Name, sentence(message)), next...)
 	}
 	if len(t.s.NodePools) == foreign {
 		t.add(Step{Object: "NodePool", State: Absent, Message: "there is none with a ClusterAPINodeClass"})
-		t.conclude(Blocked, "There is no NodePool with a ClusterAPINodeClass: Karpenter makes no nodes here.",
+		t.conclude(Blocked, "There is no NodePool with a ClusterAPINodeClass: Karpenter launches no nodes here.",
 			"Create a NodePool and a ClusterAPINodeClass (docs/install.md).")
 	}
 	return usable
@@ -298,7 +298,7 @@ func (t *story) nodePool(pool *karpv1.NodePool) (state State, message string, ne
 	case !pool.DeletionTimestamp.IsZero():
 		return Ending, "it is being deleted", []string{describe}
 	case pool.Spec.Replicas != nil:
-		return Blocked, "it is static: it has spec.replicas, and makes no nodes for pods", nil
+		return Blocked, "it is static: it has spec.replicas, and launches no nodes for pods", nil
 	case class == nil:
 		return Blocked, fmt.Sprintf("its ClusterAPINodeClass %s does not exist", pool.Spec.Template.Spec.NodeClassRef.Name),
 			[]string{"Create the ClusterAPINodeClass, or correct spec.template.spec.nodeClassRef."}

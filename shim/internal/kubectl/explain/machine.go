@@ -76,7 +76,7 @@ func (t *story) infrastructure(machine *agentv1alpha1.Machine, says string, rele
 	t.add(step)
 }
 
-// hooks says what a step of a Machine's deletion waits for, by Cluster API's reason.
+// hooks is what a step of a Machine's deletion waits for, by Cluster API's reason.
 var hooks = map[string]string{
 	"WaitingForPreDrainHook": "A pre-drain hook holds the Machine: an annotation pre-drain.delete.hook.machine.cluster.x-k8s.io/… " +
 		"that another controller removes.",
@@ -93,7 +93,7 @@ var hooks = map[string]string{
 func (t *story) machineGoes(claim *agentv1alpha1.Claim, machine *agentv1alpha1.Machine, describe string) {
 	says := joined(": ", machine.GetDeletingReason(), machine.GetDeletingMessage())
 	step := Step{Object: "Deletion", State: Ending, Message: fmt.Sprintf("since %s: %s", Age(t.s.Now.Sub(machine.GetDeletedAt().AsTime())),
-		cmp.Or(says, "Cluster API says nothing of it"))}
+		cmp.Or(says, "Cluster API reports no cause"))}
 	t.add(step)
 	who := ""
 	if claim.GetReason() == "MachineDeleting" {
@@ -132,9 +132,9 @@ func (t *story) node() {
 		t.settle(Blocked, fmt.Sprintf("The provider IDs of Node %s and of its Machine differ, so that they are never matched.", node.Name),
 			"Correct the cloud provider's or the kubelet's --provider-id of this node group.")
 	case has(node, karpv1.UnregisteredTaintKey) && claim == nil && t.s.NodeClaim == nil:
-		step.State, step.Message = Blocked, "carries karpenter.sh/unregistered, and no NodeClaim is its own"
-		t.conclude(Blocked, "The Node joined with Karpenter's taint and no claim has its Machine: no pod runs there. "+
-			"A spare is claimed or removed soon; of the floor's, Karpenter removes the taint within a minute.",
+		step.State, step.Message = Blocked, "has the taint karpenter.sh/unregistered, and no NodeClaim"
+		t.conclude(Blocked, "The Node joined with Karpenter's taint, and its Machine has no claim: no pods run there. "+
+			"A spare is soon claimed or removed. If the Machine is part of the floor, Karpenter removes the taint within a minute.",
 			"If it stays, see whether the node group is paused, or: kubectl taint node "+node.Name+" karpenter.sh/unregistered-")
 	case ready != "":
 		step.State, step.Message = Waiting, "is not ready: "+ready
@@ -157,7 +157,7 @@ func (t *story) node() {
 	}
 	if missing := missingAnnotation(node); missing && t.s.Agent.Err == nil && machine == nil && t.s.Entry == Node {
 		t.conclude(OK, "Cluster API has not matched the Node with a Machine of a node group: it belongs to the control plane, to a MachineDeployment "+
-			"without the label node.cluster.x-k8s.io/karpenter-member, or to nobody.", "kubectl capi groups")
+			"without the label node.cluster.x-k8s.io/karpenter-member, or to no Machine at all.", "kubectl capi groups")
 	}
 	t.add(step)
 }

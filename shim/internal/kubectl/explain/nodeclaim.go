@@ -70,7 +70,7 @@ func (t *story) nodeClaim() {
 		t.deleting(&step, nodeClaim)
 	case v1alpha1.ReturnsMachine(nodeClaim):
 		step.State, step.Message = Ending, "returns its machine to the user"
-		t.conclude(Ending, "The NodeClaim is asked to leave its Node and machine to the user.", describe)
+		t.conclude(Ending, "The NodeClaim is returning its machine to the user.", describe)
 		if event := newest(t.s.NodeClaimEvents, withReason("MachineNotReturned")); event != nil {
 			t.conclude(Blocked, "The machine cannot be returned: "+sentence(event.Message), describe)
 		}
@@ -115,7 +115,7 @@ func (t *story) nodeClaimDetails(nodeClaim *karpv1.NodeClaim) []string {
 		details = append(details, "drifted: "+joined(": ", drifted.Reason, drifted.Message))
 	}
 	if labels[v1alpha1.AdoptedLabel] == "true" {
-		details = append(details, "adopted: its machine was there before it")
+		details = append(details, "adopted: its machine existed before it")
 	}
 	return details
 }
@@ -162,7 +162,7 @@ func (t *story) launching(launched *status.Condition) State {
 	return Blocked
 }
 
-// initializing says what to do about a Node that is registered and not initialized.
+// initializing is what to do about a Node that is registered and not initialized.
 func initializing(initialized *status.Condition, describe string) []string {
 	switch initialized.Reason {
 	case "NodeNotReady":
@@ -184,7 +184,7 @@ func (t *story) deleting(step *Step, nodeClaim *karpv1.NodeClaim) {
 	describe := "kubectl describe nodeclaim " + nodeClaim.Name
 	if event := newest(t.s.NodeClaimEvents, withReason("MachineUnknown", "ReleaseLimited", "DuplicateNodeClaim")); event != nil {
 		step.Details = append(step.Details, joined(": ", event.Reason, event.Message))
-		t.settle(Blocked, "The NodeClaim cannot go: "+sentence(event.Message), describe)
+		t.settle(Blocked, "The NodeClaim cannot be deleted: "+sentence(event.Message), describe)
 		return
 	}
 	switch {

@@ -125,7 +125,7 @@ func (t *story) pending(pod *corev1.Pod, step *Step) (analyse bool) {
 			"Find out what removes the gate: "+describe)
 	case owned(pod, "DaemonSet"):
 		step.State = Blocked
-		t.settle(Blocked, "The pod belongs to a DaemonSet: Karpenter makes no nodes for such pods.",
+		t.settle(Blocked, "The pod belongs to a DaemonSet: Karpenter launches no nodes for such pods.",
 			"See why it does not fit the Node that it is for: "+describe)
 	case pod.Status.NominatedNodeName != "":
 		t.settle(Waiting, fmt.Sprintf("The pod preempts others on Node %s and is scheduled there once they are gone.",

@@ -71,7 +71,7 @@ func Scripts() []engine.Script {
 		{Name: "un-paused without having been lowered", Machines: []int{1, 1}, Phases: []phase{
 			{hold(0), remove(0)}, {pause}, {lowerSet(0)}, {unpause},
 		}},
-		{Name: "one of an older template is deleted and comes anew", Machines: []int{2, 1}, Phases: []phase{
+		{Name: "one of an older template is deleted and replaced", Machines: []int{2, 1}, Phases: []phase{
 			{remove(0)}, {replicas(2)},
 		}},
 		{Name: "one of an older template is deleted, and replicas lowered", Machines: []int{2, 1}, Phases: []phase{

@@ -298,7 +298,7 @@ const (
 	humanRaises
 	humanLowers
 	humanRollsOut
-	somebodyWipes
+	userWipes
 	humanThaws
 	humanPauses
 	humanUnpauses
@@ -349,8 +349,8 @@ const (
 var wording = [...]string{
 	createClaim: "CreateClaim c%x (group %g)", repeatCreate: "CreateClaim c%x once more (group %g)", releaseClaim: "ReleaseClaim c%x",
 	returnMachine: "ReturnMachine c%x",
-	buryClaim:     "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "somebody deletes m%x", humanRaises: "a human raises replicas to %x",
-	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", somebodyWipes: "somebody wipes the ledger",
+	buryClaim:     "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "another actor deletes m%x", humanRaises: "a human raises replicas to %x",
+	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", userWipes: "a user wipes the ledger",
 	humanThaws:  "a human clears the freeze",
 	humanPauses: "a human pauses the MachineDeployment", humanUnpauses: "the human un-pauses it",
 	humanSetsSizes:    "a human sets the max size to %x and the min size to %y (255: no number)",
@@ -373,7 +373,7 @@ var wording = [...]string{
 
 const (
 	liveAgentID = 2
-	nobody      = 3
+	environment = 3
 )
 
 func act(who, group, what, x, y int) explore.Act {

@@ -220,7 +220,7 @@ func (m *scripted) Moves(who explore.Mover, s *Situation, emit explore.Emit[Situ
 				for j, x := range next.state.groups[0].machines {
 					next.settled |= b(x.exists()) << j
 				}
-				emit(&next, act(nobody, 0, 0, 0, 0), "")
+				emit(&next, act(environment, 0, 0, 0, 0), "")
 			}
 		}
 	case who == explore.Outside:
@@ -228,7 +228,7 @@ func (m *scripted) Moves(who explore.Mover, s *Situation, emit explore.Emit[Situ
 			next := *s
 			next.do(m.writes[s.written-1])
 			next.written++
-			emit(&next, act(nobody, 0, 0, int(s.written), 0), "")
+			emit(&next, act(environment, 0, 0, int(s.written), 0), "")
 		}
 		m.p.eager(&s.state, 0, s.with(emit))
 		if s.lagged == 0 {
@@ -261,7 +261,7 @@ func (p *Protocol) lagging(s *State, settled uint8, emit explore.Emit[State]) {
 			}
 			lags.status[set]--
 			p.scale(s, 0, lags.onDelete(), func(next *State, what, x, y int, violation string) {
-				emit(next, act(nobody, 0, what, x, y), violation)
+				emit(next, act(environment, 0, what, x, y), violation)
 			})
 		}
 	}

@@ -6,7 +6,9 @@ type emitter func(next *State, what, x, y int, violation string)
 
 // controllers emits the moves of Cluster API and the infrastructure for one group.
 func (p *Protocol) controllers(s *State, g int, emit explore.Emit[State]) {
-	move := func(next *State, what, x, y int, violation string) { emit(next, act(nobody, g, what, x, y), violation) }
+	move := func(next *State, what, x, y int, violation string) {
+		emit(next, act(environment, g, what, x, y), violation)
+	}
 	p.deployment(s, g, move)
 	for i := range maxSets {
 		if s.groups[g].sets[i].exists != 0 {
@@ -81,7 +83,9 @@ func (p *Protocol) eager(s *State, g int, emit explore.Emit[State]) {
 		if i != plan.newest && n > 0 {
 			to := plan.spec
 			to[i]--
-			p.scale(s, g, to, func(next *State, what, x, y int, violation string) { emit(next, act(nobody, g, what, x, y), violation) })
+			p.scale(s, g, to, func(next *State, what, x, y int, violation string) {
+				emit(next, act(environment, g, what, x, y), violation)
+			})
 		}
 	}
 }
@@ -189,7 +193,7 @@ func (p *Protocol) victims(s *State, g, set int, move emitter) {
 			case at.mercy > 0:
 				to.mercy--
 			default:
-				violation = "I3 a MachineSet deletes a Machine that nobody released"
+				violation = "I3 a MachineSet deletes a Machine that was not released"
 			}
 		}
 		to.seen[j].phase = deleting
@@ -242,7 +246,7 @@ func (p *Protocol) machine(s *State, g, i int, move emitter) {
 
 // outside emits the moves of callers, users and failures.
 func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
-	move := func(next *State, g, what, x, y int) { emit(next, act(nobody, g, what, x, y), "") }
+	move := func(next *State, g, what, x, y int) { emit(next, act(environment, g, what, x, y), "") }
 	p.calls(s, move)
 	for g := range p.Groups {
 		p.eager(s, g, emit)
@@ -289,7 +293,7 @@ func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
 			next.groups[g].ledger = ledger{}
 			next.groups[g].md.carried = 0
 			next.left.wipes--
-			move(&next, g, somebodyWipes, 0, 0)
+			move(&next, g, userWipes, 0, 0)
 		}
 		if at.md.frozen != 0 {
 			next := *s
