@@ -101,6 +101,15 @@ var causes = map[string]cause{
 		`capi_agent_claims_refused_total{pod="a",namespace="team-a",cluster="production",limit="live"} 0x110 1+1x10`,
 		"agent/internal/claims/metrics_test.go:TestALimitThatIsReachedIsCounted",
 	},
+	"CapiAgentLimitNear": {
+		`capi_agent_cluster_claims{pod="a",namespace="team-a",cluster="production",state="live"} 850x120
+		 capi_agent_cluster_claims{pod="a",namespace="team-a",cluster="staging",state="live"} 850x120
+		 capi_agent_cluster_claims{pod="a",namespace="team-a",cluster="free",state="live"} 850x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="staging",limit="live"} 2000x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="free",limit="live"} 0x120
+		 capi_agent_limit{pod="a",limit="live"} 1000x120`,
+		"agent/internal/claims/collector_test.go:TestCollectorShowsEveryPartOfTheLedger",
+	},
 	"CapiAgentNodeGroupFrozen": {
 		`capi_agent_node_group_frozen{pod="a",namespace="team-a",machine_deployment="workers"} 1x120`,
 		"agent/internal/claims/metrics_test.go:TestWhatWaitsForAPersonIsShown",
@@ -120,6 +129,11 @@ var causes = map[string]cause{
 		 karpenter_capi_agent_connected{pod="b",stream="claims"} 1x100 0x20
 		 karpenter_capi_agent_connected{pod="a",stream="nodegroups"} 1x120`,
 		"shim/internal/agentstate/agentstate_test.go:TestTheConnectionIsAMetric",
+	},
+	"KarpenterCapiAgentIncompatible": {
+		`karpenter_capi_agent_compatible{pod="a"} 0x120
+		 karpenter_capi_agent_compatible{pod="b"} 1x120`,
+		"shim/internal/agentstate/fit_test.go:TestTheAgentIsJudgedAtTheStartAndAgain",
 	},
 	"KarpenterCapiClaimSyncStale": {
 		`karpenter_capi_claim_sync_last_success_timestamp_seconds{pod="a"} 0+60x90 5400x30`,
