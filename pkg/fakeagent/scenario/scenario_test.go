@@ -239,7 +239,7 @@ func TestMistakesAreNamed(t *testing.T) {
 		"nodeGroups[0].taints[0]":                                   group("taints: [{key: a, effect: Never}]"),
 		"nodeGroups[0].capacityType":                                group("capacityType: cheap"),
 		"nodeGroups[0].pricePerHour: -1 is not a price":             group("pricePerHour: -1"),
-		"nodeGroups[0].currency: there is not a price":              group("currency: USD"),
+		"nodeGroups[0].currency: there is no price":                 group("currency: USD"),
 		"nodeGroups[0].minSize: -1 is negative":                     group("minSize: -1"),
 		"nodeGroups[0].maxSize: 1 is less than minSize":             group("minSize: 2, maxSize: 1"),
 		"nodeGroups[0].replicas: -1 is negative":                    group("replicas: -1"),
