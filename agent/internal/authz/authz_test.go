@@ -371,7 +371,7 @@ func TestPolicyMistakesAreNamed(t *testing.T) {
 		"a bad fingerprint": {"issuers:\n- fingerprints: [AB:CD]\n  allIdentities: true\n", `issuers[0]: fingerprint "AB:CD" is not the SHA-256`},
 		"a fingerprint twice": {
 			"issuers:\n- fingerprints: [" + sum + "]\n  allIdentities: true\n- fingerprints: [" + strings.ToLower(sum) + "]\n  clusters: [a/b]\n",
-			"is there twice",
+			"appears twice",
 		},
 		"nothing to sign":  {"issuers:\n- fingerprints: [" + sum + "]\n", "neither clusters nor identities nor allIdentities"},
 		"all, and some":    {"issuers:\n- fingerprints: [" + sum + "]\n  allIdentities: true\n  clusters: [a/b]\n", "excludes"},
@@ -387,7 +387,7 @@ func TestPolicyMistakesAreNamed(t *testing.T) {
 		"denies a bad issuer":       {"deny:\n- issuer: AB\n", `deny[0]: issuer: fingerprint "AB"`},
 		"denies by a bad time":      {"deny:\n- issuedBefore: yesterday\n", "not a policy"},
 		"twice": {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n  allClusters: true\n" +
-			"- id: spiffe://d/x\n  roles: [admin]\n  allClusters: true\n", "there twice"},
+			"- id: spiffe://d/x\n  roles: [admin]\n  allClusters: true\n", "appears twice"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := authz.ParsePolicy([]byte(c.text), "d")
