@@ -474,8 +474,10 @@ func matrix(callers []caller, calls []rpc, results [][]string) string {
 	var text strings.Builder
 	text.WriteString(`# Who may call what
 
-Every kind of caller called every method that the agent serves, about one Cluster, over the wire; ` + "`make access-matrix`" + ` does it again and
-prints this page. What a caller may do by its certificate and by the policy is in [Access for others](install.md#access-for-others).
+The results of calling every method that the agent serves, for one Cluster, over the network, as
+every kind of caller. ` + "`make access-matrix`" + ` repeats these calls and prints this page. [Access for
+others](install.md#access-for-others) describes how certificates and the policy determine what a
+caller may do.
 
 `)
 	shown := map[string]string{

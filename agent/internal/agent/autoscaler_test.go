@@ -201,7 +201,7 @@ func TestNodeGroupsBelongToOneHolder(t *testing.T) {
 	create := &agentv1alpha1.CreateClaimRequest{Cluster: e.Cluster(), ClaimId: "a", Holder: "karpenter", Candidates: []string{e.namespace + "/batch"}}
 	_, err = e.Client().Claims.CreateClaim(ctx, create)
 	require.Equal(t, codes.FailedPrecondition, status.Code(err), "%v", err)
-	require.ErrorContains(t, err, `claims of the holder "cluster-autoscaler" only`)
+	require.ErrorContains(t, err, `accepts only claims of the holder "cluster-autoscaler"`)
 	create.Candidates = append(create.Candidates, e.namespace+"/workers")
 	made, err := e.Client().Claims.CreateClaim(ctx, create)
 	require.NoError(t, err)

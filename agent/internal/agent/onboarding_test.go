@@ -383,7 +383,7 @@ func TestOffboardingEndsEveryKeyOfTheCluster(t *testing.T) {
 	was, err = onboarding.Offboard(t.Context(), plane.Client, o.cluster, false)
 	require.NoError(t, err)
 	require.True(t, was)
-	o.refuses(shim[0], "another onboarding")
+	o.refuses(shim[0], "does not belong to the Cluster's current onboarding")
 	o.refuses(elsewhere, "does not belong to an onboarding")
 	require.True(t, apierrors.IsNotFound(plane.Client.Get(t.Context(), o.cluster, &v1alpha1.Spoke{})))
 	was, err = onboarding.Offboard(t.Context(), plane.Client, o.cluster, false)

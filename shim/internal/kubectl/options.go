@@ -107,7 +107,8 @@ func Command(version string) *cobra.Command {
 		Use:   "kubectl capi",
 		Short: "Explain the state of pods and nodes that Karpenter provisions from Cluster API",
 		Long: "kubectl capi shows, for a workload cluster, everything between a pod and its machine: NodeClaim, claim, node group, Machine, " +
-			"infrastructure and Node, in the workload cluster and in the management cluster. It asks the workload cluster's API server and the agent, and changes nothing.",
+			"infrastructure and Node, in the workload cluster and in the management cluster. It asks the workload cluster's API server and the " +
+			"agent, and changes nothing.",
 		Version:       version,
 		SilenceUsage:  true,
 		SilenceErrors: true,
