@@ -7,7 +7,7 @@ import (
 	"regexp"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
@@ -21,11 +21,10 @@ var (
 
 // What code cites by a number is in a table of a page.
 func TestEveryCitedRuleIsDefined(t *testing.T) {
-	g := NewWithT(t)
 	defined := map[string]bool{}
 	for _, name := range []string{"docs/claims.md", "docs/model.md"} {
 		page, err := pages.Read(root(t), name)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		for _, row := range definition.FindAllStringSubmatch(page.Text, -1) {
 			defined[row[1]] = true
 		}
@@ -39,11 +38,11 @@ func TestEveryCitedRuleIsDefined(t *testing.T) {
 			text, err := os.ReadFile(path)
 			for _, name := range citation.FindAllString(string(text), -1) {
 				cited++
-				g.Expect(defined).To(HaveKey(name), "%s cites it", path)
+				require.Contains(t, defined, name, "%s cites it", path)
 			}
 			return err
 		})
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 	}
-	g.Expect(cited).To(BeNumerically(">", 50), "citations were found")
+	require.Greater(t, cited, 50, "citations were found")
 }

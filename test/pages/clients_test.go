@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 
@@ -16,9 +16,8 @@ import (
 
 // What the page shows is what package foreign runs.
 func TestTheCodeOfThePageOnClientsIsThatOfTheExamples(t *testing.T) {
-	g := NewWithT(t)
 	page, err := pages.Read(root(t), "docs/clients.md")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	shown := map[string]int{}
 	for _, block := range page.Blocks() {
 		file, is := map[string]string{"go": "docs/examples/go/main.go", "python": "docs/examples/python/claimer.py"}[block.Language]
@@ -27,12 +26,12 @@ func TestTheCodeOfThePageOnClientsIsThatOfTheExamples(t *testing.T) {
 		}
 		shown[file]++
 		source, err := os.ReadFile(filepath.Join(root(t), file))
-		g.Expect(err).NotTo(HaveOccurred())
-		g.Expect(contains(string(source), block.Code)).To(BeTrue(), "%s is not in %s:\n%s", at(page, block), file, block.Code)
+		require.NoError(t, err)
+		require.True(t, contains(string(source), block.Code), "%s is not in %s:\n%s", at(page, block), file, block.Code)
 	}
-	g.Expect(shown).To(HaveLen(2))
+	require.Len(t, shown, 2)
 	for file, blocks := range shown {
-		g.Expect(blocks).To(BeNumerically(">=", 4), file)
+		require.GreaterOrEqual(t, blocks, 4, file)
 	}
 }
 
@@ -55,22 +54,20 @@ func contains(source, code string) bool {
 }
 
 func TestCodeIsFoundWithAnyIndentation(t *testing.T) {
-	g := NewWithT(t)
 	source := "a\n\tb\n\n\t\tc\nd\n"
-	g.Expect(contains(source, "b\n\n\tc\n")).To(BeTrue())
-	g.Expect(contains(source, "a\n\tb\n")).To(BeTrue())
-	g.Expect(contains(source, "b\n\tc\n")).To(BeFalse())
-	g.Expect(contains(source, "b\n\n\tc\nd\n")).To(BeFalse())
-	g.Expect(contains("ab\n", "b\n")).To(BeFalse(), "part of a line")
+	require.True(t, contains(source, "b\n\n\tc\n"))
+	require.True(t, contains(source, "a\n\tb\n"))
+	require.False(t, contains(source, "b\n\tc\n"))
+	require.False(t, contains(source, "b\n\n\tc\nd\n"))
+	require.False(t, contains("ab\n", "b\n"), "part of a line")
 }
 
 // A field that is added to NodeGroup has to be explained as a part of an offering.
 func TestEveryFieldOfANodeGroupIsAPartOfAnOffering(t *testing.T) {
-	g := NewWithT(t)
 	page, err := pages.Read(root(t), "docs/clients.md")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	_, section, found := strings.Cut(page.Text, "\n## A node group is an offering\n")
-	g.Expect(found).To(BeTrue())
+	require.True(t, found)
 	section, _, _ = strings.Cut(section, "\n## ")
 
 	var documented, parts []string
@@ -82,9 +79,9 @@ func TestEveryFieldOfANodeGroupIsAPartOfAnOffering(t *testing.T) {
 	for i := range described.Len() {
 		fields = append(fields, string(described.Get(i).Name()))
 	}
-	g.Expect(documented).To(ConsistOf(fields), "the lines of the table, one for each field of NodeGroup")
+	require.ElementsMatch(t, fields, documented, "the lines of the table, one for each field of NodeGroup")
 	for i, part := range parts {
-		g.Expect([]string{"topology", "weight", "capacity", "resources", "identity", "revision", "provenance"}).To(ContainElement(part), documented[i])
+		require.Contains(t, []string{"topology", "weight", "capacity", "resources", "identity", "revision", "provenance"}, part, documented[i])
 	}
-	g.Expect(parts).To(ContainElements("topology", "weight", "capacity", "resources"))
+	require.Subset(t, parts, []string{"topology", "weight", "capacity", "resources"})
 }

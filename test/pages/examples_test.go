@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/yaml"
 
@@ -21,17 +21,16 @@ import (
 // If a user keeps such an example in Git, every sync writes the number back, and Cluster API
 // deletes machines because of it.
 func TestNoExampleSetsTheReplicasOfANodeGroup(t *testing.T) {
-	g := NewWithT(t)
 	documents := 0
 	for source, text := range examples(t) {
 		objects, err := decode(text)
-		g.Expect(err).NotTo(HaveOccurred(), source)
+		require.NoError(t, err, source)
 		for _, object := range objects {
 			documents++
-			g.Expect(setsReplicas(object)).To(BeEmpty(), "%s: %s", source, object.GetKind())
+			require.Empty(t, setsReplicas(object), "%s: %s", source, object.GetKind())
 		}
 	}
-	g.Expect(documents).To(BeNumerically(">", 10), "manifests were found")
+	require.Greater(t, documents, 10, "manifests were found")
 }
 
 func TestReplicasOfANodeGroupAreFoundWhereverTheyAre(t *testing.T) {
@@ -50,11 +49,10 @@ func TestReplicasOfANodeGroupAreFoundWhereverTheyAre(t *testing.T) {
 		"the control plane of the cluster": {"{kind: Cluster, spec: {topology: {controlPlane: {replicas: 3}}}}", nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			objects, err := decode(tc.manifest)
-			g.Expect(err).NotTo(HaveOccurred())
-			g.Expect(objects).To(HaveLen(1))
-			g.Expect(setsReplicas(objects[0])).To(Equal(tc.found))
+			require.NoError(t, err)
+			require.Len(t, objects, 1)
+			require.Equal(t, tc.found, setsReplicas(objects[0]))
 		})
 	}
 }
@@ -85,11 +83,10 @@ var heredoc = regexp.MustCompile("(?s)<<-?'?YAML'?\n(.*?)\nYAML\n")
 // examples returns all manifests that a reader may copy, by location.
 func examples(t *testing.T) map[string]string {
 	t.Helper()
-	g := NewWithT(t)
 	found := map[string]string{}
 
 	all, err := pages.All(root(t))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	for _, page := range all {
 		for _, block := range page.Blocks() {
 			if block.Language == "yaml" {
@@ -112,7 +109,7 @@ func examples(t *testing.T) map[string]string {
 		found[path] = string(text)
 		return err
 	})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return found
 }
 

@@ -10,10 +10,10 @@ import (
 	"text/template"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -26,7 +26,6 @@ import (
 // Each example is valid for its tool, and renders the shim's chart for the Cluster that the tool
 // inserts.
 func TestFleetExamples(t *testing.T) {
-	g := NewWithT(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	hub := start(t, "testdata/fleet/applicationsets.yaml", "testdata/fleet/helmchartproxies.yaml", "testdata/fleet/helmreleases.yaml",
@@ -34,25 +33,23 @@ func TestFleetExamples(t *testing.T) {
 		clusterAPI(t, "cluster.x-k8s.io_clusters.yaml"))
 	for _, namespace := range []string{"team-a", "argocd", "flux-system"} {
 		err := hub.client.Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}})
-		g.Expect(client.IgnoreAlreadyExists(err)).To(Succeed())
+		require.NoError(t, client.IgnoreAlreadyExists(err))
 	}
 	spoke := start(t)
 
 	t.Run("HelmChartProxy", func(t *testing.T) {
-		g := NewWithT(t)
 		proxy := example(ctx, t, hub, "helm-chart-proxy.yaml", "")[0]
 		text, _, err := unstructured.NestedString(proxy.Object, "spec", "valuesTemplate")
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		cluster := map[string]any{"metadata": map[string]any{"namespace": "team-a", "name": "production"}}
 		rendersTheShim(t, inserted(t, text, map[string]any{"Cluster": cluster}))
 	})
 	t.Run("Argo CD", func(t *testing.T) {
-		g := NewWithT(t)
 		set := example(ctx, t, hub, "argocd-applicationset.yaml", "")[0]
 		of, _, err := unstructured.NestedMap(set.Object, "spec", "template")
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		text, err := yaml.Marshal(of)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		parameters := map[string]any{
 			"name": "prod", "nameNormalized": "prod", "server": "https://prod.example.com",
 			"metadata": map[string]any{"annotations": map[string]any{
@@ -60,72 +57,70 @@ func TestFleetExamples(t *testing.T) {
 			}},
 		}
 		var application map[string]any
-		g.Expect(yaml.Unmarshal([]byte(inserted(t, string(text), parameters)), &application)).To(Succeed())
+		require.NoError(t, yaml.Unmarshal([]byte(inserted(t, string(text), parameters)), &application))
 		name, _, _ := unstructured.NestedString(application, "metadata", "name")
-		g.Expect(name).To(Equal("karpenter-prod"))
+		require.Equal(t, "karpenter-prod", name)
 		values, _, err := unstructured.NestedMap(application, "spec", "source", "helm", "valuesObject")
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		text, err = yaml.Marshal(values)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		rendersTheShim(t, string(text))
 	})
 	t.Run("Flux", func(t *testing.T) {
-		g := NewWithT(t)
 		example(ctx, t, hub, "flux/chart.yaml", "")
 		kustomization := example(ctx, t, hub, "flux/production.yaml", "")[0]
 		variables, _, err := unstructured.NestedStringMap(kustomization.Object, "spec", "postBuild", "substitute")
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		release := example(ctx, t, hub, "flux/shim/release.yaml", os.Expand(read(t, "flux/shim/release.yaml"), func(name string) string {
-			g.Expect(variables).To(HaveKey(name))
+			require.Contains(t, variables, name)
 			return variables[name]
 		}))[0]
-		g.Expect(release.GetNamespace()).To(Equal("team-a"))
+		require.Equal(t, "team-a", release.GetNamespace())
 		secret, _, _ := unstructured.NestedString(release.Object, "spec", "kubeConfig", "secretRef", "name")
-		g.Expect(secret).To(Equal("production-kubeconfig"))
+		require.Equal(t, "production-kubeconfig", secret)
 		values, _, err := unstructured.NestedMap(release.Object, "spec", "values")
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		text, err := yaml.Marshal(values)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		rendersTheShim(t, string(text))
 	})
 	t.Run("ClusterResourceSet", func(t *testing.T) {
-		g := NewWithT(t)
 		page, err := pages.Read(root(t), "docs/fleet.md")
-		g.Expect(err).NotTo(HaveOccurred())
-		g.Expect(page.Script("ClusterResourceSet")).NotTo(BeEmpty())
+		require.NoError(t, err)
+		require.NotEmpty(t, page.Script("ClusterResourceSet"))
 		servers := map[string]*server{"hub": hub, "spoke": spoke}
 		cluster := &unstructured.Unstructured{}
 		cluster.SetAPIVersion("cluster.x-k8s.io/v1beta2")
 		cluster.SetKind("Cluster")
 		cluster.SetNamespace("team-a")
 		cluster.SetName("production")
-		g.Expect(unstructured.SetNestedField(cluster.Object, "cluster.local", "spec", "clusterNetwork", "serviceDomain")).To(Succeed())
-		g.Expect(hub.client.Create(ctx, cluster)).To(Succeed())
+		require.NoError(t, unstructured.SetNestedField(cluster.Object, "cluster.local", "spec", "clusterNetwork", "serviceDomain"))
+		require.NoError(t, hub.client.Create(ctx, cluster))
 		run(ctx, t, servers, page.Script("ClusterResourceSet"))
 
 		sets := &unstructured.UnstructuredList{}
 		sets.SetAPIVersion("addons.cluster.x-k8s.io/v1beta2")
 		sets.SetKind("ClusterResourceSetList")
-		g.Expect(hub.client.List(ctx, sets, client.InNamespace("team-a"))).To(Succeed())
-		g.Expect(sets.Items).To(HaveLen(3))
+		require.NoError(t, hub.client.List(ctx, sets, client.InNamespace("team-a")))
+		require.Len(t, sets.Items, 3)
 		for _, set := range sets.Items {
 			resources, _, err := unstructured.NestedSlice(set.Object, "spec", "resources")
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			strategy, _, _ := unstructured.NestedString(set.Object, "spec", "strategy")
 			for _, resource := range resources {
 				fields, ok := resource.(map[string]any)
-				g.Expect(ok).To(BeTrue())
+				require.True(t, ok)
 				name, _, _ := unstructured.NestedString(fields, "name")
 				deliver(ctx, t, hub, spoke, name, strategy)
 			}
 		}
 		shim := &appsv1.Deployment{}
-		g.Expect(spoke.client.Get(ctx, client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, shim)).To(Succeed())
-		g.Expect(shim.Spec.Template.Spec.Containers[0].Args).To(ContainElements("--cluster-namespace=team-a", "--cluster-name=production"))
+		require.NoError(t, spoke.client.Get(ctx, client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, shim))
+		require.Subset(t, shim.Spec.Template.Spec.Containers[0].Args, []string{"--cluster-namespace=team-a", "--cluster-name=production"})
 		pool := &unstructured.Unstructured{}
 		pool.SetAPIVersion("karpenter.sh/v1")
 		pool.SetKind("NodePool")
-		g.Expect(spoke.client.Get(ctx, client.ObjectKey{Name: "default"}, pool)).To(Succeed())
+		require.NoError(t, spoke.client.Get(ctx, client.ObjectKey{Name: "default"}, pool))
 	})
 }
 
@@ -135,7 +130,7 @@ func clusterAPI(t *testing.T, file string) string {
 	list := exec.CommandContext(t.Context(), "go", "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/cluster-api")
 	list.Dir = filepath.Join(root(t), "test")
 	out, err := list.Output()
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return filepath.Join(strings.TrimSpace(string(out)), "core/config/crd/bases", file)
 }
 
@@ -143,42 +138,39 @@ func clusterAPI(t *testing.T, file string) string {
 // the shim writes must not be in a set that Cluster API applies again.
 func deliver(ctx context.Context, t *testing.T, hub, spoke *server, name, strategy string) {
 	t.Helper()
-	g := NewWithT(t)
 	content := &corev1.ConfigMap{}
-	g.Expect(hub.client.Get(ctx, client.ObjectKey{Namespace: "team-a", Name: name}, content)).To(Succeed(), name)
+	require.NoError(t, hub.client.Get(ctx, client.ObjectKey{Namespace: "team-a", Name: name}, content), name)
 	var objects []*unstructured.Unstructured
 	for key, text := range content.Data {
 		decoded, err := decode(text)
-		g.Expect(err).NotTo(HaveOccurred(), key)
+		require.NoError(t, err, key)
 		objects = append(objects, decoded...)
 	}
-	g.Expect(objects).NotTo(BeEmpty(), name)
-	// Cluster API retries a set until each of its objects has been created.
-	g.Eventually(func() error {
+	require.NotEmpty(t, objects, name)
+	if strategy == "Reconcile" {
 		for _, object := range objects {
-			if strategy == "Reconcile" {
-				g.Expect(object.GetKind()).NotTo(Equal("Secret"), name)
-			}
-			if err := spoke.client.Create(ctx, object.DeepCopy()); err != nil && !apierrors.IsAlreadyExists(err) {
-				return err
-			}
+			require.NotEqual(t, "Secret", object.GetKind(), name)
 		}
-		return nil
-	}).WithTimeout(30*time.Second).WithPolling(50*time.Millisecond).Should(Succeed(), name)
+	}
+	// Cluster API retries a set until each of its objects has been created.
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		for _, object := range objects {
+			require.NoError(c, client.IgnoreAlreadyExists(spoke.client.Create(ctx, object.DeepCopy())))
+		}
+	}, 30*time.Second, 50*time.Millisecond, name)
 }
 
 // example creates the objects of an example in the hub, with strict validation, and returns them.
 // Text replaces the content of the file.
 func example(ctx context.Context, t *testing.T, hub *server, file, text string) []*unstructured.Unstructured {
 	t.Helper()
-	g := NewWithT(t)
 	if text == "" {
 		text = read(t, file)
 	}
 	objects, err := decode(text)
-	g.Expect(err).NotTo(HaveOccurred(), file)
+	require.NoError(t, err, file)
 	for _, object := range objects {
-		g.Expect(hub.client.Create(ctx, object.DeepCopy(), client.FieldValidation("Strict"))).To(Succeed(), file)
+		require.NoError(t, hub.client.Create(ctx, object.DeepCopy(), client.FieldValidation("Strict")), file)
 	}
 	return objects
 }
@@ -186,45 +178,44 @@ func example(ctx context.Context, t *testing.T, hub *server, file, text string) 
 func read(t *testing.T, file string) string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(root(t), "deploy/examples/fleet", file))
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return string(text)
 }
 
 // inserted executes a Go template, as the tools do.
 func inserted(t *testing.T, text string, data any) string {
 	t.Helper()
-	g := NewWithT(t)
 	parsed, err := template.New("").Option("missingkey=error").Parse(text)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	var out strings.Builder
-	g.Expect(parsed.Execute(&out, data)).To(Succeed())
+	require.NoError(t, parsed.Execute(&out, data))
 	return out.String()
 }
 
 // rendersTheShim renders the shim's chart, and expects the Cluster team-a/production in its flags.
 func rendersTheShim(t *testing.T, values string) {
 	t.Helper()
-	g := NewWithT(t)
 	file := filepath.Join(t.TempDir(), "values.yaml")
-	g.Expect(os.WriteFile(file, []byte(values), 0o600)).To(Succeed())
+	require.NoError(t, os.WriteFile(file, []byte(values), 0o600))
 	helm := exec.CommandContext(t.Context(), filepath.Join(root(t), "bin", "helm"),
 		"template", "karpenter", filepath.Join(root(t), "deploy/charts/shim"), "--namespace", "karpenter", "--values", file)
 	var problems strings.Builder
 	helm.Stderr = &problems
 	rendered, err := helm.Output()
-	g.Expect(err).NotTo(HaveOccurred(), problems.String())
+	require.NoError(t, err, problems.String())
 	objects, err := decode(string(rendered))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	for _, object := range objects {
 		if object.GetKind() != "Deployment" {
 			continue
 		}
 		var shim appsv1.Deployment
-		g.Expect(runtime.DefaultUnstructuredConverter.FromUnstructured(object.Object, &shim)).To(Succeed())
+		require.NoError(t, runtime.DefaultUnstructuredConverter.FromUnstructured(object.Object, &shim))
 		container := shim.Spec.Template.Spec.Containers[0]
-		g.Expect(container.Image).To(Equal("registry.example.com/karpenter-capi:devel"))
-		g.Expect(container.Args).To(ContainElements(
-			"--cluster-namespace=team-a", "--cluster-name=production", "--agent-address=agent.example.com:8443"))
+		require.Equal(t, "registry.example.com/karpenter-capi:devel", container.Image)
+		require.Subset(t, container.Args, []string{
+			"--cluster-namespace=team-a", "--cluster-name=production", "--agent-address=agent.example.com:8443",
+		})
 		return
 	}
 	t.Fatal("the chart has no Deployment")

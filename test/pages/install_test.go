@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	appsv1 "k8s.io/api/apps/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -63,13 +63,12 @@ func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 		},
 	} {
 		t.Run(strings.Join(way.sections, ", "), func(t *testing.T) {
-			g := NewWithT(t)
 			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 			defer cancel()
 			page, err := pages.Read(root(t), "docs/install.md")
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			for _, section := range way.sections {
-				g.Expect(page.Script(section)).NotTo(BeEmpty(), "the commands below %q", section)
+				require.NotEmpty(t, page.Script(section), "the commands below %q", section)
 			}
 
 			servers := map[string]*server{"hub": start(t, "testdata/cert-manager.yaml")}
@@ -84,7 +83,7 @@ func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 				everythingMountedIsThere(t, name, server.client)
 			}
 			for _, account := range way.accounts {
-				g.Expect(account.allowed(ctx, t, servers[account.in].client)).To(Equal(account.may), "%+v", account)
+				require.Equal(t, account.may, account.allowed(ctx, t, servers[account.in].client), "%+v", account)
 			}
 			for _, kind := range []string{"ClusterAPINodeClass", "NodePool"} {
 				made := &unstructured.Unstructured{}
@@ -93,7 +92,7 @@ func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 					made.SetAPIVersion("karpenter.cluster.x-k8s.io/v1alpha1")
 				}
 				made.SetKind(kind)
-				g.Expect(servers["spoke"].client.Get(ctx, client.ObjectKey{Name: "default"}, made)).To(Succeed(), kind)
+				require.NoError(t, servers["spoke"].client.Get(ctx, client.ObjectKey{Name: "default"}, made), kind)
 			}
 		})
 	}
@@ -191,9 +190,8 @@ func issue(ctx context.Context, hub client.Client) error {
 // including the files that their flags name, and the accounts of the pods.
 func everythingMountedIsThere(t *testing.T, name string, server client.Client) {
 	t.Helper()
-	g := NewWithT(t)
 	deployments := &appsv1.DeploymentList{}
-	g.Expect(server.List(t.Context(), deployments)).To(Succeed())
+	require.NoError(t, server.List(t.Context(), deployments))
 	for _, deployment := range deployments.Items {
 		if *deployment.Spec.Replicas == 0 {
 			continue
@@ -202,19 +200,19 @@ func everythingMountedIsThere(t *testing.T, name string, server client.Client) {
 			return client.ObjectKey{Namespace: deployment.Namespace, Name: name}
 		}
 		pod := deployment.Spec.Template.Spec
-		g.Expect(server.Get(t.Context(), key(pod.ServiceAccountName), &corev1.ServiceAccount{})).To(Succeed())
+		require.NoError(t, server.Get(t.Context(), key(pod.ServiceAccountName), &corev1.ServiceAccount{}))
 		for _, volume := range pod.Volumes {
 			var files []string
 			switch {
 			case volume.Secret != nil:
 				secret := &corev1.Secret{}
-				g.Expect(server.Get(t.Context(), key(volume.Secret.SecretName), secret)).To(Succeed(), "in the %s, for %s", name, deployment.Name)
+				require.NoError(t, server.Get(t.Context(), key(volume.Secret.SecretName), secret), "in the %s, for %s", name, deployment.Name)
 				for file := range secret.Data {
 					files = append(files, file)
 				}
 			case volume.ConfigMap != nil:
 				config := &corev1.ConfigMap{}
-				g.Expect(server.Get(t.Context(), key(volume.ConfigMap.Name), config)).To(Succeed(), "in the %s, for %s", name, deployment.Name)
+				require.NoError(t, server.Get(t.Context(), key(volume.ConfigMap.Name), config), "in the %s, for %s", name, deployment.Name)
 				for file := range config.Data {
 					files = append(files, file)
 				}
@@ -222,7 +220,7 @@ func everythingMountedIsThere(t *testing.T, name string, server client.Client) {
 				continue
 			}
 			for _, file := range filesBelow(pod, volume.Name) {
-				g.Expect(files).To(ContainElement(file), "of volume %s, in the %s, for %s", volume.Name, name, deployment.Name)
+				require.Contains(t, files, file, "of volume %s, in the %s, for %s", volume.Name, name, deployment.Name)
 			}
 		}
 	}

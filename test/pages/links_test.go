@@ -9,15 +9,14 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
 func TestEveryLinkLeadsToAFileAndAHeading(t *testing.T) {
-	g := NewWithT(t)
 	all, err := pages.All(root(t))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	headings := map[string][]string{}
 	for _, page := range all {
 		headings[page.Path] = anchors(page)
@@ -32,20 +31,19 @@ func TestEveryLinkLeadsToAFileAndAHeading(t *testing.T) {
 				target = filepath.Join(filepath.Dir(page.Path), path)
 			}
 			_, err := os.Stat(filepath.Join(root(t), target))
-			g.Expect(err).NotTo(HaveOccurred(), "%s links to %s", page.Path, link)
+			require.NoError(t, err, "%s links to %s", page.Path, link)
 			if anchor != "" {
-				g.Expect(headings[target]).To(ContainElement(anchor), "%s links to %s", page.Path, link)
+				require.Contains(t, headings[target], anchor, "%s links to %s", page.Path, link)
 			}
 		}
 	}
-	g.Expect(links).To(BeNumerically(">", 20), "links were found")
+	require.Greater(t, links, 20, "links were found")
 }
 
 // A folder below docs has a page of its own that links to the others.
 func TestTheReadmeLinksToEveryPage(t *testing.T) {
-	g := NewWithT(t)
 	all, err := pages.All(root(t))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	linked := map[string][]string{}
 	for _, page := range all {
 		for _, link := range linksOf(page) {
@@ -60,14 +58,13 @@ func TestTheReadmeLinksToEveryPage(t *testing.T) {
 			from = folder
 		}
 		if page.Path != "README.md" && !strings.HasPrefix(page.Path, ".github/ISSUE") && !strings.HasPrefix(page.Path, ".github/PULL") {
-			g.Expect(linked[from]).To(ContainElement(page.Path), from)
+			require.Contains(t, linked[from], page.Path, from)
 		}
 	}
 }
 
 // A page that says what a test shows must name one that there is.
 func TestEveryTestOfAPageExists(t *testing.T) {
-	g := NewWithT(t)
 	there := map[string]bool{}
 	function := regexp.MustCompile(`(?m)^func (Test\w+)\(`)
 	for _, module := range []string{"agent", "shim", "pkg", "test", "deploy"} {
@@ -81,32 +78,31 @@ func TestEveryTestOfAPageExists(t *testing.T) {
 			}
 			return err
 		})
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 	}
 	all, err := pages.All(root(t))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	named := regexp.MustCompile("`(Test[A-Z]\\w+)`")
 	count := 0
 	for _, page := range all {
 		for _, name := range named.FindAllStringSubmatch(page.Text, -1) {
 			count++
-			g.Expect(there).To(HaveKey(name[1]), "%s names it", page.Path)
+			require.Contains(t, there, name[1], "%s names it", page.Path)
 		}
 	}
-	g.Expect(count).To(BeNumerically(">", 50), "tests were found")
+	require.Greater(t, count, 50, "tests were found")
 }
 
 // Every make target on a page must exist.
 func TestEveryMakeTargetOfAPageExists(t *testing.T) {
-	g := NewWithT(t)
 	var makefiles []byte
 	for _, file := range []string{"Makefile", "deploy/tools/release.mk"} {
 		content, err := os.ReadFile(filepath.Join(root(t), file))
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		makefiles = append(makefiles, content...)
 	}
 	all, err := pages.All(root(t))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	targets := 0
 	for _, page := range all {
 		for _, match := range makeTarget.FindAllStringSubmatch(page.Text, -1) {
@@ -115,11 +111,11 @@ func TestEveryMakeTargetOfAPageExists(t *testing.T) {
 				if strings.HasPrefix(target, "bin/") {
 					continue // one for each command and tool
 				}
-				g.Expect(string(makefiles)).To(MatchRegexp(`(?m)^([a-z -]+ )?%s( [a-z -]+)?:`, regexp.QuoteMeta(target)), "%s: make %s", page.Path, target)
+				require.Regexp(t, fmt.Sprintf(`(?m)^([a-z -]+ )?%s( [a-z -]+)?:`, regexp.QuoteMeta(target)), string(makefiles), "%s: make %s", page.Path, target)
 			}
 		}
 	}
-	g.Expect(targets).To(BeNumerically(">", 10), "targets were found")
+	require.Greater(t, targets, 10, "targets were found")
 }
 
 var (

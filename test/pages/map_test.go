@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
@@ -20,11 +20,10 @@ var (
 )
 
 func TestTheMapShowsEveryPackage(t *testing.T) {
-	g := NewWithT(t)
 	page, err := pages.Read(root(t), "docs/architecture.md")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	_, packageMap, found := strings.Cut(page.Text, "\n## Every package\n")
-	g.Expect(found).To(BeTrue(), "docs/architecture.md has a map")
+	require.True(t, found, "docs/architecture.md has a map")
 	packageMap, _, _ = strings.Cut(packageMap, "\n## ")
 	var shown []string
 	for _, row := range mapRow.FindAllStringSubmatch(packageMap, -1) {
@@ -32,7 +31,7 @@ func TestTheMapShowsEveryPackage(t *testing.T) {
 			shown = append(shown, name[1])
 		}
 	}
-	g.Expect(shown).To(ConsistOf(packagesOf(t)))
+	require.ElementsMatch(t, packagesOf(t), shown)
 }
 
 // packagesOf returns the folders with Go code, relative to the repository's root.
@@ -66,7 +65,6 @@ func packagesOf(t *testing.T) []string {
 
 // What others may import shows its use, in an example that is run. Packages without one say why.
 func TestEveryPublicPackageHasAnExample(t *testing.T) {
-	g := NewWithT(t)
 	without := map[string]string{
 		"pkg/tracing/tracingtest":              "it takes a testing.TB, which an example has not",
 		"proto/clusterautoscaler/externalgrpc": "it is the cluster-autoscaler's",
@@ -78,9 +76,9 @@ func TestEveryPublicPackageHasAnExample(t *testing.T) {
 			continue
 		}
 		public++
-		g.Expect(hasExample(t, name)).To(Equal(without[name] == ""), "%s has an example", name)
+		require.Equal(t, without[name] == "", hasExample(t, name), "%s has an example", name)
 	}
-	g.Expect(public).To(BeNumerically(">", 15), "packages were found")
+	require.Greater(t, public, 15, "packages were found")
 }
 
 // An example without an expected output is compiled, and not run.

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	appsv1 "k8s.io/api/apps/v1"
 	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -56,7 +56,6 @@ var (
 
 // migration follows a page on a hub and a spoke without controllers, whose work the test does.
 type migration struct {
-	*WithT
 	t          *testing.T
 	ctx        context.Context //nolint:containedctx // of one test, whose helpers would all take it
 	page       pages.Page
@@ -68,10 +67,10 @@ func migrate(t *testing.T, page string, hubCRDs, spokeCRDs []string) *migration 
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	t.Cleanup(cancel)
-	m := &migration{WithT: NewWithT(t), t: t, ctx: ctx, home: t.TempDir()}
+	m := &migration{t: t, ctx: ctx, home: t.TempDir()}
 	var err error
 	m.page, err = pages.Read(root(t), page)
-	m.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	m.hub = start(t, append(hubCRDs, filepath.Join(root(t), "bin/capi-core-manifests/crds"))...)
 	m.spoke = start(t, spokeCRDs...)
 	return m
@@ -88,7 +87,7 @@ func (m *migration) do(commands string) string {
 func (m *migration) steps(section string, count int) []string {
 	m.t.Helper()
 	steps := m.page.Steps(section)
-	m.Expect(steps).To(HaveLen(count), "the blocks below %q", section)
+	require.Len(m.t, steps, count, "the blocks below %q", section)
 	return steps
 }
 
@@ -96,7 +95,7 @@ func (m *migration) get(of *server, kind schema.GroupVersionKind, namespace, nam
 	m.t.Helper()
 	object := &unstructured.Unstructured{}
 	object.SetGroupVersionKind(kind)
-	m.Expect(of.client.Get(m.ctx, client.ObjectKey{Namespace: namespace, Name: name}, object)).To(Succeed())
+	require.NoError(m.t, of.client.Get(m.ctx, client.ObjectKey{Namespace: namespace, Name: name}, object))
 	return object
 }
 
@@ -104,7 +103,7 @@ func (m *migration) names(of *server, kind schema.GroupVersionKind) []string {
 	m.t.Helper()
 	list := &unstructured.UnstructuredList{}
 	list.SetGroupVersionKind(kind)
-	m.Expect(of.client.List(m.ctx, list)).To(Succeed())
+	require.NoError(m.t, of.client.List(m.ctx, list))
 	names := []string{}
 	for i := range list.Items {
 		names = append(names, list.Items[i].GetName())
@@ -117,7 +116,7 @@ func (m *migration) change(by client.Client, object *unstructured.Unstructured, 
 	m.t.Helper()
 	before := object.DeepCopy()
 	how()
-	m.Expect(by.Patch(m.ctx, object, client.MergeFrom(before))).To(Succeed())
+	require.NoError(m.t, by.Patch(m.ctx, object, client.MergeFrom(before)))
 }
 
 func (m *migration) label(by client.Client, object *unstructured.Unstructured, key, value string) {
@@ -157,8 +156,8 @@ func (m *migration) machine(cluster, group, name string) {
 		spec: {clusterName: %[1]s, providerID: "sim://%[3]s", bootstrap: {dataSecretName: b},
 			infrastructureRef: {apiGroup: example.com, kind: T, name: t}}}`,
 		cluster, group, name))
-	m.Expect(unstructured.SetNestedField(made.Object, name, "status", "nodeRef", "name")).To(Succeed())
-	m.Expect(m.hub.client.Status().Update(m.ctx, made)).To(Succeed())
+	require.NoError(m.t, unstructured.SetNestedField(made.Object, name, "status", "nodeRef", "name"))
+	require.NoError(m.t, m.hub.client.Status().Update(m.ctx, made))
 	if cluster == "production" {
 		create(m.ctx, m.t, m.spoke.client, fmt.Sprintf(`{apiVersion: v1, kind: Node, metadata: {name: %[1]s}, spec: {providerID: "sim://%[1]s"}}`, name))
 	}
@@ -179,7 +178,7 @@ func (m *migration) ready(nodeClaim *unstructured.Unstructured, status string) {
 	nodeClaim.Object["status"] = map[string]any{"providerID": "sim://" + nodeClaim.GetName(), "nodeName": nodeClaim.GetName(), "conditions": []any{
 		map[string]any{"type": "Ready", "status": status, "reason": "R", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"},
 	}}
-	m.Expect(m.spoke.client.Status().Update(m.ctx, nodeClaim)).To(Succeed())
+	require.NoError(m.t, m.spoke.client.Status().Update(m.ctx, nodeClaim))
 }
 
 // deployment creates a Deployment with a pod, which is removed once the Deployment is scaled to 0.
@@ -290,40 +289,40 @@ func TestTheMigrationFromTheOtherProvider(t *testing.T) {
 	buffers := m.get(m.spoke, crdKind, "", "capacitybuffers.autoscaling.x-k8s.io").GetResourceVersion()
 
 	look := m.steps("1. Look first", 4)
-	m.Expect(strings.Split(strings.TrimSpace(m.do(look[0])), "\n")).To(ConsistOf(
+	require.ElementsMatch(t, []string{
 		"workers replicas=2 min=0 opted-in=true",
 		"small replicas=1 min=3 opted-in=true RAISED BY 2",
 		"selected replicas=0 min=0 opted-in=false",
-	), "the groups of this Cluster, and what the agent would do to them")
+	}, strings.Split(strings.TrimSpace(m.do(look[0])), "\n"), "the groups of this Cluster, and what the agent would do to them")
 	m.do(look[1])
 	agent := &appsv1.Deployment{}
-	m.Expect(m.hub.client.Get(m.ctx, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}, agent)).To(Succeed())
-	m.Expect(agent.Spec.Template.Spec.Containers[0].Args).To(ContainElement("--clusters=team-a/production"))
+	require.NoError(t, m.hub.client.Get(m.ctx, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}, agent))
+	require.Contains(t, agent.Spec.Template.Spec.Containers[0].Args, "--clusters=team-a/production")
 	m.do(look[2])
-	m.Expect(m.names(m.spoke, crdKind)).To(ContainElement("nodeoverlays.karpenter.sh"))
+	require.Contains(t, m.names(m.spoke, crdKind), "nodeoverlays.karpenter.sh")
 	m.do(look[3])
-	m.Expect(m.get(m.spoke, crdKind, "", "capacitybuffers.autoscaling.x-k8s.io").GetResourceVersion()).To(Equal(buffers), "the autoscaler's CRD")
-	m.Expect(m.shims()).To(BeEmpty(), "before the other provider is stopped, the shim does not run")
+	require.Equal(t, buffers, m.get(m.spoke, crdKind, "", "capacitybuffers.autoscaling.x-k8s.io").GetResourceVersion(), "the autoscaler's CRD")
+	require.Empty(t, m.shims(), "before the other provider is stopped, the shim does not run")
 	other := m.other()
-	m.Expect(*other.Spec.Replicas).To(BeEquivalentTo(1))
+	require.EqualValues(t, 1, *other.Spec.Replicas)
 
 	m.do(m.steps("2. Stop the other provider", 1)[0])
-	m.Expect(*m.other().Spec.Replicas).To(BeZero())
-	m.Expect(apierrors.IsNotFound(m.spoke.client.Get(m.ctx, client.ObjectKey{Namespace: "karpenter", Name: "karpenter-1"}, &corev1.Pod{}))).To(BeTrue(),
+	require.Zero(t, *m.other().Spec.Replicas)
+	require.True(t, apierrors.IsNotFound(m.spoke.client.Get(m.ctx, client.ObjectKey{Namespace: "karpenter", Name: "karpenter-1"}, &corev1.Pod{})),
 		"its pod is gone before the page goes on")
 	saved, err := os.ReadFile(filepath.Join(m.home, "do-not-disrupt.txt"))
-	m.Expect(err).NotTo(HaveOccurred())
-	m.Expect(string(saved)).To(Equal("Node/b\n"))
+	require.NoError(t, err)
+	require.Equal(t, "Node/b\n", string(saved))
 
 	m.do(m.steps("3. Start Karpenter", 1)[0])
 	shims := m.shims()
-	m.Expect(shims).To(HaveLen(1))
-	m.Expect(shims[0].Spec.Template.Spec.Containers[0].Env).To(ContainElements(
-		corev1.EnvVar{Name: "LEADER_ELECTION_NAMESPACE", Value: "karpenter"},
-		corev1.EnvVar{Name: "LEADER_ELECTION_NAME", Value: "karpenter-leader-election"},
-	), "the lease is the other provider's")
+	require.Len(t, shims, 1)
+	require.Subset(t, shims[0].Spec.Template.Spec.Containers[0].Env, []corev1.EnvVar{
+		{Name: "LEADER_ELECTION_NAMESPACE", Value: "karpenter"},
+		{Name: "LEADER_ELECTION_NAME", Value: "karpenter-leader-election"},
+	}, "the lease is the other provider's")
 	role := client.ObjectKey{Namespace: "karpenter", Name: shims[0].Spec.Template.Spec.ServiceAccountName}
-	m.Expect(m.spoke.client.Get(m.ctx, role, &rbacv1.Role{})).To(Succeed(), "the shim may keep its lease there")
+	require.NoError(t, m.spoke.client.Get(m.ctx, role, &rbacv1.Role{}), "the shim may keep its lease there")
 	everythingMountedIsThere(t, "spoke", m.spoke.client)
 
 	// Agent and shim adopt.
@@ -343,53 +342,55 @@ func TestTheMigrationFromTheOtherProvider(t *testing.T) {
 	m.change(m.spoke.client, class, func() { class.SetFinalizers([]string{foreign, "karpenter.cluster.x-k8s.io/termination"}) })
 
 	m.do(m.steps("4. Allow disruption", 1)[0])
-	m.Expect(m.annotations(nodeKind, "a")).NotTo(HaveKey(doNotDisrupt))
-	m.Expect(m.annotations(nodeClaimKind, "a")).NotTo(HaveKey(doNotDisrupt))
-	m.Expect(m.annotations(nodeClaimKind, "b")).NotTo(HaveKey(doNotDisrupt))
-	m.Expect(m.annotations(nodeKind, "b")).To(HaveKeyWithValue(doNotDisrupt, "true"), "the user had protected it before")
+	require.NotContains(t, m.annotations(nodeKind, "a"), doNotDisrupt)
+	require.NotContains(t, m.annotations(nodeClaimKind, "a"), doNotDisrupt)
+	require.NotContains(t, m.annotations(nodeClaimKind, "b"), doNotDisrupt)
+	require.Equal(t, "true", m.annotations(nodeKind, "b")[doNotDisrupt], "the user had protected it before")
 
 	back := m.steps("Going back", 7)
 	late := m.nodeClaim("late")
 	m.ready(late, "False")
 	leaving := m.nodeClaim("leaving")
-	m.Expect(m.spoke.client.Delete(m.ctx, leaving)).To(Succeed())
-	m.Expect(strings.Fields(m.do(back[0]))).To(ConsistOf("late", "leaving"))
+	require.NoError(t, m.spoke.client.Delete(m.ctx, leaving))
+	require.ElementsMatch(t, []string{"late", "leaving"}, strings.Fields(m.do(back[0])))
 	for _, nodeClaim := range []*unstructured.Unstructured{late, leaving} {
 		m.do("kubectl patch nodeclaim " + nodeClaim.GetName() + ` --type merge --patch '{"metadata": {"finalizers": null}}'`)
-		m.Expect(client.IgnoreNotFound(m.spoke.client.Delete(m.ctx, nodeClaim))).To(Succeed())
+		require.NoError(t, client.IgnoreNotFound(m.spoke.client.Delete(m.ctx, nodeClaim)))
 	}
-	m.Expect(m.do(back[0])).To(BeEmpty())
+	require.Empty(t, m.do(back[0]))
 	m.do(back[1])
-	m.Expect(m.shims()).To(BeEmpty())
+	require.Empty(t, m.shims())
 	m.do(back[2])
 	for name, taken := range map[string]bool{"a": true, "b": true, "spare": false, "foreign": false} {
 		_, is := m.get(m.hub, machineKind, "team-a", name).GetLabels()[member]
-		m.Expect(is).To(Equal(taken), "Machine %s", name)
+		require.Equal(t, taken, is, "Machine %s", name)
 	}
 	m.do(back[3])
 	for _, kind := range []schema.GroupVersionKind{nodeKind, nodeClaimKind} {
 		for _, name := range []string{"a", "b"} {
-			m.Expect(m.get(m.spoke, kind, "", name).GetLabels()).NotTo(HaveKey(adopted))
+			require.NotContains(t, m.get(m.spoke, kind, "", name).GetLabels(), adopted)
 		}
 	}
-	m.Expect(m.get(m.spoke, nodeClassKind, "", "default").GetFinalizers()).To(ConsistOf(foreign))
-	m.Expect(m.do(back[4])).To(ContainSubstring("nothing of the agent is left"))
-	m.Expect(m.names(m.hub, claimKind)).To(ConsistOf("staging.x"))
-	m.Expect(m.get(m.hub, machineKind, "team-a", "a").GetLabels()).To(And(HaveKey(member), Not(HaveKey(claimLabel))))
-	m.Expect(m.get(m.hub, machineKind, "team-a", "foreign").GetLabels()).To(HaveKey(claimLabel), "another Cluster's")
-	m.Expect(m.get(m.hub, groupKind, "team-a", "workers").GetLabels()).To(HaveKey(member), "the other provider needs it")
-	m.Expect(m.do(back[5])).To(BeEmpty())
+	require.Equal(t, []string{foreign}, m.get(m.spoke, nodeClassKind, "", "default").GetFinalizers())
+	require.Contains(t, m.do(back[4]), "nothing of the agent is left")
+	require.Equal(t, []string{"staging.x"}, m.names(m.hub, claimKind))
+	labels := m.get(m.hub, machineKind, "team-a", "a").GetLabels()
+	require.Contains(t, labels, member)
+	require.NotContains(t, labels, claimLabel)
+	require.Contains(t, m.get(m.hub, machineKind, "team-a", "foreign").GetLabels(), claimLabel, "another Cluster's")
+	require.Contains(t, m.get(m.hub, groupKind, "team-a", "workers").GetLabels(), member, "the other provider needs it")
+	require.Empty(t, m.do(back[5]))
 	m.do(`kubectl --context hub --namespace team-a annotate machinedeployment small ` + capacity + `memory-`)
-	m.Expect(m.do(back[5])).To(Equal("small\n"), "a Machine of it would fail every listing of the other provider's")
+	require.Equal(t, "small\n", m.do(back[5]), "a Machine of it would fail every listing of the other provider's")
 	m.do(back[6])
-	m.Expect(*m.other().Spec.Replicas).To(BeEquivalentTo(1))
-	m.Expect(m.names(m.spoke, nodeClaimKind)).To(ConsistOf("a", "b"))
+	require.EqualValues(t, 1, *m.other().Spec.Replicas)
+	require.ElementsMatch(t, []string{"a", "b"}, m.names(m.spoke, nodeClaimKind))
 }
 
 func (m *migration) other() *appsv1.Deployment {
 	m.t.Helper()
 	deployment := &appsv1.Deployment{}
-	m.Expect(m.spoke.client.Get(m.ctx, client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, deployment)).To(Succeed())
+	require.NoError(m.t, m.spoke.client.Get(m.ctx, client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, deployment))
 	return deployment
 }
 
@@ -397,7 +398,7 @@ func (m *migration) other() *appsv1.Deployment {
 func (m *migration) shims() []appsv1.Deployment {
 	m.t.Helper()
 	list := &appsv1.DeploymentList{}
-	m.Expect(m.spoke.client.List(m.ctx, list, client.MatchingLabels{"app.kubernetes.io/part-of": "karpenter-capi"})).To(Succeed())
+	require.NoError(m.t, m.spoke.client.List(m.ctx, list, client.MatchingLabels{"app.kubernetes.io/part-of": "karpenter-capi"}))
 	return list.Items
 }
 
@@ -407,7 +408,7 @@ func (m *migration) as(of *server, user string) client.Client {
 	config := rest.CopyConfig(of.config)
 	config.Impersonate.UserName = user
 	c, err := client.New(config, client.Options{})
-	m.Expect(err).NotTo(HaveOccurred())
+	require.NoError(m.t, err)
 	return c
 }
 
@@ -436,13 +437,17 @@ func TestTheMigrationFromTheClusterAutoscaler(t *testing.T) {
 		"spec: {template: {spec: {requirements: [], nodeClassRef: {group: karpenter.cluster.x-k8s.io, kind: ClusterAPINodeClass, name: default}}}}}")
 
 	move := m.steps("Move a node group", 4)
-	m.Expect(m.do(move[0])).To(ContainSubstring("--node-group-auto-discovery=clusterapi:namespace=team-a\n"))
+	require.Contains(t, m.do(move[0]), "--node-group-auto-discovery=clusterapi:namespace=team-a\n")
 	m.do(move[1])
 	for name, value := range map[string]string{"workers": "on", "others": "on", "moved": "", "theirs": ""} {
-		m.Expect(m.get(m.hub, groupKind, "team-a", name).GetLabels()[discovery]).To(Equal(value), name)
+		require.Equal(t, value, m.get(m.hub, groupKind, "team-a", name).GetLabels()[discovery], name)
 	}
-	m.Expect(m.do(move[2])).To(And(ContainSubstring(`"replicas": 3`), ContainSubstring(`-min-size": "4"`)))
-	m.Expect(m.get(m.hub, groupKind, "team-a", "workers").GetLabels()).NotTo(Or(HaveKey(discovery), HaveKey(member)), "it is neither's meanwhile")
+	changed := m.do(move[2])
+	require.Contains(t, changed, `"replicas": 3`)
+	require.Contains(t, changed, `-min-size": "4"`)
+	labels := m.get(m.hub, groupKind, "team-a", "workers").GetLabels()
+	require.NotContains(t, labels, discovery, "it is neither's meanwhile")
+	require.NotContains(t, labels, member, "it is neither's meanwhile")
 
 	leaving, workers := m.get(m.spoke, nodeKind, "", "a"), m.get(m.hub, groupKind, "team-a", "workers")
 	itsMachine := m.get(m.hub, machineKind, "team-a", "a")
@@ -463,21 +468,25 @@ func TestTheMigrationFromTheClusterAutoscaler(t *testing.T) {
 		return errors.Join(m.spoke.client.Delete(ctx, leaving), m.hub.client.Delete(ctx, itsMachine))
 	})
 	m.do(move[3])
-	m.Expect(m.get(m.hub, groupKind, "team-a", "workers").GetLabels()).To(And(HaveKey(member), Not(HaveKey(discovery))))
-	m.Expect(m.get(m.hub, groupKind, "team-a", "others").GetLabels()).To(And(HaveKeyWithValue(discovery, "on"), Not(HaveKey(member))))
-	m.Expect(m.taints("b")).To(ConsistOf("dedicated"))
-	m.Expect(m.taints("d")).To(ConsistOf(candidate), "of a group that stays the autoscaler's")
+	labels = m.get(m.hub, groupKind, "team-a", "workers").GetLabels()
+	require.Contains(t, labels, member)
+	require.NotContains(t, labels, discovery)
+	labels = m.get(m.hub, groupKind, "team-a", "others").GetLabels()
+	require.Equal(t, "on", labels[discovery])
+	require.NotContains(t, labels, member)
+	require.Equal(t, []string{"dedicated"}, m.taints("b"))
+	require.Equal(t, []string{candidate}, m.taints("d"), "of a group that stays the autoscaler's")
 
 	nodes := m.steps("What becomes of the Nodes", 3)
 	m.do(nodes[0])
 	expire, _, err := unstructured.NestedString(m.get(m.spoke, nodePoolKind, "", "default").Object, "spec", "template", "spec", "expireAfter")
-	m.Expect(err).NotTo(HaveOccurred())
-	m.Expect(expire).To(Equal("Never"))
+	require.NoError(t, err)
+	require.Equal(t, "Never", expire)
 	m.do(nodes[1])
-	m.Expect(m.adoption()).To(Equal("OnRequest"))
+	require.Equal(t, "OnRequest", m.adoption())
 	for name, asked := range map[string]bool{"b": true, "c": true, "d": false} {
 		_, is := m.get(m.spoke, nodeKind, "", name).GetAnnotations()["karpenter.cluster.x-k8s.io/adopt"]
-		m.Expect(is).To(Equal(asked), "Node %s", name)
+		require.Equal(t, asked, is, "Node %s", name)
 	}
 
 	// The shim adopts them, and makes a Node in each of two groups.
@@ -493,11 +502,11 @@ func TestTheMigrationFromTheClusterAutoscaler(t *testing.T) {
 	m.adopt(nodeClaimKind, "moved", "adopted-elsewhere")
 
 	m.do(nodes[2])
-	m.Expect(m.annotations(nodeKind, "c")).NotTo(HaveKey(doNotDisrupt))
-	m.Expect(m.annotations(nodeClaimKind, "b")).NotTo(HaveKey(doNotDisrupt))
-	m.Expect(m.annotations(nodeClaimKind, "c")).NotTo(HaveKey(doNotDisrupt))
-	m.Expect(m.annotations(nodeKind, "b")).To(HaveKeyWithValue(doNotDisrupt, "true"), "the user had protected it before")
-	m.Expect(m.annotations(nodeClaimKind, "adopted-elsewhere")).To(HaveKeyWithValue(doNotDisrupt, "true"), "its group has not been approved")
+	require.NotContains(t, m.annotations(nodeKind, "c"), doNotDisrupt)
+	require.NotContains(t, m.annotations(nodeClaimKind, "b"), doNotDisrupt)
+	require.NotContains(t, m.annotations(nodeClaimKind, "c"), doNotDisrupt)
+	require.Equal(t, "true", m.annotations(nodeKind, "b")[doNotDisrupt], "the user had protected it before")
+	require.Equal(t, "true", m.annotations(nodeClaimKind, "adopted-elsewhere")[doNotDisrupt], "its group has not been approved")
 
 	m.play(func(ctx context.Context) error { // the shim returns machines
 		for _, name := range []string{"b", "c", "new", "elsewhere", "adopted-elsewhere"} {
@@ -528,23 +537,27 @@ func TestTheMigrationFromTheClusterAutoscaler(t *testing.T) {
 		return nil
 	})
 	m.do(m.steps("Going back", 1)[0])
-	m.Expect(m.adoption()).To(Equal("Never"))
-	m.Expect(m.names(m.spoke, nodeClaimKind)).To(ConsistOf("elsewhere", "adopted-elsewhere"), "only this group's are returned, all of them")
-	m.Expect(m.get(m.hub, groupKind, "team-a", "workers").GetLabels()).To(And(HaveKeyWithValue(discovery, "on"), Not(HaveKey(member))))
-	m.Expect(m.get(m.hub, groupKind, "team-a", "moved").GetLabels()).To(And(HaveKey(member), Not(HaveKey(discovery))))
+	require.Equal(t, "Never", m.adoption())
+	require.ElementsMatch(t, []string{"elsewhere", "adopted-elsewhere"}, m.names(m.spoke, nodeClaimKind), "only this group's are returned, all of them")
+	labels = m.get(m.hub, groupKind, "team-a", "workers").GetLabels()
+	require.Equal(t, "on", labels[discovery])
+	require.NotContains(t, labels, member)
+	labels = m.get(m.hub, groupKind, "team-a", "moved").GetLabels()
+	require.Contains(t, labels, member)
+	require.NotContains(t, labels, discovery)
 }
 
 func (m *migration) adoption() string {
 	m.t.Helper()
 	mode, _, err := unstructured.NestedString(m.get(m.spoke, nodeClassKind, "", "default").Object, "spec", "adoption", "machines")
-	m.Expect(err).NotTo(HaveOccurred())
+	require.NoError(m.t, err)
 	return mode
 }
 
 func (m *migration) taints(node string) []string {
 	m.t.Helper()
 	n := &corev1.Node{}
-	m.Expect(m.spoke.client.Get(m.ctx, client.ObjectKey{Name: node}, n)).To(Succeed())
+	require.NoError(m.t, m.spoke.client.Get(m.ctx, client.ObjectKey{Name: node}, n))
 	var keys []string
 	for _, taint := range n.Spec.Taints {
 		if !strings.HasPrefix(taint.Key, "node.kubernetes.io/") {
@@ -563,15 +576,14 @@ func TestEveryCommandOfTheMigrationPagesIsRun(t *testing.T) {
 		},
 		"docs/migrate-from-cluster-autoscaler.md": {"Before you begin", "Move a node group", "What becomes of the Nodes", "Going back"},
 	} {
-		g := NewWithT(t)
 		page, err := pages.Read(root(t), path)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		var found []string
 		for _, block := range page.Blocks() {
 			if block.Language == "sh" && !slices.Contains(found, block.Section) {
 				found = append(found, block.Section)
 			}
 		}
-		g.Expect(found).To(Equal(sections), path)
+		require.Equal(t, sections, found, path)
 	}
 }

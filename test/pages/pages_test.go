@@ -9,28 +9,27 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
 func TestBlocksHaveTheirSectionAndNoIndentation(t *testing.T) {
-	g := NewWithT(t)
 	page := pages.Page{Text: strings.Join([]string{
 		"# Title", "```sh", "a", "```",
 		"## One", "1. text", "", "   ```sh", "   b", "     c", "   ```", "### Below", "```yaml", "d: 1", "```",
 		"## Two", "```sh", "e", "```", "",
 	}, "\n")}
 
-	g.Expect(page.Blocks()).To(Equal([]pages.Block{
+	require.Equal(t, []pages.Block{
 		{Language: "sh", Code: "a\n", Line: 3},
 		{Language: "sh", Code: "b\n  c\n", Section: "One", Line: 9},
 		{Language: "yaml", Code: "d: 1\n", Section: "One", Line: 14},
 		{Language: "sh", Code: "e\n", Section: "Two", Line: 18},
-	}))
-	g.Expect(page.Script()).To(Equal("a\nb\n  c\ne\n"))
-	g.Expect(page.Script("Two", "One")).To(Equal("e\nb\n  c\n"))
-	g.Expect(page.Steps("One")).To(Equal([]string{"b\n  c\n"}))
+	}, page.Blocks())
+	require.Equal(t, "a\nb\n  c\ne\n", page.Script())
+	require.Equal(t, "e\nb\n  c\n", page.Script("Two", "One"))
+	require.Equal(t, []string{"b\n  c\n"}, page.Steps("One"))
 }
 
 func at(page pages.Page, block pages.Block) string {

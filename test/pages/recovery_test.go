@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -18,11 +18,10 @@ import (
 // After a restore, one side is older than the other. The page's commands find what only one of them
 // has.
 func TestTheRecoveryFindsWhatOnlyOneSideHas(t *testing.T) {
-	g := NewWithT(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	page, err := pages.Read(root(t), "docs/disaster-recovery.md")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	charts := filepath.Join(root(t), "deploy/charts")
 	servers := map[string]*server{
 		"hub":   start(t, "testdata/machines.yaml", filepath.Join(charts, "agent/crds")),
@@ -50,11 +49,11 @@ func TestTheRecoveryFindsWhatOnlyOneSideHas(t *testing.T) {
 			"metadata: {name: "+claim.cluster+"."+claim.id+", namespace: team-a}, "+
 			"spec: {clusterName: "+claim.cluster+", claimID: "+claim.id+", holder: karpenter}}")
 		made.Object["status"] = map[string]any{"phase": claim.phase, "machine": map[string]any{"name": "machine-of-" + claim.id, "uid": "u"}}
-		g.Expect(servers["hub"].client.Status().Update(ctx, made)).To(Succeed())
+		require.NoError(t, servers["hub"].client.Status().Update(ctx, made))
 	}
 
-	g.Expect(strings.Fields(run(ctx, t, servers, page.Script("Restoring the hub")))).To(Equal([]string{"sim://only-a-node"}))
-	g.Expect(strings.Fields(run(ctx, t, servers, page.Script("Restoring a spoke")))).To(Equal([]string{"lost", "machine-of-lost"}))
+	require.Equal(t, []string{"sim://only-a-node"}, strings.Fields(run(ctx, t, servers, page.Script("Restoring the hub"))))
+	require.Equal(t, []string{"lost", "machine-of-lost"}, strings.Fields(run(ctx, t, servers, page.Script("Restoring a spoke"))))
 }
 
 // create creates the object of a manifest.

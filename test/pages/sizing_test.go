@@ -7,40 +7,39 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
 // The page's table is the sum of the parts that it lists, and the requested memory covers it.
 func TestTheSizingTableIsTheSumOfItsParts(t *testing.T) {
-	g := NewWithT(t)
 	page, err := pages.Read(root(t), "docs/sizing.md")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	part := func(name string) float64 {
 		match := regexp.MustCompile(`\| ` + name + `[^|]*\| (\d+) [KM]iB`).FindStringSubmatch(page.Text)
-		g.Expect(match).NotTo(BeNil(), name)
+		require.NotNil(t, match, name)
 		return number(t, match[1])
 	}
 	idle, machine, ended, spoke := part("an agent without objects"), part("each Machine"), part("each ended claim"), part("each spoke")
 
 	rows := regexp.MustCompile(`\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) MiB \| (\d+)(Mi|Gi)[^|]*\| (\d)Gi`).FindAllStringSubmatch(page.Text, -1)
-	g.Expect(len(rows)).To(BeNumerically(">", 3))
+	require.Greater(t, len(rows), 3)
 	for _, row := range rows {
 		machines, spokes, peak := number(t, row[1]), number(t, row[2]), number(t, row[3])
-		g.Expect(peak).To(BeNumerically("~", math.Round(idle+(machines*(machine+ended)+spokes*spoke)/1024), 1), row[0])
+		require.InDelta(t, math.Round(idle+(machines*(machine+ended)+spokes*spoke)/1024), peak, 1, row[0])
 		requested := number(t, row[4])
 		if row[5] == "Gi" {
 			requested *= 1024
 		}
-		g.Expect(requested).To(BeNumerically(">=", peak), row[0])
-		g.Expect(number(t, row[6])*1024).To(BeNumerically(">=", peak+530), row[0])
+		require.GreaterOrEqual(t, requested, peak, row[0])
+		require.GreaterOrEqual(t, number(t, row[6])*1024, peak+530, row[0])
 	}
 }
 
 func number(t *testing.T, text string) float64 {
 	t.Helper()
 	value, err := strconv.ParseFloat(strings.ReplaceAll(text, ",", ""), 64)
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return value
 }

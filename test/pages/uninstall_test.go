@@ -2,14 +2,15 @@ package pages_test
 
 import (
 	"context"
+	"fmt"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -27,13 +28,12 @@ const (
 // The removal's commands run in a spoke with another Karpenter beside ours, and with finalizers,
 // owners and taints of others.
 func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
-	g := NewWithT(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	page, err := pages.Read(root(t), "docs/uninstall.md")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	script := page.Script("1. In each spoke")
-	g.Expect(script).NotTo(BeEmpty())
+	require.NotEmpty(t, script)
 
 	spoke := start(t, filepath.Join(root(t), "deploy/charts/shim/crds"))
 	servers := map[string]*server{"spoke": spoke}
@@ -70,7 +70,7 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 				APIVersion: "karpenter.sh/v1", Kind: "NodeClaim", Name: owner.GetName(), UID: owner.GetUID(),
 			})
 		}
-		g.Expect(spoke.client.Create(ctx, n)).To(Succeed())
+		require.NoError(t, spoke.client.Create(ctx, n))
 		return n
 	}
 	ours := map[string]string{
@@ -81,11 +81,11 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 
 	ourPool, theirPool := nodePool("ours", ourClass), nodePool("theirs", theirClass)
 	ourClaim, endingClaim, theirClaim := nodeClaim("ours", ourClass), nodeClaim("ending", ourClass), nodeClaim("theirs", theirClass)
-	g.Expect(spoke.client.Delete(ctx, endingClaim)).To(Succeed())
+	require.NoError(t, spoke.client.Delete(ctx, endingClaim))
 	ourNode, endingNode := node("ours", ours, ourClaim), node("ending", ours, endingClaim)
 	for _, n := range []*corev1.Node{ourNode, endingNode} {
 		n.Annotations[doNotDisrupt], n.Annotations[nodeGroup] = "true", "team-a/workers"
-		g.Expect(spoke.client.Update(ctx, n)).To(Succeed())
+		require.NoError(t, spoke.client.Update(ctx, n))
 	}
 	theirNode, plainNode := node("theirs", theirs, theirClaim), node("plain", nil, nil)
 
@@ -93,12 +93,12 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 
 	gone := func(object client.Object) {
 		err := spoke.client.Get(ctx, client.ObjectKeyFromObject(object), object)
-		g.Expect(apierrors.IsNotFound(err)).To(BeTrue(), "%s %s: %v", object.GetObjectKind().GroupVersionKind().Kind, object.GetName(), err)
+		require.True(t, apierrors.IsNotFound(err), "%s %s: %v", object.GetObjectKind().GroupVersionKind().Kind, object.GetName(), err)
 	}
 	untouched := func(object client.Object) {
 		before := object.GetResourceVersion()
-		g.Expect(spoke.client.Get(ctx, client.ObjectKeyFromObject(object), object)).To(Succeed(), object.GetName())
-		g.Expect(object.GetResourceVersion()).To(Equal(before), object.GetName())
+		require.NoError(t, spoke.client.Get(ctx, client.ObjectKeyFromObject(object), object), object.GetName())
+		require.Equal(t, before, object.GetResourceVersion(), object.GetName())
 	}
 	for _, object := range []client.Object{ourClaim, endingClaim, ourPool, nodeClass} {
 		gone(object)
@@ -107,60 +107,59 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 		untouched(object)
 	}
 	for _, n := range []*corev1.Node{ourNode, endingNode} {
-		g.Expect(spoke.client.Get(ctx, client.ObjectKeyFromObject(n), n)).To(Succeed())
-		g.Expect(n.Finalizers).To(ConsistOf(foreign))
-		g.Expect(n.OwnerReferences).To(HaveExactElements(HaveField("Kind", "Rack")), "else the garbage collector deletes it with its NodeClaim")
-		g.Expect(n.Labels).To(Equal(map[string]string{"topology.kubernetes.io/zone": "a", "example.com/karpenter.sh": "x"}),
+		require.NoError(t, spoke.client.Get(ctx, client.ObjectKeyFromObject(n), n))
+		require.Equal(t, []string{foreign}, n.Finalizers)
+		owners := lo.Map(n.OwnerReferences, func(o metav1.OwnerReference, _ int) string { return o.Kind })
+		require.Equal(t, []string{"Rack"}, owners, "else the garbage collector deletes it with its NodeClaim")
+		require.Equal(t, map[string]string{"topology.kubernetes.io/zone": "a", "example.com/karpenter.sh": "x"}, n.Labels,
 			"with labels of Karpenter's it could never be adopted again")
-		g.Expect(n.Annotations).To(Equal(map[string]string{"example.com/rack": "r1"}))
-		g.Expect(n.Spec.Taints).To(ContainElement(HaveField("Key", "dedicated")))
-		g.Expect(n.Spec.Taints).NotTo(ContainElement(HaveField("Key", "karpenter.sh/disrupted")))
+		require.Equal(t, map[string]string{"example.com/rack": "r1"}, n.Annotations)
+		taints := lo.Map(n.Spec.Taints, func(taint corev1.Taint, _ int) string { return taint.Key })
+		require.Contains(t, taints, "dedicated")
+		require.NotContains(t, taints, "karpenter.sh/disrupted")
 	}
 }
 
 // Another Karpenter's release may have our default name: the removal must stop before it touches
 // anything of that release.
 func TestTheRemovalRefusesAnotherKarpentersRelease(t *testing.T) {
-	g := NewWithT(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	page, err := pages.Read(root(t), "docs/uninstall.md")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	spoke := start(t, filepath.Join(root(t), "deploy/charts/shim/crds"))
 	create(ctx, t, spoke.client, "{apiVersion: v1, kind: Namespace, metadata: {name: karpenter}}")
 	create(ctx, t, spoke.client, `{apiVersion: apps/v1, kind: Deployment,
 		metadata: {namespace: karpenter, name: karpenter, labels: {app.kubernetes.io/name: karpenter, app.kubernetes.io/instance: karpenter}},
 		spec: {selector: {matchLabels: {a: b}}, template: {metadata: {labels: {a: b}}, spec: {containers: [{name: c, image: i}]}}}}`)
 	steps := page.Steps("1. In each spoke")
-	g.Expect(steps).NotTo(BeEmpty())
+	require.NotEmpty(t, steps)
 
 	output := run(ctx, t, map[string]*server{"spoke": spoke}, "if ( "+steps[0]+" ); then echo went on; else echo refused; fi")
-	g.Expect(strings.TrimSpace(output)).To(Equal("refused"))
+	require.Equal(t, "refused", strings.TrimSpace(output))
 }
 
 // Helm does not remove the CRDs of a chart.
 func TestTheRemovalNamesEveryCRDOfTheAgent(t *testing.T) {
-	g := NewWithT(t)
 	page, err := pages.Read(root(t), "docs/uninstall.md")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	crds, err := filepath.Glob(filepath.Join(root(t), "deploy/charts/agent/crds/*.yaml"))
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(crds).NotTo(BeEmpty())
+	require.NoError(t, err)
+	require.NotEmpty(t, crds)
 	for _, file := range crds {
 		group, plural, _ := strings.Cut(strings.TrimSuffix(filepath.Base(file), ".yaml"), "_")
-		g.Expect(page.Text).To(MatchRegexp(`delete crd .*\b%s\.%s\b`, plural, regexp.QuoteMeta(group)))
+		require.Regexp(t, fmt.Sprintf(`delete crd .*\b%s\.%s\b`, plural, regexp.QuoteMeta(group)), page.Text)
 	}
 }
 
 // The order keeps the Nodes: once their owner is gone, the garbage collector deletes those that
 // still refer to it.
 func TestTheRemovalDetachesNodesBeforeItTouchesNodeClaims(t *testing.T) {
-	g := NewWithT(t)
 	page, err := pages.Read(root(t), "docs/uninstall.md")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	script := page.Script("1. In each spoke")
 	detached := strings.Index(script, "get nodes --selector")
 	stopped := strings.Index(script, "wait pod --for=delete")
 	claims := strings.Index(script, "get nodeclaims -o json")
-	g.Expect([]int{0, stopped, detached, claims}).To(And(HaveEach(BeNumerically(">=", 0)), Satisfy(slices.IsSorted[[]int])))
+	require.IsNonDecreasing(t, []int{0, stopped, detached, claims})
 }
