@@ -9,9 +9,9 @@ require (
 	github.com/karpenter-capi/karpenter-capi/docs/examples/bigfleet v0.0.0
 	github.com/karpenter-capi/karpenter-capi/pkg v0.0.0
 	github.com/karpenter-capi/karpenter-capi/proto v0.0.0
-	github.com/onsi/gomega v1.42.1
 	github.com/prometheus/prometheus v0.310.0
 	github.com/samber/lo v1.53.0
+	github.com/stretchr/testify v1.12.1
 	golang.org/x/mod v0.42.0
 	golang.org/x/sync v0.24.0
 	google.golang.org/grpc v1.85.0
@@ -27,6 +27,7 @@ require (
 	cel.dev/cel-go v0.32.0 // indirect
 	cel.dev/expr v0.25.3 // indirect
 	github.com/antlr4-go/antlr/v4 v4.13.1 // indirect
+	github.com/onsi/gomega v1.42.1 // indirect
 	go.etcd.io/bbolt v1.4.3 // indirect
 	golang.org/x/exp v0.0.0-20260820142414-ca536658362e // indirect
 	google.golang.org/genproto/googleapis/api v0.0.0-20260819154853-08b0e4226688 // indirect

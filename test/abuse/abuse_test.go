@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/go-logr/logr"
-	"github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	"k8s.io/klog/v2"
 	ctrl "sigs.k8s.io/controller-runtime"
 
@@ -24,22 +24,21 @@ func TestMain(m *testing.M) {
 // TestNoAttackCostsAnotherTenantAnything is the short form of `make abuse`: a few seconds of each
 // attack, without judging times.
 func TestNoAttackCostsAnotherTenantAnything(t *testing.T) {
-	g := gomega.NewWithT(t)
 	// The sandbox must be stopped when the test is interrupted.
 	ctx, stop := signal.NotifyContext(t.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	report, err := abuse.Run(ctx, abuse.Options{
 		Name: "abuse-short", Rounds: 1, Claims: 4, Agents: 1, Untimed: true, Say: t.Logf, Log: t.Output(),
 	})
-	g.Expect(err).NotTo(gomega.HaveOccurred())
+	require.NoError(t, err)
 	report.Write(t.Output())
 
-	g.Expect(report.Rows).To(gomega.HaveLen(len(abuse.Names())))
+	require.Len(t, report.Rows, len(abuse.Names()))
 	for _, row := range report.Rows {
-		g.Expect(row.Err).NotTo(gomega.HaveOccurred(), row.Attack)
-		g.Expect(row.Wrong).To(gomega.BeEmpty(), row.Attack)
-		g.Expect(row.Calls+row.Connections).To(gomega.BeNumerically(">", 0), row.Attack)
-		g.Expect(row.MemoryPeak).To(gomega.BeNumerically(">", 0), row.Attack)
+		require.NoError(t, row.Err, row.Attack)
+		require.Empty(t, row.Wrong, row.Attack)
+		require.Positive(t, row.Calls+row.Connections, row.Attack)
+		require.Positive(t, row.MemoryPeak, row.Attack)
 	}
-	g.Expect(report.Good()).To(gomega.BeTrue())
+	require.True(t, report.Good())
 }

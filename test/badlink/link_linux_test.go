@@ -15,8 +15,9 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"github.com/karpenter-capi/karpenter-capi/test/badlink"
@@ -156,55 +157,56 @@ func (c *client) answer(within time.Duration) (string, error) {
 }
 
 // ask sends a line and returns how long its answer took.
-func (c *client) ask(g Gomega, line string) time.Duration {
+func (c *client) ask(t require.TestingT, line string) time.Duration {
 	began := time.Now()
-	g.Expect(c.send(line)).To(Succeed())
-	g.Expect(c.answer(soon)).To(Equal(line))
+	require.NoError(t, c.send(line))
+	answer, err := c.answer(soon)
+	require.NoError(t, err)
+	require.Equal(t, line, answer)
 	return time.Since(began)
 }
 
 func TestARoundTripTakesItsTime(t *testing.T) {
 	needsLink(t)
-	g := NewWithT(t)
 	c := dial(t, serve(t).address)
-	good := c.ask(g, "good")
-	g.Expect(link.Set(badlink.Conditions{RTT: 250 * time.Millisecond})).To(Succeed())
-	bad := lo.Times(3, func(int) time.Duration { return c.ask(g, "slow") })
-	g.Expect(lo.Min(bad)).To(BeNumerically(">=", 250*time.Millisecond))
-	g.Expect(link.Set(badlink.Conditions{})).To(Succeed())
+	good := c.ask(t, "good")
+	require.NoError(t, link.Set(badlink.Conditions{RTT: 250 * time.Millisecond}))
+	bad := lo.Times(3, func(int) time.Duration { return c.ask(t, "slow") })
+	require.GreaterOrEqual(t, lo.Min(bad), 250*time.Millisecond)
+	require.NoError(t, link.Set(badlink.Conditions{}))
 	t.Logf("without delay %s, with 250 ms %v", good, bad)
-	g.Eventually(func() time.Duration { return c.ask(g, "good again") }).WithTimeout(soon).Should(BeNumerically("<", 125*time.Millisecond))
+	require.EventuallyWithT(t, func(collect *assert.CollectT) {
+		require.Less(collect, c.ask(collect, "good again"), 125*time.Millisecond)
+	}, soon, 10*time.Millisecond)
 }
 
 func TestLostPacketsAreSentAgain(t *testing.T) {
 	needsLink(t)
-	g := NewWithT(t)
 	c := dial(t, serve(t).address)
 	lost := func() int {
 		n, err := link.Lost()
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		return n
 	}
 	before := lost()
-	c.ask(g, "on a good link")
-	g.Expect(lost()).To(Equal(before))
-	g.Expect(link.Set(badlink.Conditions{Loss: 30})).To(Succeed())
+	c.ask(t, "on a good link")
+	require.Equal(t, before, lost())
+	require.NoError(t, link.Set(badlink.Conditions{Loss: 30}))
 	// A loss of fewer than ten in a thousand packets is less likely than a hardware failure.
 	asked := 0
 	for ; asked < 500 && lost()-before < 10; asked++ {
-		c.ask(g, "again")
+		c.ask(t, "again")
 	}
-	g.Expect(lost() - before).To(BeNumerically(">=", 10))
+	require.GreaterOrEqual(t, lost()-before, 10)
 	t.Logf("%d packets lost of %d requests and answers", lost()-before, asked)
-	g.Expect(link.Set(badlink.Conditions{})).To(Succeed())
-	g.Expect(lost()-before).To(BeNumerically(">=", 10), "they are not forgotten")
+	require.NoError(t, link.Set(badlink.Conditions{}))
+	require.GreaterOrEqual(t, lost()-before, 10, "they are not forgotten")
 }
 
 func TestABitRateIsAnUpperBound(t *testing.T) {
 	needsLink(t)
-	g := NewWithT(t)
 	c := dial(t, serve(t).address)
-	g.Expect(link.Set(badlink.Conditions{Rate: 1_000_000})).To(Succeed())
+	require.NoError(t, link.Set(badlink.Conditions{Rate: 1_000_000}))
 	const size = 250_000 // bytes: two seconds in each direction, half of that in both at once
 	line := strings.Repeat("x", size/10)
 	began := time.Now()
@@ -214,11 +216,13 @@ func TestABitRateIsAnUpperBound(t *testing.T) {
 		}
 	}()
 	for range 10 {
-		g.Expect(c.answer(2 * soon)).To(Equal(line))
+		answer, err := c.answer(2 * soon)
+		require.NoError(t, err)
+		require.Equal(t, line, answer)
 	}
 	took := time.Since(began)
 	t.Logf("%d bytes there and back at 1 Mbit/s: %s", size, took)
-	g.Expect(took).To(BeNumerically(">", 1900*time.Millisecond))
+	require.Greater(t, took, 1900*time.Millisecond)
 }
 
 func TestAPartitionLosesNothingThatTCPCanSendAgain(t *testing.T) {
@@ -233,85 +237,94 @@ func TestAPartitionLosesNothingThatTCPCanSendAgain(t *testing.T) {
 	} {
 		t.Run(test.shows, func(t *testing.T) {
 			needsLink(t)
-			g := NewWithT(t)
 			s := serve(t)
 			c := dial(t, s.address)
-			c.ask(g, "before")
-			g.Expect(<-s.read).To(Equal("before"))
+			c.ask(t, "before")
+			require.Equal(t, "before", <-s.read)
 
-			g.Expect(link.Set(test.conditions)).To(Succeed())
-			g.Expect(c.send("meanwhile")).To(Succeed())
+			require.NoError(t, link.Set(test.conditions))
+			require.NoError(t, c.send("meanwhile"))
 			_, err := c.answer(quiet)
-			g.Expect(err).To(MatchError(os.ErrDeadlineExceeded), "and neither an end nor a reset")
+			require.ErrorIs(t, err, os.ErrDeadlineExceeded, "and neither an end nor a reset")
 			if test.heard {
-				g.Eventually(s.read).WithTimeout(soon).Should(Receive(Equal("meanwhile")))
+				select {
+				case line := <-s.read:
+					require.Equal(t, "meanwhile", line)
+				case <-time.After(soon):
+					require.Fail(t, "the server reads nothing")
+				}
 			} else {
-				g.Expect(s.read).NotTo(Receive())
+				require.Empty(t, s.read)
 			}
 
-			g.Expect(link.Set(badlink.Conditions{})).To(Succeed())
-			g.Expect(c.answer(soon)).To(Equal("meanwhile"))
+			require.NoError(t, link.Set(badlink.Conditions{}))
+			answer, err := c.answer(soon)
+			require.NoError(t, err)
+			require.Equal(t, "meanwhile", answer)
 		})
 	}
 }
 
 func TestAForgottenConnectionIsHalfOpen(t *testing.T) {
 	needsLink(t)
-	g := NewWithT(t)
 	s := serve(t)
 	old := dial(t, s.address)
-	old.ask(g, "before")
+	old.ask(t, "before")
 
-	g.Expect(link.Forget()).To(Succeed())
-	g.Expect(old.send("into the void")).To(Succeed())
-	dial(t, s.address).ask(g, "of another connection")
+	require.NoError(t, link.Forget())
+	require.NoError(t, old.send("into the void"))
+	dial(t, s.address).ask(t, "of another connection")
 	_, err := old.answer(quiet)
-	g.Expect(err).To(MatchError(os.ErrDeadlineExceeded), "and neither an end nor a reset")
-	g.Expect(old.Close()).To(Succeed())
-	g.Consistently(s.ended).WithTimeout(quiet).ShouldNot(Receive(), "the server does not hear that it was closed")
-	g.Expect(link.Connections()).To(BeNumerically(">=", 2), "and still holds it")
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded, "and neither an end nor a reset")
+	require.NoError(t, old.Close())
+	select {
+	case err := <-s.ended:
+		require.Fail(t, "the server hears that it was closed", "%v", err)
+	case <-time.After(quiet):
+	}
+	connections, err := link.Connections()
+	require.NoError(t, err)
+	require.GreaterOrEqual(t, connections, 2, "the server still holds it")
 }
 
 func TestALostAddressIsSilent(t *testing.T) {
 	needsLink(t)
-	g := NewWithT(t)
 	s := serve(t)
 	old := dial(t, s.address)
-	old.ask(g, "before")
-	g.Expect(link.Lose(s.address)).To(Succeed())
+	old.ask(t, "before")
+	require.NoError(t, link.Lose(s.address))
 
 	dialer := net.Dialer{Timeout: quiet}
 	_, err := dialer.DialContext(t.Context(), "tcp", netip.AddrPortFrom(s.address, badlink.Port).String())
 	timeout, ok := errors.AsType[net.Error](err)
-	g.Expect(ok && timeout.Timeout()).To(BeTrue(), "nothing refuses a connection: %v", err)
+	require.True(t, ok && timeout.Timeout(), "nothing refuses a connection: %v", err)
 	_, err = old.answer(quiet)
-	g.Expect(err).To(MatchError(os.ErrDeadlineExceeded), "and nothing ends the one that there is")
-	dial(t, serve(t).address).ask(g, "by another address")
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded, "and nothing ends the one that there is")
+	dial(t, serve(t).address).ask(t, "by another address")
 }
 
 // A reboot is not tested.
 func TestNothingIsLeftOfAProgramThatIsKilled(t *testing.T) {
 	needsLink(t)
-	g := NewWithT(t)
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
 	program := exec.CommandContext(ctx, "/proc/self/exe")
 	program.Env = append(os.Environ(), holding+"=yes")
 	stdin, err := program.StdinPipe()
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = stdin.Close() })
 	stdout, err := program.StdoutPipe()
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(program.Start()).To(Succeed())
+	require.NoError(t, err)
+	require.NoError(t, program.Start())
 	namespace, err := bufio.NewReader(stdout).ReadString('\n')
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	namespace = strings.TrimSpace(namespace)
-	g.Expect(namespace).To(HavePrefix("net:["))
-	g.Expect(inUse(namespace)).NotTo(BeEmpty(), "the test has to see what it is looking for")
+	require.True(t, strings.HasPrefix(namespace, "net:["), namespace)
+	require.NotEmpty(t, inUse(namespace), "the test has to see what it is looking for")
 
-	g.Expect(program.Process.Kill()).To(Succeed())
+	require.NoError(t, program.Process.Kill())
 	_ = program.Wait()
-	g.Expect(inUse(namespace)).To(BeEmpty())
+	require.Empty(t, inUse(namespace))
 }
 
 // inUse returns the processes in a network namespace.
@@ -325,16 +338,16 @@ func inUse(namespace string) []string {
 
 func TestNamesAreReplaced(t *testing.T) {
 	needsLink(t)
-	g := NewWithT(t)
 	names, err := badlink.NewNames()
-	g.Expect(err).NotTo(HaveOccurred())
-	lookup := func() []string {
-		found, err := (&net.Resolver{PreferGo: true}).LookupHost(t.Context(), "server.badlink.test")
-		g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
+	ctx := t.Context()
+	lookup := func(t require.TestingT) []string {
+		found, err := (&net.Resolver{PreferGo: true}).LookupHost(ctx, "server.badlink.test")
+		require.NoError(t, err)
 		return found
 	}
-	g.Expect(names.Set("server.badlink.test", netip.MustParseAddr("192.0.2.1"))).To(Succeed())
-	g.Expect(lookup()).To(ConsistOf("192.0.2.1"))
-	g.Expect(names.Set("server.badlink.test", netip.MustParseAddr("192.0.2.22"))).To(Succeed())
-	g.Eventually(lookup).WithTimeout(soon).Should(ConsistOf("192.0.2.22"))
+	require.NoError(t, names.Set("server.badlink.test", netip.MustParseAddr("192.0.2.1")))
+	require.Equal(t, []string{"192.0.2.1"}, lookup(t))
+	require.NoError(t, names.Set("server.badlink.test", netip.MustParseAddr("192.0.2.22")))
+	require.EventuallyWithT(t, func(c *assert.CollectT) { require.Equal(c, []string{"192.0.2.22"}, lookup(c)) }, soon, 10*time.Millisecond)
 }

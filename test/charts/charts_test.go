@@ -16,8 +16,8 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	appsv1 "k8s.io/api/apps/v1"
 	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -67,85 +67,85 @@ func TestRenderedManifests(t *testing.T) {
 			}
 		})
 		t.Run("meet the restricted Pod Security Standard", func(t *testing.T) {
-			g := NewWithT(t)
 			evaluator, err := policy.NewEvaluator(policy.DefaultChecks(), nil)
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			for _, deployment := range of[appsv1.Deployment](t, objects, "Deployment") {
 				template := deployment.Spec.Template
 				restricted := podsecurityapi.LevelVersion{Level: podsecurityapi.LevelRestricted, Version: podsecurityapi.LatestVersion()}
 				result := policy.AggregateCheckResults(evaluator.EvaluatePod(restricted, &template.ObjectMeta, &template.Spec))
-				g.Expect(result.Allowed).To(BeTrue(), result.ForbiddenDetail())
+				require.True(t, result.Allowed, result.ForbiddenDetail())
 			}
 		})
 		t.Run("select their own pods", func(t *testing.T) {
-			g := NewWithT(t)
 			deployments := of[appsv1.Deployment](t, objects, "Deployment")
-			g.Expect(deployments).To(HaveLen(1))
+			require.Len(t, deployments, 1)
 			pod := deployments[0].Spec.Template
 			ports := lo.FlatMap(pod.Spec.Containers, func(c corev1.Container, _ int) []corev1.ContainerPort { return c.Ports })
 			for _, service := range of[corev1.Service](t, objects, "Service") {
-				g.Expect(labels.SelectorFromSet(service.Spec.Selector).Matches(labels.Set(pod.Labels))).To(BeTrue(), service.Name)
+				require.True(t, labels.SelectorFromSet(service.Spec.Selector).Matches(labels.Set(pod.Labels)), service.Name)
 				for _, port := range service.Spec.Ports {
-					g.Expect(lo.ContainsBy(ports, func(p corev1.ContainerPort) bool { return p.Name == port.TargetPort.StrVal })).
-						To(BeTrue(), "service %s names the port %q", service.Name, port.TargetPort.StrVal)
+					require.True(t, lo.ContainsBy(ports, func(p corev1.ContainerPort) bool { return p.Name == port.TargetPort.StrVal }),
+						"service %s names the port %q", service.Name, port.TargetPort.StrVal)
 				}
 			}
 			for _, of := range of[networkingv1.NetworkPolicy](t, objects, "NetworkPolicy") {
-				g.Expect(labels.SelectorFromSet(of.Spec.PodSelector.MatchLabels).Matches(labels.Set(pod.Labels))).To(BeTrue())
+				require.True(t, labels.SelectorFromSet(of.Spec.PodSelector.MatchLabels).Matches(labels.Set(pod.Labels)))
 				admitted := lo.FlatMap(of.Spec.Ingress, func(r networkingv1.NetworkPolicyIngressRule, _ int) []string {
 					return lo.Map(r.Ports, func(p networkingv1.NetworkPolicyPort, _ int) string { return p.Port.StrVal })
 				})
-				g.Expect(admitted).To(ConsistOf(lo.Map(pod.Spec.Containers[0].Ports, func(p corev1.ContainerPort, _ int) string { return p.Name })))
+				require.ElementsMatch(t, lo.Map(pod.Spec.Containers[0].Ports, func(p corev1.ContainerPort, _ int) string { return p.Name }), admitted)
 			}
 			for _, budget := range of[policyv1.PodDisruptionBudget](t, objects, "PodDisruptionBudget") {
-				g.Expect(labels.SelectorFromSet(budget.Spec.Selector.MatchLabels).Matches(labels.Set(pod.Labels))).To(BeTrue())
+				require.True(t, labels.SelectorFromSet(budget.Spec.Selector.MatchLabels).Matches(labels.Set(pod.Labels)))
 			}
 		})
 		t.Run("bind their roles to the pods' service account", func(t *testing.T) {
-			g := NewWithT(t)
 			account := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.ServiceAccountName
-			g.Expect(lo.Map(of[corev1.ServiceAccount](t, objects, "ServiceAccount"), func(a corev1.ServiceAccount, _ int) string { return a.Name })).
-				To(ConsistOf(account))
+			accounts := lo.Map(of[corev1.ServiceAccount](t, objects, "ServiceAccount"), func(a corev1.ServiceAccount, _ int) string { return a.Name })
+			require.Equal(t, []string{account}, accounts)
 			subject := rbacv1.Subject{Kind: rbacv1.ServiceAccountKind, Name: account, Namespace: c.namespace}
 			prometheus := rbacv1.Subject{Kind: rbacv1.ServiceAccountKind, Name: "prometheus", Namespace: "monitoring"}
 			for _, binding := range of[rbacv1.ClusterRoleBinding](t, objects, "ClusterRoleBinding") {
 				if strings.Contains(binding.Name, "metrics-reader") {
-					g.Expect(binding.Subjects).To(ConsistOf(prometheus))
+					require.Equal(t, []rbacv1.Subject{prometheus}, binding.Subjects)
 				} else {
-					g.Expect(binding.Subjects).To(ConsistOf(subject))
+					require.Equal(t, []rbacv1.Subject{subject}, binding.Subjects)
 				}
-				g.Expect(names(objects, binding.RoleRef.Kind, "")).To(ContainElement(binding.RoleRef.Name))
+				require.Contains(t, names(objects, binding.RoleRef.Kind, ""), binding.RoleRef.Name)
 			}
 			for _, binding := range of[rbacv1.RoleBinding](t, objects, "RoleBinding") {
-				g.Expect(binding.Subjects).To(ConsistOf(subject))
-				g.Expect(names(objects, binding.RoleRef.Kind, binding.Namespace)).To(ContainElement(binding.RoleRef.Name))
+				require.Equal(t, []rbacv1.Subject{subject}, binding.Subjects)
+				require.Contains(t, names(objects, binding.RoleRef.Kind, binding.Namespace), binding.RoleRef.Name)
 			}
 		})
 		t.Run("grant no secrets but the shim's own two, no wildcards, nothing that grants more", func(t *testing.T) {
-			g := NewWithT(t)
 			for _, role := range of[rbacv1.ClusterRole](t, objects, "ClusterRole") {
-				g.Expect(role.Rules).NotTo(ContainElement(HaveField("Resources", ContainElement("secrets"))))
+				for _, rule := range role.Rules {
+					require.NotContains(t, rule.Resources, "secrets")
+				}
 			}
 			for _, rule := range rules(t, objects) {
-				g.Expect(rule.Verbs).NotTo(ContainElement(BeElementOf("*", "bind", "escalate", "impersonate")))
-				g.Expect(rule.APIGroups).NotTo(ContainElement("*"))
+				require.Empty(t, lo.Intersect(rule.Verbs, []string{"*", "bind", "escalate", "impersonate"}))
+				require.NotContains(t, rule.APIGroups, "*")
 				if lo.Contains(rule.Resources, "secrets") {
-					g.Expect(c.name).To(Equal("shim"))
-					g.Expect(rule.ResourceNames).To(HaveLen(1))
-					g.Expect(rule.Verbs).To(HaveEach(BeElementOf("get", "update")))
+					require.Equal(t, "shim", c.name)
+					require.Len(t, rule.ResourceNames, 1)
+					require.NotEmpty(t, rule.Verbs)
+					require.Subset(t, []string{"get", "update"}, rule.Verbs)
 				}
-				g.Expect(rule.Resources).NotTo(ContainElement(HavePrefix("*")))
+				for _, resource := range rule.Resources {
+					require.False(t, strings.HasPrefix(resource, "*"), resource)
+				}
 			}
 		})
 		t.Run("pass only flags that exist", func(t *testing.T) {
-			g := NewWithT(t)
 			options, err := os.ReadFile(filepath.Join(root(t), "docs", "options.md"))
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			for _, deployment := range of[appsv1.Deployment](t, objects, "Deployment") {
 				for _, container := range deployment.Spec.Template.Spec.Containers {
 					for _, arg := range container.Args {
 						flag, _, _ := strings.Cut(arg, "=")
-						g.Expect(string(options)).To(ContainSubstring("`"+flag+"`"), "in docs/options.md")
+						require.Contains(t, string(options), "`"+flag+"`", "in docs/options.md")
 					}
 				}
 			}
@@ -154,40 +154,38 @@ func TestRenderedManifests(t *testing.T) {
 }
 
 func TestAgentConfinedToNamespacesGetsNoClusterWideRights(t *testing.T) {
-	g := NewWithT(t)
 	objects := render(t, charts[0], filepath.Join(root(t), "deploy/charts/agent/ci/confined-values.yaml"))
 
 	for _, role := range of[rbacv1.ClusterRole](t, objects, "ClusterRole") {
 		for _, rule := range role.Rules {
-			g.Expect(append(rule.Resources, rule.NonResourceURLs...)).To(
-				ConsistOf(BeElementOf("customresourcedefinitions", "tokenreviews", "subjectaccessreviews", "/metrics")))
+			granted := slices.Concat(rule.Resources, rule.NonResourceURLs)
+			require.Len(t, granted, 1)
+			require.Contains(t, []string{"customresourcedefinitions", "tokenreviews", "subjectaccessreviews", "/metrics"}, granted[0])
 		}
 	}
-	g.Expect(lo.Map(of[rbacv1.Role](t, objects, "Role"), func(r rbacv1.Role, _ int) string { return r.Namespace })).
-		To(ConsistOf("team-a", "team-b"))
+	namespaces := lo.Map(of[rbacv1.Role](t, objects, "Role"), func(r rbacv1.Role, _ int) string { return r.Namespace })
+	require.ElementsMatch(t, []string{"team-a", "team-b"}, namespaces)
 }
 
 // A policy that omits a destination would cut the shim off.
 func TestTheShimsNetworkPolicyLetsItCallWhatItCalls(t *testing.T) {
-	g := NewWithT(t)
 	objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/defaults-values.yaml"),
 		"--set", "networkPolicy.enabled=true,networkPolicy.apiServerPorts={16443},agent.address=agent.example:9443")
-	g.Expect(egress(t, objects)).To(ConsistOf(int32(53), int32(53), int32(16443), int32(8443), int32(9443)))
+	require.ElementsMatch(t, []int32{53, 53, 16443, 8443, 9443}, egress(t, objects))
 
 	onSocket := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/sidecar-values.yaml"),
 		"--set", "networkPolicy.enabled=true,agent.address=unix:///run/agent/agent-1")
-	g.Expect(egress(t, onSocket)).To(ConsistOf(int32(53), int32(53), int32(443), int32(6443)))
+	require.ElementsMatch(t, []int32{53, 53, 443, 6443}, egress(t, onSocket))
 }
 
 // A rule without ports allows all connections.
 func TestNetworkPoliciesHaveNoRuleWithoutPorts(t *testing.T) {
 	for _, c := range charts {
 		for _, none := range []string{"[]", "null"} {
-			g := NewWithT(t)
 			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"),
 				"--set", "networkPolicy.enabled=true", "--set-json", fmt.Sprintf(`networkPolicy.apiServerPorts=%s,networkPolicy.dnsPorts=%[1]s`, none))
 			for _, port := range egress(t, objects) {
-				g.Expect(port).To(BeEquivalentTo(8443), "the agent's")
+				require.EqualValues(t, 8443, port, "the agent's")
 			}
 		}
 	}
@@ -197,12 +195,11 @@ func TestNetworkPoliciesHaveNoRuleWithoutPorts(t *testing.T) {
 // destination.
 func egress(t *testing.T, objects []*unstructured.Unstructured) []int32 {
 	t.Helper()
-	g := NewWithT(t)
 	policies := of[networkingv1.NetworkPolicy](t, objects, "NetworkPolicy")
-	g.Expect(policies).To(HaveLen(1))
+	require.Len(t, policies, 1)
 	return lo.FlatMap(policies[0].Spec.Egress, func(r networkingv1.NetworkPolicyEgressRule, _ int) []int32 {
-		g.Expect(r.To).To(BeEmpty())
-		g.Expect(r.Ports).NotTo(BeEmpty())
+		require.Empty(t, r.To)
+		require.NotEmpty(t, r.Ports)
 		return lo.Map(r.Ports, func(p networkingv1.NetworkPolicyPort, _ int) int32 { return p.Port.IntVal })
 	})
 }
@@ -210,22 +207,22 @@ func egress(t *testing.T, objects []*unstructured.Unstructured) []int32 {
 func TestTracesGoWhereTheValuesSay(t *testing.T) {
 	for _, c := range charts {
 		t.Run(c.name, func(t *testing.T) {
-			g := NewWithT(t)
 			defaults := filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml")
 			variables := func(set string) map[string]string {
 				container := of[appsv1.Deployment](t, render(t, c, defaults, "--set", set), "Deployment")[0].Spec.Template.Spec.Containers[0]
 				traces := lo.Filter(container.Env, func(v corev1.EnvVar, _ int) bool { return strings.HasPrefix(v.Name, "OTEL_") })
 				return lo.SliceToMap(traces, func(v corev1.EnvVar) (string, string) { return v.Name, v.Value })
 			}
-			g.Expect(variables("tracing.sampler=always_on")).To(BeEmpty(), "it is off without an endpoint")
-			g.Expect(variables("tracing.endpoint=http://collector:4317")).To(Equal(map[string]string{
+			require.Empty(t, variables("tracing.sampler=always_on"), "it is off without an endpoint")
+			require.Equal(t, map[string]string{
 				"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317",
-			}))
+			}, variables("tracing.endpoint=http://collector:4317"))
 			sampled := variables("tracing.endpoint=http://collector:4317,tracing.sampler=parentbased_traceidratio,tracing.samplerArg=.1")
-			g.Expect(sampled).To(And(HaveKeyWithValue("OTEL_TRACES_SAMPLER", "parentbased_traceidratio"), HaveKeyWithValue("OTEL_TRACES_SAMPLER_ARG", ".1")))
+			require.Equal(t, "parentbased_traceidratio", sampled["OTEL_TRACES_SAMPLER"])
+			require.Equal(t, ".1", sampled["OTEL_TRACES_SAMPLER_ARG"])
 
 			confined := render(t, c, defaults, "--set", "networkPolicy.enabled=true,tracing.endpoint=http://collector:14317")
-			g.Expect(egress(t, confined)).To(ContainElement(int32(14317)), "the network policy lets spans out")
+			require.Contains(t, egress(t, confined), int32(14317), "the network policy lets spans out")
 		})
 	}
 }
@@ -234,14 +231,15 @@ func TestTracesGoWhereTheValuesSay(t *testing.T) {
 func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
 	for _, c := range charts {
 		t.Run(c.name, func(t *testing.T) {
-			g := NewWithT(t)
 			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set",
 				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,"+
 					"metrics.prometheusRule=null,metrics.dashboard=null,tracing=null,networkPolicy=null"+
 					lo.Ternary(c.name == "shim", ",agent.enrollment=null", ""))
 			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
-			g.Expect(pod.Volumes).To(HaveLen(1))
-			g.Expect(pod.Containers[0].Args).NotTo(ContainElement(HavePrefix("--metrics-tls")))
+			require.Len(t, pod.Volumes, 1)
+			for _, arg := range pod.Containers[0].Args {
+				require.False(t, strings.HasPrefix(arg, "--metrics-tls"), arg)
+			}
 		})
 	}
 }
@@ -252,21 +250,24 @@ func TestMetricsAreSecureUnlessTheValuesSayOtherwise(t *testing.T) {
 	for _, c := range charts {
 		for set, secure := range map[string]bool{"metrics.secure=true": true, "metrics.secure=false": false} {
 			t.Run(c.name+" "+set, func(t *testing.T) {
-				g := NewWithT(t)
 				objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set", set+",metrics.serviceMonitor.enabled=true")
 				args := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.Containers[0].Args
-				g.Expect(slices.Contains(args, "--metrics-secure=false")).To(Equal(!secure))
+				require.Equal(t, !secure, slices.Contains(args, "--metrics-secure=false"))
 				asks := lo.ContainsBy(rules(t, objects), func(r rbacv1.PolicyRule) bool { return slices.Contains(r.Resources, "tokenreviews") })
-				g.Expect(asks).To(Equal(secure))
+				require.Equal(t, secure, asks)
 				monitor, found := lo.Find(objects, func(o *unstructured.Unstructured) bool { return o.GetKind() == "ServiceMonitor" })
-				g.Expect(found).To(BeTrue())
+				require.True(t, found)
 				endpoints, _, err := unstructured.NestedSlice(monitor.Object, "spec", "endpoints")
-				g.Expect(err).NotTo(HaveOccurred())
-				g.Expect(endpoints).To(HaveLen(1))
+				require.NoError(t, err)
+				require.Len(t, endpoints, 1)
+				endpoint, ok := endpoints[0].(map[string]any)
+				require.True(t, ok)
 				if secure {
-					g.Expect(endpoints[0]).To(And(HaveKeyWithValue("scheme", "https"), HaveKey("bearerTokenFile"), HaveKey("tlsConfig")))
+					require.Equal(t, "https", endpoint["scheme"])
+					require.Contains(t, endpoint, "bearerTokenFile")
+					require.Contains(t, endpoint, "tlsConfig")
 				} else {
-					g.Expect(endpoints[0]).NotTo(HaveKey("scheme"))
+					require.NotContains(t, endpoint, "scheme")
 				}
 			})
 		}
@@ -277,49 +278,50 @@ func TestMetricsAreSecureUnlessTheValuesSayOtherwise(t *testing.T) {
 func TestAlertsHaveARunbookAndDashboardsAreForGrafanasSidecar(t *testing.T) {
 	for _, c := range charts {
 		t.Run(c.name, func(t *testing.T) {
-			g := NewWithT(t)
 			defaults := filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml")
 			kinds := func(objects []*unstructured.Unstructured) []string {
 				return lo.Map(objects, func(o *unstructured.Unstructured, _ int) string { return o.GetKind() + "/" + o.GetName() })
 			}
-			g.Expect(kinds(render(t, c, defaults))).NotTo(ContainElement(Or(HavePrefix("PrometheusRule/"), HaveSuffix("-dashboard"))), "they are off")
+			for _, kind := range kinds(render(t, c, defaults)) {
+				require.False(t, strings.HasPrefix(kind, "PrometheusRule/") || strings.HasSuffix(kind, "-dashboard"), "%s is off", kind)
+			}
 
 			all, err := monitoring.Alerts(root(t))
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			first := lo.Ternary(c.name == "agent", "CapiAgentDown", "KarpenterCapiDown")
 			objects := render(t, c, defaults, "--set", "metrics.dashboard.enabled=true,metrics.prometheusRule.enabled=true,"+
 				"metrics.prometheusRule.runbookURL=https://example.com/r,metrics.prometheusRule.disabled={"+first+"}")
 			rule, found := lo.Find(objects, func(o *unstructured.Unstructured) bool { return o.GetKind() == "PrometheusRule" })
-			g.Expect(found).To(BeTrue())
+			require.True(t, found)
 			var prometheusRule struct {
 				Spec monitoring.Rules `json:"spec"`
 			}
-			g.Expect(runtime.DefaultUnstructuredConverter.FromUnstructured(rule.Object, &prometheusRule)).To(Succeed())
+			require.NoError(t, runtime.DefaultUnstructuredConverter.FromUnstructured(rule.Object, &prometheusRule))
 			alerts := 0
 			for _, group := range prometheusRule.Spec.Groups {
 				for _, rendered := range group.Rules {
 					original, found := lo.Find(all, func(a monitoring.Alert) bool { return a.Alert == rendered.Alert })
-					g.Expect(found).To(BeTrue())
-					g.Expect(rendered.Annotations).To(HaveKeyWithValue("runbook_url", "https://example.com/r#"+strings.ToLower(rendered.Alert)))
+					require.True(t, found)
+					require.Equal(t, "https://example.com/r#"+strings.ToLower(rendered.Alert), rendered.Annotations["runbook_url"])
 					delete(rendered.Annotations, "runbook_url")
-					g.Expect(rendered).To(Equal(original))
-					g.Expect(rendered.Alert).NotTo(Equal(first), "it is disabled")
+					require.Equal(t, original, rendered)
+					require.NotEqual(t, first, rendered.Alert, "it is disabled")
 					alerts++
 				}
 			}
 			prefix := strings.TrimSuffix(first, "Down")
-			g.Expect(alerts).To(Equal(lo.CountBy(all, func(a monitoring.Alert) bool { return strings.HasPrefix(a.Alert, prefix) }) - 1))
+			require.Equal(t, lo.CountBy(all, func(a monitoring.Alert) bool { return strings.HasPrefix(a.Alert, prefix) })-1, alerts)
 
 			dashboard, found := lo.Find(of[corev1.ConfigMap](t, objects, "ConfigMap"), func(m corev1.ConfigMap) bool {
 				return strings.HasSuffix(m.Name, "-dashboard")
 			})
-			g.Expect(found).To(BeTrue())
-			g.Expect(dashboard.Labels).To(HaveKeyWithValue("grafana_dashboard", "1"))
-			g.Expect(dashboard.Data).To(HaveLen(1))
+			require.True(t, found)
+			require.Equal(t, "1", dashboard.Labels["grafana_dashboard"])
+			require.Len(t, dashboard.Data, 1)
 			for name, content := range dashboard.Data {
 				file, err := os.ReadFile(filepath.Join(chartPath(t, c), "dashboards", name))
-				g.Expect(err).NotTo(HaveOccurred())
-				g.Expect(content).To(MatchJSON(file))
+				require.NoError(t, err)
+				require.JSONEq(t, string(file), content)
 			}
 		})
 	}
@@ -329,48 +331,50 @@ func TestAlertsHaveARunbookAndDashboardsAreForGrafanasSidecar(t *testing.T) {
 func TestAShimThatEnrollsMayReadTwoSecretsAndWriteItsOwn(t *testing.T) {
 	for set, namespace := range map[string]string{"agent.enrollment.namespace=": "karpenter", "agent.enrollment.namespace=identities": "identities"} {
 		t.Run(namespace, func(t *testing.T) {
-			g := NewWithT(t)
 			objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/enrollment-values.yaml"), "--set", set)
 			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
-			g.Expect(pod.Volumes).To(BeEmpty())
-			g.Expect(pod.Containers[0].Args).To(ContainElements(
-				"--agent-identity-secret="+namespace+"/karpenter-agent-identity", "--agent-bootstrap-secret="+namespace+"/karpenter-agent-bootstrap"))
-			g.Expect(pod.Containers[0].Args).NotTo(ContainElement(Or(HavePrefix("--agent-tls"), HavePrefix("--agent-ca"))))
+			require.Empty(t, pod.Volumes)
+			require.Subset(t, pod.Containers[0].Args, []string{
+				"--agent-identity-secret=" + namespace + "/karpenter-agent-identity", "--agent-bootstrap-secret=" + namespace + "/karpenter-agent-bootstrap",
+			})
+			for _, arg := range pod.Containers[0].Args {
+				require.False(t, strings.HasPrefix(arg, "--agent-tls") || strings.HasPrefix(arg, "--agent-ca"), arg)
+			}
 			roles := lo.Filter(of[rbacv1.Role](t, objects, "Role"), func(r rbacv1.Role, _ int) bool { return strings.HasSuffix(r.Name, "-agent-identity") })
-			g.Expect(roles).To(HaveLen(1))
-			g.Expect(roles[0].Namespace).To(Equal(namespace))
-			g.Expect(roles[0].Rules).To(ConsistOf(
-				rbacv1.PolicyRule{
+			require.Len(t, roles, 1)
+			require.Equal(t, namespace, roles[0].Namespace)
+			require.ElementsMatch(t, []rbacv1.PolicyRule{
+				{
 					APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{"karpenter-agent-identity"}, Verbs: []string{"get", "update"},
 				},
-				rbacv1.PolicyRule{
+				{
 					APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{"karpenter-agent-bootstrap"}, Verbs: []string{"get"},
 				},
-			))
+			}, roles[0].Rules)
 			secrets := of[corev1.Secret](t, objects, "Secret")
-			g.Expect(secrets).To(HaveLen(1))
-			g.Expect(secrets[0].Name).To(Equal("karpenter-agent-identity"))
-			g.Expect(secrets[0].Namespace).To(Equal(namespace))
-			g.Expect(secrets[0].Data).To(BeEmpty(), "what the shim has written stays there in an upgrade")
-			g.Expect(secrets[0].StringData).To(BeEmpty())
+			require.Len(t, secrets, 1)
+			require.Equal(t, "karpenter-agent-identity", secrets[0].Name)
+			require.Equal(t, namespace, secrets[0].Namespace)
+			require.Empty(t, secrets[0].Data, "what the shim has written stays there in an upgrade")
+			require.Empty(t, secrets[0].StringData)
 		})
 	}
 }
 
 // In the spoke, the release's namespace need not exist, and the kubeconfig may write secrets.
 func TestAHubHostedShimKeepsItsSecretsInTheSpoke(t *testing.T) {
-	g := NewWithT(t)
 	objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/hub-hosted-enrollment-values.yaml"))
-	g.Expect(of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.Containers[0].Args).To(ContainElements(
-		"--agent-identity-secret=kube-system/karpenter-agent-identity", "--agent-bootstrap-secret=kube-system/karpenter-agent-bootstrap"))
-	g.Expect(of[corev1.Secret](t, objects, "Secret")).To(BeEmpty())
-	g.Expect(of[rbacv1.Role](t, objects, "Role")).To(BeEmpty())
+	require.Subset(t, of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.Containers[0].Args, []string{
+		"--agent-identity-secret=kube-system/karpenter-agent-identity", "--agent-bootstrap-secret=kube-system/karpenter-agent-bootstrap",
+	})
+	require.Empty(t, of[corev1.Secret](t, objects, "Secret"))
+	require.Empty(t, of[rbacv1.Role](t, objects, "Role"))
 }
 
 // A control plane's operator decides where its kubeconfig is. The pod must find the key of each.
 func TestTheKubeconfigOfEveryControlPlaneIsFound(t *testing.T) {
 	page, err := os.ReadFile(filepath.Join(root(t), "docs", "install.md"))
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	for _, layout := range []struct {
 		controlPlane, values string
 		// secret and its keys are as the control plane's operator writes them, key is the one that is to be read.
@@ -391,22 +395,21 @@ func TestTheKubeconfigOfEveryControlPlaneIsFound(t *testing.T) {
 		},
 	} {
 		t.Run(layout.controlPlane, func(t *testing.T) {
-			g := NewWithT(t)
 			objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci", layout.values+"-values.yaml"))
 			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
 			variable, found := lo.Find(pod.Containers[0].Env, func(v corev1.EnvVar) bool { return v.Name == "KUBECONFIG" })
-			g.Expect(found).To(BeTrue())
+			require.True(t, found)
 			folder, file := filepath.Split(variable.Value)
 			mount, found := lo.Find(pod.Containers[0].VolumeMounts, func(m corev1.VolumeMount) bool { return m.MountPath == filepath.Clean(folder) })
-			g.Expect(found).To(BeTrue())
+			require.True(t, found)
 			volume, found := lo.Find(pod.Volumes, func(v corev1.Volume) bool { return v.Name == mount.Name })
-			g.Expect(found).To(BeTrue())
-			g.Expect(volume.Secret.SecretName).To(Equal(layout.secret))
-			g.Expect(volume.Secret.Items).To(BeEmpty(), "each key of the secret is a file")
-			g.Expect(mount.SubPath).To(BeEmpty(), "the kubelet never updates a sub path")
-			g.Expect(layout.keys).To(ContainElement(file))
-			g.Expect(file).To(Equal(layout.key))
-			g.Expect(string(page)).To(ContainSubstring(layout.documented))
+			require.True(t, found)
+			require.Equal(t, layout.secret, volume.Secret.SecretName)
+			require.Empty(t, volume.Secret.Items, "each key of the secret is a file")
+			require.Empty(t, mount.SubPath, "the kubelet never updates a sub path")
+			require.Contains(t, layout.keys, file)
+			require.Equal(t, layout.key, file)
+			require.Contains(t, string(page), layout.documented)
 		})
 	}
 }
@@ -423,7 +426,6 @@ func TestAuthoritiesMayBeABundleOfTheirOwn(t *testing.T) {
 			}},
 		} {
 			t.Run(charts[i].name+", "+set, func(t *testing.T) {
-				g := NewWithT(t)
 				deployment := of[appsv1.Deployment](t, render(t, charts[i], filepath.Join(root(t), "deploy/charts", values), "--set", set), "Deployment")[0]
 				var found *corev1.ProjectedVolumeSource
 				for _, volume := range deployment.Spec.Template.Spec.Volumes {
@@ -431,11 +433,11 @@ func TestAuthoritiesMayBeABundleOfTheirOwn(t *testing.T) {
 						found = volume.Projected
 					}
 				}
-				g.Expect(found).NotTo(BeNil())
-				g.Expect(found.Sources).To(HaveLen(2))
-				g.Expect(lo.Map(found.Sources[0].Secret.Items, func(item corev1.KeyToPath, _ int) string { return item.Path })).
-					To(Equal([]string{"tls.crt", "tls.key"}))
-				g.Expect(found.Sources[1]).To(Equal(want))
+				require.NotNil(t, found)
+				require.Len(t, found.Sources, 2)
+				paths := lo.Map(found.Sources[0].Secret.Items, func(item corev1.KeyToPath, _ int) string { return item.Path })
+				require.Equal(t, []string{"tls.crt", "tls.key"}, paths)
+				require.Equal(t, want, found.Sources[1])
 			})
 		}
 	}
@@ -443,18 +445,17 @@ func TestAuthoritiesMayBeABundleOfTheirOwn(t *testing.T) {
 
 // With a new key, cert-manager's renewal of the authority would lock every spoke out.
 func TestTheAuthorityKeepsItsKeyWhenItIsRenewed(t *testing.T) {
-	g := NewWithT(t)
 	objects := render(t, charts[0], filepath.Join(root(t), "deploy/charts/agent/ci/defaults-values.yaml"))
 	authorities := 0
 	for _, object := range objects {
 		if isCA, _, _ := unstructured.NestedBool(object.Object, "spec", "isCA"); object.GetKind() == "Certificate" && isCA {
 			policy, _, err := unstructured.NestedString(object.Object, "spec", "privateKey", "rotationPolicy")
-			g.Expect(err).NotTo(HaveOccurred())
-			g.Expect(policy).To(Equal("Never"))
+			require.NoError(t, err)
+			require.Equal(t, "Never", policy)
 			authorities++
 		}
 	}
-	g.Expect(authorities).To(Equal(1))
+	require.Equal(t, 1, authorities)
 }
 
 // A hub-hosted shim reads a kubeconfig that others may write, and needs nothing of the hub's API
@@ -466,15 +467,14 @@ func TestPodsHaveATokenOnlyOfAnAPIServerThatTheyCall(t *testing.T) {
 		if c.name != "shim" {
 			return
 		}
-		g := NewWithT(t)
 		running := of[appsv1.Deployment](t, render(t, c, values), "Deployment")[0].Spec.Template.Spec
 		planning := of[batchv1.Job](t, render(t, c, values, "--set", "planAdoption=true"), "Job")[0].Spec.Template.Spec
 		for _, pod := range []corev1.PodSpec{running, planning} {
 			elsewhere := lo.ContainsBy(pod.Containers[0].Env, func(v corev1.EnvVar) bool { return v.Name == "KUBECONFIG" })
-			g.Expect(pod.AutomountServiceAccountToken).To(HaveValue(Equal(!elsewhere)))
+			require.Equal(t, new(!elsewhere), pod.AutomountServiceAccountToken)
 			for _, volume := range pod.Volumes {
 				for _, source := range lo.FromPtr(volume.Projected).Sources {
-					g.Expect(source.ServiceAccountToken).To(BeNil(), volume.Name)
+					require.Nil(t, source.ServiceAccountToken, volume.Name)
 				}
 			}
 			if elsewhere {
@@ -482,32 +482,31 @@ func TestPodsHaveATokenOnlyOfAnAPIServerThatTheyCall(t *testing.T) {
 			}
 		}
 	})
-	NewWithT(t).Expect(hubHosted).To(BeNumerically(">=", 4), "the values of two hub-hosted shims, each as a Deployment and as a Job")
+	require.GreaterOrEqual(t, hubHosted, 4, "the values of two hub-hosted shims, each as a Deployment and as a Job")
 }
 
 // An upgrade must keep everything in the secret that the shim needs to continue.
 func TestAnUpgradeKeepsTheShimsIdentity(t *testing.T) {
 	server := startAPIServer(t)
-	g := NewWithT(t)
 	rendered := func() *unstructured.Unstructured {
 		objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/enrollment-values.yaml"))
 		secret, found := lo.Find(objects, func(o *unstructured.Unstructured) bool { return o.GetKind() == "Secret" })
-		g.Expect(found).To(BeTrue())
+		require.True(t, found)
 		return secret
 	}
-	g.Expect(server.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: rendered().GetNamespace()}})).To(Succeed())
+	require.NoError(t, server.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: rendered().GetNamespace()}}))
 	apply := func() {
 		desired := client.ApplyConfigurationFromUnstructured(rendered())
-		g.Expect(server.Apply(t.Context(), desired, client.FieldOwner("helm"), client.ForceOwnership)).To(Succeed())
+		require.NoError(t, server.Apply(t.Context(), desired, client.FieldOwner("helm"), client.ForceOwnership))
 	}
 	apply()
 	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: rendered().GetNamespace(), Name: rendered().GetName()}}
-	g.Expect(server.Get(t.Context(), client.ObjectKeyFromObject(secret), secret)).To(Succeed())
+	require.NoError(t, server.Get(t.Context(), client.ObjectKeyFromObject(secret), secret))
 	secret.Data = map[string][]byte{"tls.crt": []byte("certificate")}
-	g.Expect(server.Update(t.Context(), secret)).To(Succeed())
+	require.NoError(t, server.Update(t.Context(), secret))
 	apply()
-	g.Expect(server.Get(t.Context(), client.ObjectKeyFromObject(secret), secret)).To(Succeed())
-	g.Expect(secret.Data).To(HaveKeyWithValue("tls.crt", []byte("certificate")))
+	require.NoError(t, server.Get(t.Context(), client.ObjectKeyFromObject(secret), secret))
+	require.Equal(t, []byte("certificate"), secret.Data["tls.crt"])
 }
 
 // Without confinement the right is in the ClusterRole, otherwise in the Role of each namespace.
@@ -518,45 +517,44 @@ func TestAgentMayReadQuotasWhereverItsClustersAre(t *testing.T) {
 				lo.Every(r.Verbs, []string{"list", "watch"})
 		})
 	}
-	g := NewWithT(t)
 	everywhere := render(t, charts[0], filepath.Join(root(t), "deploy/charts/agent/ci/defaults-values.yaml"))
-	g.Expect(lo.ContainsBy(of[rbacv1.ClusterRole](t, everywhere, "ClusterRole"), func(r rbacv1.ClusterRole) bool {
+	require.True(t, lo.ContainsBy(of[rbacv1.ClusterRole](t, everywhere, "ClusterRole"), func(r rbacv1.ClusterRole) bool {
 		return readsQuotas(r.Rules)
-	})).To(BeTrue())
+	}))
 	confined := render(t, charts[0], filepath.Join(root(t), "deploy/charts/agent/ci/confined-values.yaml"))
 	for _, role := range of[rbacv1.Role](t, confined, "Role") {
-		g.Expect(readsQuotas(role.Rules)).To(BeTrue(), role.Namespace)
+		require.True(t, readsQuotas(role.Rules), role.Namespace)
 	}
 }
 
 // This is what helm upgrade --reuse-values does with the values of an older release.
 func TestAgentWithoutPricingValues(t *testing.T) {
-	g := NewWithT(t)
 	values := filepath.Join(t.TempDir(), "values.yaml")
-	g.Expect(os.WriteFile(values, []byte("pricing: null\n"), 0o600)).To(Succeed())
-	g.Expect(of[rbacv1.Role](t, render(t, charts[0], values), "Role")).To(BeEmpty())
+	require.NoError(t, os.WriteFile(values, []byte("pricing: null\n"), 0o600))
+	require.Empty(t, of[rbacv1.Role](t, render(t, charts[0], values), "Role"))
 
-	g.Expect(os.WriteFile(values, []byte("pricing: {list: 1e3/0123}\n"), 0o600)).To(Succeed())
+	require.NoError(t, os.WriteFile(values, []byte("pricing: {list: 1e3/0123}\n"), 0o600))
 	roles := of[rbacv1.Role](t, render(t, charts[0], values), "Role")
-	g.Expect(roles).To(HaveLen(1), "names that look like numbers stay names")
-	g.Expect(roles[0].Namespace).To(Equal("1e3"))
-	g.Expect(roles[0].Rules[0].ResourceNames).To(ConsistOf("0123"))
+	require.Len(t, roles, 1, "names that look like numbers stay names")
+	require.Equal(t, "1e3", roles[0].Namespace)
+	require.Equal(t, []string{"0123"}, roles[0].Rules[0].ResourceNames)
 }
 
 func TestShimsFeatureGatesBringTheirRules(t *testing.T) {
-	g := NewWithT(t)
 	resources := func(values string) []string {
 		objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci", values))
 		return lo.FlatMap(rules(t, objects), func(r rbacv1.PolicyRule, _ int) []string { return r.Resources })
 	}
 	featured := []string{"nodeoverlays", "capacitybuffers", "podtemplates", "deviceclasses", "resourceclaims", "resourceslices"}
-	g.Expect(resources("defaults-values.yaml")).NotTo(ContainElement(BeElementOf(featured)))
-	g.Expect(resources("everything-values.yaml")).To(ContainElements(featured))
+	require.Empty(t, lo.Intersect(resources("defaults-values.yaml"), featured))
+	require.Subset(t, resources("everything-values.yaml"), featured)
 
 	old := filepath.Join(t.TempDir(), "values.yaml") // as helm upgrade --reuse-values has them
 	values := "agent: {address: 'a:1'}\ncluster: {namespace: team-a, name: production}\nsettings: {ignoreDRARequests: null}\n"
-	g.Expect(os.WriteFile(old, []byte(values), 0o600)).To(Succeed())
-	g.Expect(rules(t, render(t, charts[1], old))).NotTo(ContainElement(HaveField("APIGroups", ContainElement("resource.k8s.io"))))
+	require.NoError(t, os.WriteFile(old, []byte(values), 0o600))
+	for _, rule := range rules(t, render(t, charts[1], old)) {
+		require.NotContains(t, rule.APIGroups, "resource.k8s.io")
+	}
 }
 
 // As described in docs/migrate-from-karpenter-provider-cluster-api.md: nothing runs but the Job
@@ -568,20 +566,19 @@ func TestThePlanOfAdoptionIsAJobInPlaceOfKarpenter(t *testing.T) {
 		if c.name != "shim" {
 			return
 		}
-		g := NewWithT(t)
 		objects := render(t, c, values, "--set", "planAdoption=true")
-		g.Expect(of[appsv1.Deployment](t, objects, "Deployment")).To(BeEmpty())
-		g.Expect(of[policyv1.PodDisruptionBudget](t, objects, "PodDisruptionBudget")).To(BeEmpty())
+		require.Empty(t, of[appsv1.Deployment](t, objects, "Deployment"))
+		require.Empty(t, of[policyv1.PodDisruptionBudget](t, objects, "PodDisruptionBudget"))
 		jobs := of[batchv1.Job](t, objects, "Job")
-		g.Expect(jobs).To(HaveLen(1))
+		require.Len(t, jobs, 1)
 		planning := jobs[0].Spec.Template.Spec
 		// It serves no metrics, and waits for no certificate for them.
 		running := of[appsv1.Deployment](t, render(t, c, values, "--set", "metrics.tls.secretName="), "Deployment")[0].Spec.Template.Spec
-		g.Expect(planning.Containers).To(HaveLen(1), "a sidecar would not end")
-		g.Expect(planning.Containers[0].Args).To(Equal(append([]string{"plan-adoption"}, running.Containers[0].Args...)))
-		g.Expect(equality.Semantic.DeepEqual(planning.Containers[0].Env, running.Containers[0].Env)).To(BeTrue(), "the same environment")
-		g.Expect(equality.Semantic.DeepEqual(planning.Volumes, running.Volumes)).To(BeTrue(), "the same volumes")
-		g.Expect(planning.ServiceAccountName).To(Equal(running.ServiceAccountName))
+		require.Len(t, planning.Containers, 1, "a sidecar would not end")
+		require.Equal(t, append([]string{"plan-adoption"}, running.Containers[0].Args...), planning.Containers[0].Args)
+		require.True(t, equality.Semantic.DeepEqual(planning.Containers[0].Env, running.Containers[0].Env), "the same environment")
+		require.True(t, equality.Semantic.DeepEqual(planning.Volumes, running.Volumes), "the same volumes")
+		require.Equal(t, running.ServiceAccountName, planning.ServiceAccountName)
 		for _, object := range objects { // fills in defaults
 			dryRun(t, server, object)
 		}
@@ -666,10 +663,9 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 		{"a feature gate that Karpenter does not have", charts[1], "settings.featureGates.Fly=true", "Fly"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			g := NewWithT(t)
 			_, stderr, err := helm(t, "template", tc.chart.release, chartPath(t, tc.chart), "--set", tc.set)
-			g.Expect(err).To(HaveOccurred())
-			g.Expect(stderr).To(ContainSubstring(tc.says))
+			require.Error(t, err)
+			require.Contains(t, stderr, tc.says)
 		})
 	}
 }
@@ -691,33 +687,31 @@ func forEachValues(t *testing.T, test func(t *testing.T, c chart, values string)
 // startAPIServer runs a kube-apiserver for the duration of the test.
 func startAPIServer(t *testing.T) client.Client {
 	t.Helper()
-	g := NewWithT(t)
 	environment := &envtest.Environment{CRDDirectoryPaths: lo.Map(charts, func(c chart, _ int) string { return filepath.Join(chartPath(t, c), "crds") })}
 	config, err := environment.Start()
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := environment.Stop(); err != nil {
 			t.Errorf("stopping the API server: %v", err)
 		}
 	})
 	server, err := client.New(config, client.Options{})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return client.WithFieldValidation(server, metav1.FieldValidationStrict)
 }
 
 // dryRun fails the test if the API server would refuse the object.
 func dryRun(t *testing.T, server client.Client, object *unstructured.Unstructured) {
 	t.Helper()
-	g := NewWithT(t)
 	if lo.Contains(foreignGroups, object.GroupVersionKind().Group) {
 		return
 	}
 	if namespace := object.GetNamespace(); namespace != "" {
 		err := server.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}})
-		g.Expect(lo.Ternary(apierrors.IsAlreadyExists(err), nil, err)).NotTo(HaveOccurred())
+		require.NoError(t, lo.Ternary(apierrors.IsAlreadyExists(err), nil, err))
 	}
 	err := server.Apply(t.Context(), client.ApplyConfigurationFromUnstructured(object), client.DryRunAll, client.FieldOwner("charts-test"))
-	g.Expect(err).NotTo(HaveOccurred(), "%s %s", object.GetKind(), object.GetName())
+	require.NoError(t, err, "%s %s", object.GetKind(), object.GetName())
 }
 
 // render returns the objects of the chart with the values in a file, in the order of installation.

@@ -16,7 +16,8 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -241,14 +242,14 @@ func (r release) hubName() string { return r.name + "." + r.namespace }
 func (h *hub) agent(t *testing.T, r release, namespace string) client.Client {
 	t.Helper()
 	agent := h.as(t, r.user(), "system:serviceaccounts", "system:serviceaccounts:"+r.namespace)
-	eventually(t, func(g Gomega) {
+	eventually(t, func(c *assert.CollectT) {
 		review := &authorizationv1.SelfSubjectAccessReview{Spec: authorizationv1.SelfSubjectAccessReviewSpec{
 			ResourceAttributes: &authorizationv1.ResourceAttributes{
 				Namespace: namespace, Verb: "patch", Group: clusterv1.GroupVersion.Group, Resource: "machinedeployments",
 			},
 		}}
-		g.Expect(agent.Create(t.Context(), review)).To(Succeed())
-		g.Expect(review.Status.Allowed).To(BeTrue(), "%s", review.Status.Reason)
+		require.NoError(c, agent.Create(t.Context(), review))
+		require.True(c, review.Status.Allowed, "%s", review.Status.Reason)
 	})
 	return agent
 }
@@ -287,7 +288,7 @@ func confined(namespaces ...string) []string {
 	return without("--set", "namespaces={"+strings.Join(namespaces, ",")+"}")
 }
 
-func eventually(t *testing.T, condition func(Gomega)) {
+func eventually(t *testing.T, condition func(*assert.CollectT)) {
 	t.Helper()
-	NewWithT(t).Eventually(condition).WithContext(t.Context()).WithTimeout(soon).WithPolling(100 * time.Millisecond).Should(Succeed())
+	require.EventuallyWithT(t, condition, soon, 100*time.Millisecond)
 }

@@ -4,8 +4,8 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/coresuites"
 )
@@ -18,29 +18,30 @@ const report = `[{"SpecReports":[
 	{"LeafNodeType":"AfterSuite","State":"panicked"}]}]`
 
 func TestSpecsAreJudged(t *testing.T) {
-	g := NewWithT(t)
 	specs, err := coresuites.Read(strings.NewReader(report), "disruption")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	reboot := coresuites.Exception{Suite: "disruption", Specs: "Reboot", Why: "no"}
 	v := coresuites.Judge(specs, []coresuites.Exception{reboot, {Suite: "regression", Specs: "Chaos", Why: "did not run at all"}})
-	g.Expect(v.Passed).To(ConsistOf(HaveField("Name", "Drift Budgets respects them")))
-	g.Expect(v.Failed).To(ConsistOf(HaveField("Message", "too late"), HaveField("Name", "AfterSuite")))
-	g.Expect(v.Excepted).To(Equal(map[string]coresuites.Exception{"disruption: Reboot reboots": reboot}))
-	g.Expect(v.Stale).To(BeEmpty())
-	g.Expect(v.OK()).To(BeFalse())
+	require.Len(t, v.Passed, 1)
+	require.Equal(t, "Drift Budgets respects them", v.Passed[0].Name)
+	require.Len(t, v.Failed, 2)
+	require.Equal(t, "too late", v.Failed[0].Message)
+	require.Equal(t, "AfterSuite", v.Failed[1].Name)
+	require.Equal(t, map[string]coresuites.Exception{"disruption: Reboot reboots": reboot}, v.Excepted)
+	require.Empty(t, v.Stale)
+	require.False(t, v.OK())
 
 	good := lo.Filter(specs, func(s coresuites.Spec, _ int) bool { return s.State == "passed" || s.State == "skipped" })
-	g.Expect(coresuites.Judge(good, []coresuites.Exception{reboot}).OK()).To(BeTrue())
-	g.Expect(coresuites.Judge(good, nil).Unexplained).To(HaveLen(1), "skipped without an exception")
-	g.Expect(coresuites.Judge(good[:1], []coresuites.Exception{reboot}).Stale).To(ConsistOf(reboot), "there is no such spec any more")
-	g.Expect(coresuites.Judge(nil, nil).OK()).To(BeFalse(), "nothing ran")
+	require.True(t, coresuites.Judge(good, []coresuites.Exception{reboot}).OK())
+	require.Len(t, coresuites.Judge(good, nil).Unexplained, 1, "skipped without an exception")
+	require.Equal(t, []coresuites.Exception{reboot}, coresuites.Judge(good[:1], []coresuites.Exception{reboot}).Stale, "there is no such spec any more")
+	require.False(t, coresuites.Judge(nil, nil).OK(), "nothing ran")
 }
 
 func TestEveryExceptionSaysWhy(t *testing.T) {
-	g := NewWithT(t)
 	all, err := coresuites.Exceptions()
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	for _, e := range all {
-		g.Expect([]string{e.Suite, e.Specs, e.Why}).NotTo(ContainElement(""))
+		require.NotContains(t, []string{e.Suite, e.Specs, e.Why}, "")
 	}
 }

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
 )
@@ -121,32 +121,35 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.Ignored, "patch", ours, "spokes", "status", `{}`},
 	} {
 		t.Run(string(tc.class), func(t *testing.T) {
-			g := NewWithT(t)
 			class, err := new(faults.Memory).Classify(&faults.Request{
 				Verb: tc.verb, Group: tc.group, Resource: tc.resource, Subresource: tc.subresource, Namespace: "fleet", Name: "o", Body: []byte(tc.body),
 			})
-			g.Expect(err).NotTo(HaveOccurred())
-			g.Expect(class).To(Equal(tc.class))
+			require.NoError(t, err)
+			require.Equal(t, tc.class, class)
 		})
 	}
 }
 
 func TestWhatOnlyTheMemoryKnows(t *testing.T) {
-	g := NewWithT(t)
 	var m faults.Memory
 	create := &faults.Request{Verb: "create", Group: ours, Resource: "machineclaims", Namespace: "fleet", Body: []byte(claim("small", "{}"))}
-	g.Expect(m.Classify(create)).To(Equal(faults.ClaimCreated))
+	classify := func(r *faults.Request) faults.Class {
+		class, err := m.Classify(r)
+		require.NoError(t, err)
+		return class
+	}
+	require.Equal(t, faults.ClaimCreated, classify(create))
 	m.Lose("fleet", "spoke.c")
-	g.Expect(m.Classify(create)).To(Equal(faults.ClaimRemade))
+	require.Equal(t, faults.ClaimRemade, classify(create))
 
 	adopt := &faults.Request{
 		Verb: "create", Group: ours, Resource: "machineclaims", Namespace: "fleet",
 		Body: []byte(`{"metadata":{"name":"spoke.a"},"spec":{"claimID":"a","nodeGroup":"small","adopt":"m"}}`),
 	}
-	g.Expect(m.Classify(adopt)).To(Equal(faults.ClaimCreated))
+	require.Equal(t, faults.ClaimCreated, classify(adopt))
 	after := `{"v":1,"seq":2,"floor":0,"lastReplicas":2,"pending":{"a":{"m":"m","u":"u","adopted":true}}}`
 	enter := &faults.Request{Verb: "patch", Group: capi, Resource: "machinedeployments", Body: []byte(ledgers(empty, after, 2, 2, ""))}
-	g.Expect(m.Classify(enter)).To(Equal(faults.AdoptEntered))
+	require.Equal(t, faults.AdoptEntered, classify(enter))
 }
 
 func TestUnknownWritesAreTold(t *testing.T) {
@@ -163,25 +166,24 @@ func TestUnknownWritesAreTold(t *testing.T) {
 		"a deletion": {Verb: "delete", Group: capi, Resource: "machinesets", Body: []byte("{}")},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			class, err := new(faults.Memory).Classify(&r)
-			g.Expect(class).To(Equal(faults.Unknown))
-			g.Expect(err).To(HaveOccurred())
+			require.Equal(t, faults.Unknown, class)
+			require.Error(t, err)
 		})
 	}
 }
 
 func TestReadsHaveNoClass(t *testing.T) {
-	g := NewWithT(t)
-	g.Expect(new(faults.Memory).Classify(&faults.Request{Verb: "watch", Resource: "machines"})).To(BeEmpty())
+	class, err := new(faults.Memory).Classify(&faults.Request{Verb: "watch", Resource: "machines"})
+	require.NoError(t, err)
+	require.Empty(t, class)
 }
 
 func TestEachClassIsListedOnce(t *testing.T) {
-	g := NewWithT(t)
 	seen := map[faults.Class]bool{}
 	for _, c := range faults.Classes {
-		g.Expect(seen).NotTo(HaveKey(c))
+		require.NotContains(t, seen, c)
 		seen[c] = true
 	}
-	g.Expect(faults.PointsOf(faults.Classes...)).To(HaveLen(3 * len(faults.Classes)))
+	require.Len(t, faults.PointsOf(faults.Classes...), 3*len(faults.Classes))
 }

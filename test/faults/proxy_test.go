@@ -19,10 +19,12 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/watch"
@@ -166,34 +168,33 @@ func TestFaultsOfWrites(t *testing.T) {
 		{kind: faults.Slow, code: http.StatusOK, arrives: true},
 	} {
 		t.Run(tc.kind.String(), func(t *testing.T) {
-			g := NewWithT(t)
 			s := newScene(t)
 			happened := make(chan struct{}, 1)
 			s.fault.Store(&faults.Fault{Kind: tc.kind, Done: func() { happened <- struct{}{} }})
 			code, header, body, err := s.write(t)
 			if tc.code == 0 {
-				g.Expect(err).To(HaveOccurred())
+				require.Error(t, err)
 			} else {
-				g.Expect(err).NotTo(HaveOccurred())
-				g.Expect(code).To(Equal(tc.code))
+				require.NoError(t, err)
+				require.Equal(t, tc.code, code)
 			}
 			if tc.code >= http.StatusBadRequest {
 				var status metav1.Status
-				g.Expect(json.Unmarshal(body, &status)).To(Succeed())
-				g.Expect(status.Code).To(BeEquivalentTo(tc.code))
+				require.NoError(t, json.Unmarshal(body, &status))
+				require.EqualValues(t, tc.code, status.Code)
 			}
 			if tc.code == http.StatusTooManyRequests {
-				g.Expect(header.Get("Retry-After")).To(Equal("1"))
+				require.Equal(t, "1", header.Get("Retry-After"))
 			}
 			if tc.kind != faults.None {
-				g.Eventually(happened).WithTimeout(soon).Should(Receive())
+				next(t, happened)
 			}
 			if tc.arrives {
-				g.Eventually(s.arrived.Load).WithTimeout(soon).Should(BeEquivalentTo(1))
+				require.EventuallyWithT(t, func(c *assert.CollectT) { require.EqualValues(c, 1, s.arrived.Load()) }, soon, 10*time.Millisecond)
 			} else {
-				g.Expect(s.arrived.Load()).To(BeZero())
+				require.Zero(t, s.arrived.Load())
 			}
-			g.Expect(s.killed.Load()).To(BeEquivalentTo(lo.Ternary(tc.kills, 1, 0)))
+			require.EqualValues(t, lo.Ternary(tc.kills, 1, 0), s.killed.Load())
 		})
 	}
 }
@@ -201,14 +202,13 @@ func TestFaultsOfWrites(t *testing.T) {
 func TestAWriteThatIsRefusedIsAnswered(t *testing.T) {
 	for _, kind := range []faults.Kind{faults.KillAfter, faults.Cut, faults.TimeoutAfter} {
 		t.Run(kind.String(), func(t *testing.T) {
-			g := NewWithT(t)
 			s := newScene(t)
 			s.answer.Store(http.StatusConflict)
 			s.fault.Store(&faults.Fault{Kind: kind, Done: func() { t.Error("nothing was applied") }})
 			code, _, _, err := s.write(t)
-			g.Expect(err).NotTo(HaveOccurred())
-			g.Expect(code).To(Equal(http.StatusConflict))
-			g.Expect(s.killed.Load()).To(BeZero())
+			require.NoError(t, err)
+			require.Equal(t, http.StatusConflict, code)
+			require.Zero(t, s.killed.Load())
 		})
 	}
 }
@@ -237,45 +237,69 @@ func (s *scene) watch(t *testing.T, parameters ...string) <-chan string {
 	return lines
 }
 
+// next waits for a channel's next value.
+func next[T any](t *testing.T, channel <-chan T) (value T) {
+	t.Helper()
+	select {
+	case received, open := <-channel:
+		require.True(t, open, "the channel is closed")
+		value = received
+	case <-time.After(soon):
+		require.Fail(t, "nothing is sent")
+	}
+	return value
+}
+
+// closes waits until a channel is closed.
+func closes[T any](t *testing.T, channel <-chan T) {
+	t.Helper()
+	select {
+	case value, open := <-channel:
+		require.False(t, open, "%v is sent", value)
+	case <-time.After(soon):
+		require.Fail(t, "the channel stays open")
+	}
+}
+
 func TestWatchesStallAndGoOn(t *testing.T) {
-	g := NewWithT(t)
 	s := newScene(t)
 	lines := s.watch(t)
 	s.events <- "one"
-	g.Eventually(lines).WithTimeout(soon).Should(Receive(Equal("one")))
+	require.Equal(t, "one", next(t, lines))
 	s.proxy.Freeze()
 	s.events <- "two"
 	s.events <- "three"
-	g.Consistently(lines).WithTimeout(300 * time.Millisecond).ShouldNot(Receive())
+	select {
+	case line := <-lines:
+		require.Fail(t, "the watch goes on", line)
+	case <-time.After(300 * time.Millisecond):
+	}
 	s.proxy.Thaw()
-	g.Eventually(lines).WithTimeout(soon).Should(Receive(Equal("two")))
-	g.Eventually(lines).WithTimeout(soon).Should(Receive(Equal("three")))
+	require.Equal(t, "two", next(t, lines))
+	require.Equal(t, "three", next(t, lines))
 }
 
 func TestWatchesExpire(t *testing.T) {
-	g := NewWithT(t)
 	s := newScene(t)
 	lines := s.watch(t)
 	s.events <- "one"
-	g.Eventually(lines).WithTimeout(soon).Should(Receive(Equal("one")))
+	require.Equal(t, "one", next(t, lines))
 	s.proxy.ExpireWatches()
-	var last string
-	g.Eventually(lines).WithTimeout(soon).Should(Receive(&last))
+	last := next(t, lines)
 	var event struct {
 		Type   string        `json:"type"`
 		Object metav1.Status `json:"object"`
 	}
-	g.Expect(json.Unmarshal([]byte(last), &event)).To(Succeed())
-	g.Expect(event.Type).To(Equal("ERROR"))
-	g.Expect(event.Object.Code).To(BeEquivalentTo(http.StatusGone))
-	g.Expect(event.Object.Reason).To(Equal(metav1.StatusReasonExpired))
-	g.Eventually(lines).WithTimeout(soon).Should(BeClosed())
+	require.NoError(t, json.Unmarshal([]byte(last), &event))
+	require.Equal(t, "ERROR", event.Type)
+	require.EqualValues(t, http.StatusGone, event.Object.Code)
+	require.Equal(t, metav1.StatusReasonExpired, event.Object.Reason)
+	closes(t, lines)
 }
 
 // An event of a built-in kind must not be held back until the next one arrives: a cache would never
 // be filled.
 func TestBuiltInKindsAreWatchedThroughTheProxy(t *testing.T) {
-	g := NewWithT(t)
 	watching := make(chan struct{})
 	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		const mediaType = "application/vnd.kubernetes.protobuf"
@@ -301,29 +325,29 @@ func TestBuiltInKindsAreWatchedThroughTheProxy(t *testing.T) {
 		Server: sandbox.Endpoint{URL: server.URL, CA: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})},
 		Memory: &faults.Memory{},
 	})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	t.Cleanup(proxy.Close)
 	clients, err := kubernetes.NewForConfig(&rest.Config{
 		Host: proxy.Endpoint().URL, TLSClientConfig: rest.TLSClientConfig{CAData: proxy.Endpoint().CA},
 	})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	watcher, err := clients.CoreV1().ConfigMaps("fleet").Watch(t.Context(), metav1.ListOptions{})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	t.Cleanup(watcher.Stop)
-	g.Eventually(watching).WithTimeout(soon).Should(BeClosed())
+	closes(t, watching)
 
-	var event watch.Event
-	g.Eventually(watcher.ResultChan()).WithTimeout(soon).Should(Receive(&event))
-	g.Expect(event.Type).To(Equal(watch.Added))
-	g.Expect(event.Object).To(HaveField("Name", "prices"))
+	event := next(t, watcher.ResultChan())
+	require.Equal(t, watch.Added, event.Type)
+	object, err := meta.Accessor(event.Object)
+	require.NoError(t, err)
+	require.Equal(t, "prices", object.GetName())
 	proxy.ExpireWatches()
-	g.Eventually(watcher.ResultChan()).WithTimeout(soon).Should(Receive(&event))
-	g.Expect(event.Type).To(Equal(watch.Error))
-	g.Expect(apierrors.FromObject(event.Object)).To(Satisfy(apierrors.IsResourceExpired))
+	event = next(t, watcher.ResultChan())
+	require.Equal(t, watch.Error, event.Type)
+	require.True(t, apierrors.IsResourceExpired(apierrors.FromObject(event.Object)), "%v", event.Object)
 }
 
 func TestOneEventIsHidden(t *testing.T) {
-	g := NewWithT(t)
 	s := newScene(t)
 	lines := s.watch(t)
 	event := func(kind, name string) string {
@@ -331,20 +355,19 @@ func TestOneEventIsHidden(t *testing.T) {
 	}
 	told := func(kind, name string) {
 		s.events <- event(kind, name)
-		g.Eventually(lines).WithTimeout(soon).Should(Receive(Equal(event(kind, name))))
+		require.Equal(t, event(kind, name), next(t, lines))
 	}
 	told("ADDED", "a")
 	s.proxy.Hide("nodes")
 	told("BOOKMARK", "")
 	s.events <- event("MODIFIED", "a")
 	told("MODIFIED", "b")
-	g.Expect(s.proxy.Hidden()).To(Equal(1))
+	require.Equal(t, 1, s.proxy.Hidden())
 	s.proxy.Hide("others")
 	told("DELETED", "a")
 }
 
 func TestNothingOfAListIsHidden(t *testing.T) {
-	g := NewWithT(t)
 	s := newScene(t)
 	s.proxy.Hide("nodes")
 	lines := s.watch(t, "sendInitialEvents=true")
@@ -353,58 +376,55 @@ func TestNothingOfAListIsHidden(t *testing.T) {
 	}
 	told := func(event string) {
 		s.events <- event
-		g.Eventually(lines).WithTimeout(soon).Should(Receive(Equal(event)))
+		require.Equal(t, event, next(t, lines))
 	}
 	told(event("ADDED", `"name":"a"`))
 	told(event("BOOKMARK", `"annotations":{"k8s.io/initial-events-end":"true"}`))
-	g.Expect(s.proxy.Hidden()).To(BeZero())
+	require.Zero(t, s.proxy.Hidden())
 	s.events <- event("ADDED", `"name":"b"`)
 	told(event("ADDED", `"name":"c"`))
-	g.Expect(s.proxy.Hidden()).To(Equal(1))
+	require.Equal(t, 1, s.proxy.Hidden())
 }
 
 func TestConnectionsAreReset(t *testing.T) {
-	g := NewWithT(t)
 	s := newScene(t)
 	lines := s.watch(t)
 	s.proxy.ResetConnections()
-	g.Eventually(lines).WithTimeout(soon).Should(BeClosed())
+	closes(t, lines)
 	code, _, _, err := s.write(t)
-	g.Expect(err).NotTo(HaveOccurred(), "a new connection serves")
-	g.Expect(code).To(Equal(http.StatusOK))
+	require.NoError(t, err, "a new connection serves")
+	require.Equal(t, http.StatusOK, code)
 }
 
 func TestFailPoints(t *testing.T) {
-	g := NewWithT(t)
 	p := faults.NewPoints(0)
 	write := &faults.Request{Verb: "create", Class: faults.ClaimCreated}
-	g.Expect(p.Plan("agent", write).Kind).To(Equal(faults.None), "nothing is armed")
+	require.Equal(t, faults.None, p.Plan("agent", write).Kind, "nothing is armed")
 
 	p.Arm(faults.PointsOf(faults.ClaimCreated)...)
-	g.Expect(p.Plan("agent", &faults.Request{Verb: "create", Class: faults.ClaimEnded}).Kind).To(Equal(faults.None), "another step")
+	require.Equal(t, faults.None, p.Plan("agent", &faults.Request{Verb: "create", Class: faults.ClaimEnded}).Kind, "another step")
 	var kinds []faults.Kind
 	for range 3 {
 		fault := p.Plan("agent", write)
 		kinds = append(kinds, fault.Kind)
 		fault.Done()
 	}
-	g.Expect(kinds).To(ConsistOf(faults.KillBefore, faults.KillAfter, faults.KillLate))
-	g.Expect(p.Plan("agent", write).Kind).To(Equal(faults.None), "each was hit once")
-	g.Expect(p.Left()).To(BeEmpty())
-	g.Expect(p.Seen(faults.ClaimCreated)).To(Equal(5))
+	require.ElementsMatch(t, []faults.Kind{faults.KillBefore, faults.KillAfter, faults.KillLate}, kinds)
+	require.Equal(t, faults.None, p.Plan("agent", write).Kind, "each was hit once")
+	require.Empty(t, p.Left())
+	require.Equal(t, 5, p.Seen(faults.ClaimCreated))
 	for _, point := range faults.PointsOf(faults.ClaimCreated) {
-		g.Expect(p.Hits(point)).To(Equal(1), fmt.Sprint(point))
+		require.Equal(t, 1, p.Hits(point), fmt.Sprint(point))
 	}
 }
 
 func TestAFailPointThatDoesNotComeAboutIsNotHit(t *testing.T) {
-	g := NewWithT(t)
 	p := faults.NewPoints(0)
 	point := faults.Point{Class: faults.ClaimCreated, When: faults.After}
 	p.Arm(point)
 	write := &faults.Request{Verb: "create", Class: faults.ClaimCreated}
-	g.Expect(p.Plan("agent", write).Kind).To(Equal(faults.KillAfter))
-	g.Expect(p.Plan("agent", write).Kind).To(Equal(faults.None), "it is under way")
-	g.Expect(p.Hits(point)).To(BeZero())
-	g.Expect(p.Left()).To(ConsistOf(point))
+	require.Equal(t, faults.KillAfter, p.Plan("agent", write).Kind)
+	require.Equal(t, faults.None, p.Plan("agent", write).Kind, "it is under way")
+	require.Zero(t, p.Hits(point))
+	require.Equal(t, []faults.Point{point}, p.Left())
 }

@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	"golang.org/x/mod/module"
 	"golang.org/x/mod/semver"
 
@@ -41,7 +41,6 @@ func TestMain(m *testing.M) {
 // A foreign module, the Go example without its go.mod file, gets pkg by version as its users do. The versions of proto and pkg
 // come from a module proxy: neither the workspace nor a replace directive is in effect.
 func TestAForeignModuleBuildsFromFewModules(t *testing.T) {
-	g := NewWithT(t)
 	m := newModule(t)
 	copyGo(t, filepath.Join(repository(t).Root, "docs/examples/go"), m.dir)
 
@@ -52,28 +51,29 @@ func TestAForeignModuleBuildsFromFewModules(t *testing.T) {
 	m.goes(t, "vet", "./...")
 	m.goes(t, "test", "-timeout=2m", "./...")
 
-	g.Expect(m.goes(t, "mod", "edit", "-json")).To(ContainSubstring(`"Go": "1.26.0"`), "no newer Go is needed")
-	g.Expect(m.goes(t, "list", "-m", "-f", "{{.Version}}{{with .Replace}} replaced{{end}}", foreign.Proto)).To(Equal(required(t)))
+	require.Contains(t, m.goes(t, "mod", "edit", "-json"), `"Go": "1.26.0"`, "no newer Go is needed")
+	require.Equal(t, required(t), m.goes(t, "list", "-m", "-f", "{{.Version}}{{with .Replace}} replaced{{end}}", foreign.Proto))
 	modules := distinct(m.goes(t, "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", "./..."))
 	t.Logf("%d modules:\n%s", len(modules), strings.Join(modules, "\n"))
-	g.Expect(modules).To(ContainElements(foreign.Pkg, foreign.Proto))
-	g.Expect(len(modules)).To(BeNumerically("<", 25), "modules that pkg/client is built from: %q", modules)
+	require.Subset(t, modules, []string{foreign.Pkg, foreign.Proto})
+	require.Less(t, len(modules), 25, "modules that pkg/client is built from: %q", modules)
 }
 
 // The messages alone need neither Kubernetes nor the module pkg.
 func TestTheProtocolIsImportedWithoutTheClient(t *testing.T) {
-	g := NewWithT(t)
 	m := newModule(t)
 	source := "package foreign\n\nimport _ \"" + foreign.Proto + "/capi/agent/v1alpha1\"\n"
-	g.Expect(os.WriteFile(filepath.Join(m.dir, "foreign.go"), []byte(source), 0o600)).To(Succeed())
+	require.NoError(t, os.WriteFile(filepath.Join(m.dir, "foreign.go"), []byte(source), 0o600))
 
 	m.goes(t, "mod", "init", "example.com/foreign")
 	m.goes(t, "get", foreign.Proto+"@"+required(t))
 	m.goes(t, "build", "./...")
 	modules := distinct(m.goes(t, "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", "./..."))
-	g.Expect(modules).To(ContainElement(foreign.Proto))
-	g.Expect(modules).NotTo(ContainElement(HavePrefix("k8s.io/")))
-	g.Expect(len(modules)).To(BeNumerically("<", 12), "modules: %q", modules)
+	require.Contains(t, modules, foreign.Proto)
+	for _, m := range modules {
+		require.False(t, strings.HasPrefix(m, "k8s.io/"), m)
+	}
+	require.Less(t, len(modules), 12, "modules: %q", modules)
 }
 
 // Both examples run against the fake agent, which is installed by version, and print what the page shows.
@@ -100,50 +100,47 @@ func TestTheExamplesRunAgainstTheFakeAgent(t *testing.T) {
 // livesThroughAClaim runs an example, first with all node groups, then with one that is full, then with an ID that has ended.
 func livesThroughAClaim(t *testing.T, m foreignModule, address string, command ...string) {
 	t.Helper()
-	g := NewWithT(t)
 	example := func(args ...string) (string, error) {
 		return m.try(t, command[0], slices.Concat(command[1:], []string{"-address=" + address}, args)...)
 	}
 	out, err := example("-claim-id=first")
-	g.Expect(err).NotTo(HaveOccurred(), out)
-	g.Expect(out).To(MatchRegexp(`(?s)^candidates: fleet/spot, fleet/standard
+	require.NoError(t, err, out)
+	require.Regexp(t, `(?s)^candidates: fleet/spot, fleet/standard
 claimed from: fleet/spot
 .*CLAIM_PHASE_BOUND.*
 node: spot-\d+, instance: fake:///fleet/spoke/spot-\d+
-.*CLAIM_PHASE_ENDED Released$`))
+.*CLAIM_PHASE_ENDED Released$`, out)
 
 	out, err = example("-claim-id=second", "-node-group=fleet/full")
-	g.Expect(err).To(HaveOccurred())
-	g.Expect(out).To(ContainSubstring("rejected: fleet/full: UNAVAILABLE_REASON_QUOTA_EXCEEDED\n"))
+	require.Error(t, err)
+	require.Contains(t, out, "rejected: fleet/full: UNAVAILABLE_REASON_QUOTA_EXCEEDED\n")
 
 	out, err = example("-claim-id=first")
-	g.Expect(err).To(HaveOccurred())
-	g.Expect(out).To(ContainSubstring("claim first has ended as Released; choose another ID"))
+	require.Error(t, err)
+	require.Contains(t, out, "claim first has ended as Released; choose another ID")
 }
 
 // The go command has to find what pkg requires where the repository is published.
 func TestPkgRequiresACommitOfProto(t *testing.T) {
-	g := NewWithT(t)
 	r := repository(t)
 	if !r.HasHistory(t.Context()) {
 		t.Skip("this checkout lacks the history")
 	}
 	_, err := r.Commit(t.Context(), "proto", required(t))
-	g.Expect(err).NotTo(HaveOccurred(), "make require-proto names another")
+	require.NoError(t, err, "make require-proto names another")
 }
 
 // go install rejects a module with replace directives, and a patch release in the go line makes others upgrade for nothing.
 func TestModulesForOthersAreModest(t *testing.T) {
 	for _, folder := range []string{"proto", "pkg", "pkg/tracing"} {
 		t.Run(folder, func(t *testing.T) {
-			g := NewWithT(t)
 			file, err := repository(t).File(folder)
-			g.Expect(err).NotTo(HaveOccurred())
-			g.Expect(file.Replace).To(BeEmpty())
-			g.Expect(file.Exclude).To(BeEmpty())
-			g.Expect(semver.Canonical("v" + file.Go.Version)).To(HaveSuffix(".0"))
-			for _, require := range file.Require {
-				g.Expect(require.Mod.Version).NotTo(Equal("v0.0.0"), require.Mod.Path)
+			require.NoError(t, err)
+			require.Empty(t, file.Replace)
+			require.Empty(t, file.Exclude)
+			require.True(t, strings.HasSuffix(semver.Canonical("v"+file.Go.Version), ".0"), file.Go.Version)
+			for _, needed := range file.Require {
+				require.NotEqual(t, "v0.0.0", needed.Mod.Version, needed.Mod.Path)
 			}
 		})
 	}
@@ -176,13 +173,12 @@ func newModule(t *testing.T) foreignModule {
 // publish makes a proxy with the modules proto and pkg, unless a test before has made it.
 func publish(t *testing.T) foreign.Proxy {
 	t.Helper()
-	g := NewWithT(t)
 	r, proxy := repository(t), foreign.Proxy(filepath.Join(temporary, "proxy"))
 	if _, err := os.Stat(string(proxy)); err == nil {
 		return proxy
 	}
-	g.Expect(proxy.AddFolder(foreign.Pkg, workingTree, filepath.Join(r.Root, "pkg"))).To(Succeed())
-	g.Expect(addProto(t, proxy, required(t))).To(Succeed())
+	require.NoError(t, proxy.AddFolder(foreign.Pkg, workingTree, filepath.Join(r.Root, "pkg")))
+	require.NoError(t, addProto(t, proxy, required(t)))
 	return proxy
 }
 
@@ -190,14 +186,13 @@ func publish(t *testing.T) foreign.Proxy {
 // has the protos as they are, it adds them as they are.
 func addProto(t *testing.T, proxy foreign.Proxy, version string) error {
 	t.Helper()
-	g := NewWithT(t)
 	r, ctx := repository(t), t.Context()
 	if r.HasHistory(ctx) {
 		pending, err := r.Pending(ctx, "proto")
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		if !pending {
 			commit, err := r.Commit(ctx, "proto", version)
-			g.Expect(err).NotTo(HaveOccurred(), "make require-proto names another")
+			require.NoError(t, err, "make require-proto names another")
 			t.Logf("proto is that of commit %s; if pkg needs a newer one, run make require-proto", commit)
 			return proxy.AddCommit(ctx, r, foreign.Proto, version, "proto", commit)
 		}
@@ -236,14 +231,13 @@ var serving = regexp.MustCompile(`"serving" "address"="([^"]+)"`)
 // serve runs the module's fake agent until the test ends. It returns its address.
 func (m foreignModule) serve(t *testing.T) string {
 	t.Helper()
-	g := NewWithT(t)
 	scenario, err := filepath.Abs("testdata/scenario.yaml")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	cmd := exec.CommandContext(t.Context(), filepath.Join(m.dir, "bin", "fake-agent"),
 		"--plaintext-loopback", "--listen-address=127.0.0.1:0", "--scenario="+scenario)
 	stderr, err := cmd.StderrPipe()
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(cmd.Start()).To(Succeed()) // it is killed when the test's context ends, before Cleanup
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start()) // it is killed when the test's context ends, before Cleanup
 	addresses, read := make(chan string, 1), make(chan struct{})
 	go func() {
 		defer close(read)
@@ -302,14 +296,13 @@ func repository(t *testing.T) foreign.Repository {
 // copyGo copies the Go files of a folder.
 func copyGo(t *testing.T, from, to string) {
 	t.Helper()
-	g := NewWithT(t)
 	files, err := filepath.Glob(filepath.Join(from, "*.go"))
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(files).NotTo(BeEmpty(), from)
+	require.NoError(t, err)
+	require.NotEmpty(t, files, from)
 	for _, file := range files {
 		content, err := os.ReadFile(file)
-		g.Expect(err).NotTo(HaveOccurred())
-		g.Expect(os.WriteFile(filepath.Join(to, filepath.Base(file)), content, 0o600)).To(Succeed())
+		require.NoError(t, err)
+		require.NoError(t, os.WriteFile(filepath.Join(to, filepath.Base(file)), content, 0o600))
 	}
 }
 

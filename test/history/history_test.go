@@ -4,7 +4,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/history"
 )
@@ -55,18 +55,18 @@ func TestWhatCallersMayBeTold(t *testing.T) {
 		"a machine of a claim that is not": {calls: []told{create(refused), get(live, "m")}, wrong: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := gomega.NewWithT(t)
 			r := history.New()
 			for _, call := range test.calls {
 				r.Begin("c1", call.kind)(call.answer)
 			}
 			calls, claims, wrong := r.Check()
-			g.Expect(calls).To(gomega.Equal(len(test.calls)))
-			g.Expect(claims).To(gomega.Equal(1))
+			require.Equal(t, len(test.calls), calls)
+			require.Equal(t, 1, claims)
 			if test.wrong {
-				g.Expect(wrong).To(gomega.ConsistOf(gomega.ContainSubstring("claim c1")))
+				require.Len(t, wrong, 1)
+				require.Contains(t, wrong[0], "claim c1")
 			} else {
-				g.Expect(wrong).To(gomega.BeEmpty())
+				require.Empty(t, wrong)
 			}
 		})
 	}
@@ -74,7 +74,6 @@ func TestWhatCallersMayBeTold(t *testing.T) {
 
 // Concurrent calls may have been executed in any order.
 func TestCallsAtTheSameTime(t *testing.T) {
-	g := gomega.NewWithT(t)
 	for range 20 {
 		r := history.New()
 		answers := []func(){}
@@ -87,6 +86,6 @@ func TestCallsAtTheSameTime(t *testing.T) {
 			answer()
 		}
 		_, _, wrong := r.Check()
-		g.Expect(wrong).To(gomega.BeEmpty())
+		require.Empty(t, wrong)
 	}
 }

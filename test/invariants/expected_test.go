@@ -3,7 +3,7 @@ package invariants_test
 import (
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
@@ -55,7 +55,6 @@ func TestWhatPeopleKnowIsComparedWithWhatIsThere(t *testing.T) {
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			g := NewWithT(t)
 			s := atRest()
 			if tc.change != nil {
 				tc.change(s)
@@ -67,9 +66,11 @@ func TestWhatPeopleKnowIsComparedWithWhatIsThere(t *testing.T) {
 			}
 			found := s.read(t).Against(e)
 			if tc.rule == "" {
-				g.Expect(found).To(BeEmpty())
+				require.Empty(t, found)
 			} else {
-				g.Expect(found).To(ConsistOf(And(HaveField("Rule", tc.rule), HaveField("Count", tc.count))))
+				require.Len(t, found, 1)
+				require.Equal(t, tc.rule, found[0].Rule)
+				require.Equal(t, tc.count, found[0].Count)
 			}
 		})
 	}

@@ -3,12 +3,13 @@ package invariants_test
 import (
 	"context"
 	"errors"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -182,7 +183,7 @@ func TestNothingIsWrongAtRest(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			s := atRest()
 			tc.change(s)
-			NewWithT(t).Expect(s.read(t).AtRest()).To(BeEmpty())
+			require.Empty(t, s.read(t).AtRest())
 		})
 	}
 }
@@ -293,16 +294,17 @@ func TestEachViolationIsCaught(t *testing.T) {
 		}, invariants.NodeHasMachine, "Node left-behind", false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			g := NewWithT(t)
 			s := atRest()
 			tc.change(s)
 			state := s.read(t)
-			caught := And(HaveField("Rule", tc.rule), HaveField("Object", tc.object), HaveField("Message", Not(BeEmpty())))
-			g.Expect(state.AtRest()).To(ContainElement(caught))
+			caught := func(v invariants.Violation) bool {
+				return v.Rule == tc.rule && v.Object == tc.object && v.Message != ""
+			}
+			require.True(t, slices.ContainsFunc(state.AtRest(), caught), "%v", state.AtRest())
 			if tc.always {
-				g.Expect(state.Always()).To(ContainElement(caught))
+				require.True(t, slices.ContainsFunc(state.Always(), caught), "%v", state.Always())
 			} else {
-				g.Expect(state.Always()).To(BeEmpty())
+				require.Empty(t, state.Always())
 			}
 		})
 	}
@@ -318,14 +320,15 @@ func TestSettle(t *testing.T) {
 
 	t.Run("waits until everything holds", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
-			g := NewWithT(t)
 			s := atRest()
 			s.spoke = append(s.spoke, node("going"))
 			hub, spoke := s.clients()
 			began := time.Now()
 			time.AfterFunc(20*time.Second, func() { _ = spoke.Delete(t.Context(), node("going")) })
-			g.Expect(check(t, hub, spoke)).To(BeEmpty())
-			g.Expect(time.Since(began)).To(BeNumerically(">=", 20*time.Second))
+			violations, err := check(t, hub, spoke)
+			require.NoError(t, err)
+			require.Empty(t, violations)
+			require.GreaterOrEqual(t, time.Since(began), 20*time.Second)
 		})
 	})
 	t.Run("returns what is still wrong at the end", func(t *testing.T) {
@@ -333,19 +336,23 @@ func TestSettle(t *testing.T) {
 			s := atRest()
 			s.spoke = append(s.spoke, node("left-behind"))
 			hub, spoke := s.clients()
-			NewWithT(t).Expect(check(t, hub, spoke)).
-				To(ConsistOf(HaveField("Rule", invariants.NodeHasMachine)))
+			violations, err := check(t, hub, spoke)
+			require.NoError(t, err)
+			require.Len(t, violations, 1)
+			require.Equal(t, invariants.NodeHasMachine, violations[0].Rule)
 		})
 	})
 	t.Run("does not wait for what must hold always", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
-			g := NewWithT(t)
 			s := atRest()
 			s.own.Finalizers = append(s.own.Finalizers, agentv1.ReleaseFinalizer)
 			hub, spoke := s.clients()
 			began := time.Now()
-			g.Expect(check(t, hub, spoke)).To(ConsistOf(HaveField("Rule", invariants.FinalizerOnLive)))
-			g.Expect(time.Since(began)).To(BeZero())
+			violations, err := check(t, hub, spoke)
+			require.NoError(t, err)
+			require.Len(t, violations, 1)
+			require.Equal(t, invariants.FinalizerOnLive, violations[0].Rule)
+			require.Zero(t, time.Since(began))
 		})
 	})
 	t.Run("bears with an API server that is away for a while", func(t *testing.T) {
@@ -360,7 +367,9 @@ func TestSettle(t *testing.T) {
 					return c.List(ctx, list, opts...)
 				},
 			})
-			NewWithT(t).Expect(check(t, away, spoke)).To(BeEmpty())
+			violations, err := check(t, away, spoke)
+			require.NoError(t, err)
+			require.Empty(t, violations)
 		})
 	})
 	t.Run("fails when nothing can be read", func(t *testing.T) {
@@ -372,13 +381,13 @@ func TestSettle(t *testing.T) {
 				},
 			})
 			_, err := check(t, away, spoke)
-			NewWithT(t).Expect(err).To(MatchError(ContainSubstring("connection refused")))
+			require.ErrorContains(t, err, "connection refused")
 		})
 	})
 }
 
 func TestViolationsAreReadable(t *testing.T) {
-	NewWithT(t).Expect(invariants.Describe([]invariants.Violation{
+	require.Equal(t, "  Node a: belongs to no Machine (every Node is a Machine's)", invariants.Describe([]invariants.Violation{
 		{Rule: invariants.NodeHasMachine, Object: "Node a", Message: "belongs to no Machine"},
-	})).To(Equal("  Node a: belongs to no Machine (every Node is a Machine's)"))
+	}))
 }

@@ -3,7 +3,7 @@ package invariants
 import (
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -89,16 +89,17 @@ func TestDeletionsAreJudgedByWhoAskedForThem(t *testing.T) {
 		{"by a person", &jury{asker: Person}, "c", false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			g := NewWithT(t)
 			w := newWitness(t, tc.judge, failed.DeepCopy())
 			w.seeMachine(seen("m", tc.claim, false))
 			w.seeMachine(seen("m", tc.claim, true))
 			w.seeMachine(seen("m", tc.claim, true)) // judged only once
 			w.machineGone(seen("m", tc.claim, true))
 			if tc.taken {
-				g.Expect(w.Violations()).To(ConsistOf(HaveField("Rule", NothingTaken)))
+				violations := w.Violations()
+				require.Len(t, violations, 1)
+				require.Equal(t, NothingTaken, violations[0].Rule)
 			} else {
-				g.Expect(w.Violations()).To(BeEmpty())
+				require.Empty(t, w.Violations())
 			}
 		})
 	}
@@ -108,7 +109,9 @@ func TestAMachineThatIsGoneAtOnceIsJudgedToo(t *testing.T) {
 	w := newWitness(t, &jury{})
 	w.seeMachine(seen("m", "c", false))
 	w.machineGone(seen("m", "c", false))
-	NewWithT(t).Expect(w.Violations()).To(ConsistOf(HaveField("Rule", NothingTaken)))
+	violations := w.Violations()
+	require.Len(t, violations, 1)
+	require.Equal(t, NothingTaken, violations[0].Rule)
 }
 
 func TestWhatIsClaimedTwiceIsSeen(t *testing.T) {
@@ -155,29 +158,33 @@ func TestWhatIsClaimedTwiceIsSeen(t *testing.T) {
 		}, false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			g := NewWithT(t)
 			w := newWitness(t, &jury{})
 			tc.see(w)
 			if tc.twice {
-				g.Expect(w.Violations()).To(ConsistOf(HaveField("Rule", OneClaimOneMachine)))
+				violations := w.Violations()
+				require.Len(t, violations, 1)
+				require.Equal(t, OneClaimOneMachine, violations[0].Rule)
 			} else {
-				g.Expect(w.Violations()).To(BeEmpty())
+				require.Empty(t, w.Violations())
 			}
 		})
 	}
 }
 
 func TestClaimsAreRemembered(t *testing.T) {
-	g := NewWithT(t)
 	w := newWitness(t, &jury{})
-	g.Expect(w.Claim("c")).To(BeNil())
+	require.Nil(t, w.Claim("c"))
 	w.seeClaim(bound("c", agentv1.PhasePending, ""))
 	w.seeClaim(bound("c", agentv1.PhaseBound, "a"))
 	released := bound("c", agentv1.PhaseReleasing, "a")
 	released.Status.ReleasedAt = new(metav1.Now())
 	w.seeClaim(released)
 	w.claimGone(released)
-	g.Expect(w.Claim("c")).To(And(
-		HaveField("Phase", agentv1.PhaseEnded), HaveField("Entered", true), HaveField("Releasing", true), HaveField("Machine.Name", "a")))
-	g.Expect(w.Count(func(c ClaimRecord) bool { return c.Releasing })).To(Equal(1))
+	c := w.Claim("c")
+	require.NotNil(t, c)
+	require.Equal(t, agentv1.PhaseEnded, c.Phase)
+	require.True(t, c.Entered)
+	require.True(t, c.Releasing)
+	require.Equal(t, "a", c.Machine.Name)
+	require.Equal(t, 1, w.Count(func(c ClaimRecord) bool { return c.Releasing }))
 }

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 )
 
 const ms = time.Millisecond
@@ -29,33 +29,31 @@ func TestACallCostsOneRoundTrip(t *testing.T) {
 		{"a short round trip does not stand out", 50 * ms, 180 * ms, 950 * ms, 0, ""},
 	} {
 		t.Run(test.shows, func(t *testing.T) {
-			g := NewWithT(t)
 			report := &Report{Rows: []*Row{
 				{Scenario: good.name, Call: 5 * ms, Create: 50 * ms},
 				{Scenario: "far", RTT: test.rtt, Call: test.call, Create: test.create, Prompt: test.prompt},
 			}}
 			report.check()
 			if test.wrong == "" {
-				g.Expect(report.Rows[1].Err).NotTo(HaveOccurred())
+				require.NoError(t, report.Rows[1].Err)
 			} else {
-				g.Expect(report.Rows[1].Err).To(MatchError(ContainSubstring(test.wrong)))
+				require.ErrorContains(t, report.Rows[1].Err, test.wrong)
 			}
-			g.Expect(report.Good()).To(Equal(test.wrong == ""))
+			require.Equal(t, test.wrong == "", report.Good())
 		})
 	}
 }
 
 func TestTheLastLineIsTheVerdict(t *testing.T) {
-	g := NewWithT(t)
 	last := func(r Report) string {
 		var out bytes.Buffer
-		g.Expect(r.Write(&out)).To(Succeed())
+		require.NoError(t, r.Write(&out))
 		return lo.LastOrEmpty(strings.Split(strings.TrimSpace(out.String()), "\n"))
 	}
-	g.Expect(last(Report{})).To(HavePrefix("netchaos: FAIL"), "nothing was run")
-	g.Expect(last(Report{Rows: []*Row{{}}, Err: errors.New("interrupted")})).To(HavePrefix("netchaos: FAIL scenarios=1"))
-	g.Expect(last(Report{Rows: []*Row{{}, {Outage: true}}})).To(HavePrefix("netchaos: PASS scenarios=2"))
-	g.Expect(last(Report{Rows: []*Row{{}, {Outage: true, Err: errors.New("it hangs")}}})).To(HavePrefix("netchaos: FAIL scenarios=2 launches=0 wrong=1"))
+	require.Regexp(t, "^netchaos: FAIL", last(Report{}), "nothing was run")
+	require.Regexp(t, "^netchaos: FAIL scenarios=1", last(Report{Rows: []*Row{{}}, Err: errors.New("interrupted")}))
+	require.Regexp(t, "^netchaos: PASS scenarios=2", last(Report{Rows: []*Row{{}, {Outage: true}}}))
+	require.Regexp(t, "^netchaos: FAIL scenarios=2 launches=0 wrong=1", last(Report{Rows: []*Row{{}, {Outage: true, Err: errors.New("it hangs")}}}))
 }
 
 func TestAnOutageIsTimed(t *testing.T) {
@@ -79,22 +77,20 @@ func TestAnOutageIsTimed(t *testing.T) {
 		{"noticed too late", changes(50, 61), []change{{at(-60), true}}, 60, Row{Noticed: 50 * time.Second}, true},
 	} {
 		t.Run(test.shows, func(t *testing.T) {
-			g := NewWithT(t)
 			r := &run{stage: &stage{watch: &watch{connected: test.connected, ready: test.ready}}}
 			lost, notReady := r.watch.lostAfter(began)
 			err := r.note(began, at(test.over), lost, notReady)
-			g.Expect(err != nil).To(Equal(test.wrong), "%v", err)
-			g.Expect(r.row).To(Equal(test.want))
+			require.Equal(t, test.wrong, err != nil, "%v", err)
+			require.Equal(t, test.want, r.row)
 		})
 	}
 }
 
 func TestABoundStandsForLessThanTwoRoundTrips(t *testing.T) {
-	g := NewWithT(t)
 	bounds := map[time.Duration]int{10 * ms: 0, 50 * ms: 1, 100 * ms: 2, 250 * ms: 3, 500 * ms: 4}
 	bound, ok := boundBetween(bounds, 250*ms, 500*ms)
-	g.Expect(ok).To(BeTrue())
-	g.Expect(bound).To(Equal(500 * ms))
+	require.True(t, ok)
+	require.Equal(t, 500*ms, bound)
 	_, ok = boundBetween(bounds, ms, 2*ms)
-	g.Expect(ok).To(BeFalse())
+	require.False(t, ok)
 }

@@ -3,7 +3,7 @@ package peer
 import (
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -22,9 +22,8 @@ func TestNothingOfAnAdoptionIsLeftOnADisguisedObject(t *testing.T) {
 		},
 	}}
 	disguise(node)
-	g := NewWithT(t)
-	g.Expect(node.Labels).To(Equal(map[string]string{
+	require.Equal(t, map[string]string{
 		"team": "red", corev1.LabelInstanceTypeStable: "", karpenterv1.NodePoolLabelKey: "pool", shimv1.Group + "/clusterapinodeclass": "default",
-	}))
-	g.Expect(node.Annotations).To(Equal(map[string]string{"example.com/own": "x"}))
+	}, node.Labels)
+	require.Equal(t, map[string]string{"example.com/own": "x"}, node.Annotations)
 }
