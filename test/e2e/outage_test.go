@@ -17,8 +17,8 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -111,7 +111,7 @@ func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
 			g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
 			await(t, 2*time.Minute, running(3))
 			g.Expect(uids(t, &corev1.NodeList{})).To(ContainElements(nodes))
-			g.Expect(lo.Filter(w.Recorder.State().Live(), func(j journey.Journey, _ int) bool { return j.Reached(journey.Deleting) })).To(BeEmpty())
+			g.Expect(lo.Filter(w.Recorder.State().Live(), func(j timeline.Timeline, _ int) bool { return j.Reached(timeline.Deleting) })).To(BeEmpty())
 		})
 	}
 }

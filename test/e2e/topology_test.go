@@ -15,7 +15,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 func TestTheShimRunsInOneClusterWithTheAgents(t *testing.T) {
@@ -94,7 +94,7 @@ func (h hubs) comesAndGoes(t *testing.T, figure func(format string, args ...any)
 func (h hubs) empty(t *testing.T) {
 	t.Helper()
 	h.scale(t, 0, 0)
-	NewWithT(t).Expect(h.source.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+	NewWithT(t).Expect(h.source.Recorder.Await(within(t, 3*time.Minute), func(s timeline.State) string {
 		return lo.Ternary(len(s.Live()) == 0, "", fmt.Sprintf("all NodeClaims to be gone: %d are left", len(s.Live())))
 	})).To(Succeed())
 	h.settle(t)

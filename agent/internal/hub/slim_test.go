@@ -13,7 +13,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -25,7 +25,7 @@ func TestSlimMachinesSayTheSame(t *testing.T) {
 		g := NewWithT(t)
 		whole := drawMachine(t)
 		slim := slimmed(t, whole)
-		g.Expect(proto.Equal(messages.Machine(slim), messages.Machine(whole))).To(BeTrue())
+		g.Expect(proto.Equal(protoconv.Machine(slim), protoconv.Machine(whole))).To(BeTrue())
 		g.Expect(protocol.Outdated(slim)).To(Equal(protocol.Outdated(whole)))
 		g.Expect(protocol.DeletionCompleted(slim)).To(Equal(protocol.DeletionCompleted(whole)))
 		g.Expect(protocol.SetOf(slim)).To(Equal(protocol.SetOf(whole)))
