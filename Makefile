@@ -391,7 +391,7 @@ fuzz: $(BIN)/etcd $(BIN)/kube-apiserver ## Fuzz every parser of input, above all
 
 .PHONY: bench
 bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per second, the agent's memory and start, and machines through claims against replicas raised by hand (BENCH_FLAGS='-rounds=5')
-	@go test -run '^$$' -bench . ./shim/internal/catalogue ./agent/internal/catalogue
+	@go test -run '^$$' -bench . ./shim/internal/catalogue ./agent/internal/nodegroupview
 	@go test -run '^$$' -bench . ./agent/protocol ./agent/internal/claims
 	@go test -run '^$$' -bench . -benchtime 300x -timeout 20m ./agent/internal/agent
 	@go test -run Footprint -v -count 1 -timeout 20m ./agent/internal/agent -args -machines=10000 -ended=10000 -rounds=3

@@ -16,7 +16,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/rush"
+	"github.com/karpenter-capi/karpenter-capi/test/loadgen"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -138,7 +138,7 @@ func List(w io.Writer) {
 type run struct {
 	Options
 
-	site    *rush.Site
+	site    *loadgen.Site
 	victim  *victim
 	order   order
 	agents  []process
@@ -184,7 +184,7 @@ func (r *run) start(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
 	r.Say("a sandbox with %d agents comes up", r.Agents)
-	if r.site, err = rush.Start(ctx, sandbox.Options{Name: r.Name, Agents: r.Agents, AgentBinary: r.Agent}); err != nil {
+	if r.site, err = loadgen.Start(ctx, sandbox.Options{Name: r.Name, Agents: r.Agents, AgentBinary: r.Agent}); err != nil {
 		return err
 	}
 	defer func() {
@@ -197,7 +197,7 @@ func (r *run) start(ctx context.Context) (err error) {
 		return err
 	}
 	// Like every tenant, the attacker may claim a few machines.
-	if err := r.site.CreateGroup(ctx, rush.Group{Name: attackerGroup, Cluster: attackerCluster, Max: 10, Held: true}); err != nil {
+	if err := r.site.CreateGroup(ctx, loadgen.Group{Name: attackerGroup, Cluster: attackerCluster, Max: 10, Held: true}); err != nil {
 		return err
 	}
 	if r.victim, err = newVictim(ctx, r.site); err != nil {

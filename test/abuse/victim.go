@@ -16,7 +16,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/rush"
+	"github.com/karpenter-capi/karpenter-capi/test/loadgen"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -54,7 +54,7 @@ func (s *samples) add(other samples) {
 
 // victim is the tenant under attack.
 type victim struct {
-	site  *rush.Site
+	site  *loadgen.Site
 	agent *agentclient.Client
 	// machines are the machines of the kept claims, by claim.
 	machines map[string]string
@@ -66,7 +66,7 @@ func victimCluster() *agentv1alpha1.ClusterRef {
 }
 
 // connectVictim opens a client connection as the victim.
-func connectVictim(site *rush.Site) (*agentclient.Client, error) {
+func connectVictim(site *loadgen.Site) (*agentclient.Client, error) {
 	state := site.Sandbox.State()
 	return agentclient.New(agentclient.Options{
 		Address: state.AgentAddress, Timeout: callTimeout,
@@ -75,9 +75,9 @@ func connectVictim(site *rush.Site) (*agentclient.Client, error) {
 }
 
 // newVictim makes the kept claims and waits until their machines run.
-func newVictim(ctx context.Context, site *rush.Site) (*victim, error) {
+func newVictim(ctx context.Context, site *loadgen.Site) (*victim, error) {
 	v := &victim{site: site, machines: map[string]string{}}
-	for _, g := range []rush.Group{{Name: keptGroup, Max: keptClaims}, {Name: trickleGroup, Max: 50, Held: true}} {
+	for _, g := range []loadgen.Group{{Name: keptGroup, Max: keptClaims}, {Name: trickleGroup, Max: 50, Held: true}} {
 		if err := site.CreateGroup(ctx, g); err != nil {
 			return nil, err
 		}

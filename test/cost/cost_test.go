@@ -25,7 +25,7 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/cost"
-	"github.com/karpenter-capi/karpenter-capi/test/rush"
+	"github.com/karpenter-capi/karpenter-capi/test/loadgen"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -72,9 +72,9 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*patience)
 	defer cancel()
 	s, log := start(ctx, t)
-	must(t, s.CreateGroup(ctx, rush.Group{Name: group, Max: claims, Held: true, Termination: time.Second}))
-	wishes := lo.Times(claims, func(i int) rush.Wish {
-		return rush.Wish{ID: fmt.Sprintf("claim-%03d", i), Groups: []string{group}}
+	must(t, s.CreateGroup(ctx, loadgen.Group{Name: group, Max: claims, Held: true, Termination: time.Second}))
+	wishes := lo.Times(claims, func(i int) loadgen.Wish {
+		return loadgen.Wish{ID: fmt.Sprintf("claim-%03d", i), Groups: []string{group}}
 	})
 	next(t, log) // skip the setup
 
@@ -149,15 +149,15 @@ func TestWhatAdoptionsCost(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*patience)
 	defer cancel()
 	s, log := start(ctx, t)
-	must(t, s.CreateGroup(ctx, rush.Group{Name: group}))
+	must(t, s.CreateGroup(ctx, loadgen.Group{Name: group}))
 	must(t, s.Scale(ctx, group, *adopted))
 	var names []string
-	must(t, s.AwaitMachines(ctx, func(machines []rush.Machine) string {
-		names = lo.FilterMap(machines, func(m rush.Machine, _ int) (string, bool) { return m.Name, m.Node != "" })
+	must(t, s.AwaitMachines(ctx, func(machines []loadgen.Machine) string {
+		names = lo.FilterMap(machines, func(m loadgen.Machine, _ int) (string, bool) { return m.Name, m.Node != "" })
 		return lo.Ternary(len(names) == *adopted, "", fmt.Sprintf("%d Machines to have a Node: %d have", *adopted, len(names)))
 	}))
-	wishes := lo.Map(names, func(name string, i int) rush.Wish {
-		return rush.Wish{ID: fmt.Sprintf("claim-%03d", i), Groups: []string{group}, Adopt: name}
+	wishes := lo.Map(names, func(name string, i int) loadgen.Wish {
+		return loadgen.Wish{ID: fmt.Sprintf("claim-%03d", i), Groups: []string{group}, Adopt: name}
 	})
 	next(t, log)
 
@@ -211,8 +211,8 @@ func TestWhatOneClaimCosts(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	s, log := start(ctx, t)
-	must(t, s.CreateGroup(ctx, rush.Group{Name: group, Boot: time.Second, Join: time.Second, Termination: time.Second}))
-	wishes := []rush.Wish{{ID: "claim", Groups: []string{group}}}
+	must(t, s.CreateGroup(ctx, loadgen.Group{Name: group, Boot: time.Second, Join: time.Second, Termination: time.Second}))
+	wishes := []loadgen.Wish{{ID: "claim", Groups: []string{group}}}
 	next(t, log)
 	if _, err := s.Claim(ctx, wishes); err != nil {
 		t.Fatal(err)
@@ -236,11 +236,11 @@ func TestWhatOneClaimCosts(t *testing.T) {
 	}
 }
 
-func start(ctx context.Context, t *testing.T) (*rush.Site, *cost.Log) {
+func start(ctx context.Context, t *testing.T) (*loadgen.Site, *cost.Log) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "cost-") // The logs stay if the test fails.
 	must(t, err)
-	s, err := rush.Start(ctx, sandbox.Options{StateDir: filepath.Join(dir, "sandbox"), AuditHub: true, Agents: *agents})
+	s, err := loadgen.Start(ctx, sandbox.Options{StateDir: filepath.Join(dir, "sandbox"), AuditHub: true, Agents: *agents})
 	must(t, err)
 	t.Cleanup(func() {
 		s.Stop()
@@ -334,7 +334,7 @@ func fewRefused(t *testing.T, requests []cost.Request) {
 }
 
 // eachMachineOnce verifies that every Machine was written to once, and thereby has its claim.
-func eachMachineOnce(t *testing.T, s *rush.Site, requests []cost.Request) {
+func eachMachineOnce(t *testing.T, s *loadgen.Site, requests []cost.Request) {
 	t.Helper()
 	writes := lo.CountValuesBy(
 		lo.Filter(requests, func(r cost.Request, _ int) bool {
@@ -356,7 +356,7 @@ func eachMachineOnce(t *testing.T, s *rush.Site, requests []cost.Request) {
 }
 
 // inFlight returns a condition: the ledger has no entries in flight.
-func inFlight(s *rush.Site) func(context.Context) (string, error) {
+func inFlight(s *loadgen.Site) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		md, err := s.Deployment(ctx, group)
 		if err != nil {
@@ -379,7 +379,7 @@ func inFlight(s *rush.Site) func(context.Context) (string, error) {
 
 // everyNodeIsNoted returns a condition: every live claim names its Node, which is the last thing
 // written to it.
-func everyNodeIsNoted(s *rush.Site) func(context.Context) (string, error) {
+func everyNodeIsNoted(s *loadgen.Site) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var list agentv1.MachineClaimList
 		if err := s.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
@@ -392,7 +392,7 @@ func everyNodeIsNoted(s *rush.Site) func(context.Context) (string, error) {
 
 // idle makes the agent reconcile the node group many times with nothing to do: another writer
 // changes what does not concern it, and the agent's own metrics show the reconciles.
-func idle(ctx context.Context, t *testing.T, s *rush.Site) {
+func idle(ctx context.Context, t *testing.T, s *loadgen.Site) {
 	t.Helper()
 	url := s.Sandbox.State().AgentMetrics
 	md, err := s.Deployment(ctx, group)

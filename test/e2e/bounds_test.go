@@ -19,8 +19,8 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 // The tests in this file print how long things take, and judge only their order: durations depend
@@ -57,15 +57,15 @@ func TestNodeClaimsGoWithTheirMachines(t *testing.T) {
 		shown = time.Now()
 		return lo.Ternary(found, "", "a claim that has failed"), err
 	})
-	var went journey.Journey
-	await(t, soon, func(s journey.State) string {
-		went, _ = lo.Find(s.Journeys, func(j journey.Journey) bool { return string(j.UID) == failed.Spec.ClaimID })
-		return lo.Ternary(went.Reached(journey.Gone), "", "the NodeClaim of the claim that has failed to go")
+	var went timeline.Timeline
+	await(t, soon, func(s timeline.State) string {
+		went, _ = lo.Find(s.Timelines, func(j timeline.Timeline) bool { return string(j.UID) == failed.Spec.ClaimID })
+		return lo.Ternary(went.Reached(timeline.Gone), "", "the NodeClaim of the claim that has failed to go")
 	})
-	figure("hub shows failed to NodeClaim deleted: %v", rounded(max(0, went.At(journey.Deleting).Sub(shown))))
+	figure("hub shows failed to NodeClaim deleted: %v", rounded(max(0, went.At(timeline.Deleting).Sub(shown))))
 	require.Contains(t, failed.Status.Message, "no host has room")
-	require.GreaterOrEqual(t, went.At(journey.Deleting), failed.Status.FailedAt.Time, "not before it has failed")
-	require.False(t, went.Reached(journey.Registered))
+	require.GreaterOrEqual(t, went.At(timeline.Deleting), failed.Status.FailedAt.Time, "not before it has failed")
+	require.False(t, went.Reached(timeline.Registered))
 	scale(t, failing, 0)
 	await(t, soon, nothingLives)
 
@@ -91,23 +91,23 @@ func TestNodeClaimsGoWithTheirMachines(t *testing.T) {
 		left := 0
 		for _, was := range drained {
 			runs := lo.ContainsBy(instances.Items, func(i simv1.SimMachine) bool { return i.Name == was.Machine })
-			is, _ := lo.Find(state.Journeys, func(j journey.Journey) bool { return j.UID == was.UID })
+			is, _ := lo.Find(state.Timelines, func(j timeline.Timeline) bool { return j.UID == was.UID })
 			if _, noted := gone[was.Machine]; !runs && !noted {
 				gone[was.Machine] = now
 			}
 			switch {
-			case runs && is.Reached(journey.Gone):
+			case runs && is.Reached(timeline.Gone):
 				early = append(early, is.String())
-			case runs || !is.Reached(journey.Gone):
+			case runs || !is.Reached(timeline.Gone):
 				left++
 			}
 		}
 		return lo.Ternary(left == 0, "", fmt.Sprintf("%d of %d instances and NodeClaims to go", left, pods)), nil
 	})
 	require.Empty(t, early, "NodeClaims that have gone before their instances")
-	outlived := lo.FilterMap(w.Recorder.State().Journeys, func(j journey.Journey, _ int) (time.Duration, bool) {
+	outlived := lo.FilterMap(w.Recorder.State().Timelines, func(j timeline.Timeline, _ int) (time.Duration, bool) {
 		at, noted := gone[j.Machine]
-		return max(0, j.At(journey.Gone).Sub(at)), noted
+		return max(0, j.At(timeline.Gone).Sub(at)), noted
 	})
 	require.Len(t, outlived, pods)
 	slices.Sort(outlived)
@@ -166,27 +166,28 @@ func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 	resize(0)
 	up(byHand, 0)
 
-	known := len(w.Recorder.State().Journeys)
+	known := len(w.Recorder.State().Timelines)
 	began := time.Now()
 	scale(t, byClaim, nodes)
 	claimed := up(byClaim, nodes)
 	await(t, 2*time.Minute, running(nodes))
-	await(t, 2*time.Minute, func(s journey.State) string {
-		return lo.Ternary(lo.EveryBy(s.Live(), func(j journey.Journey) bool { return j.Reached(journey.Initialized) }), "", "all Nodes to be initialized")
+	await(t, 2*time.Minute, func(s timeline.State) string {
+		initialized := lo.EveryBy(s.Live(), func(j timeline.Timeline) bool { return j.Reached(timeline.Initialized) })
+		return lo.Ternary(initialized, "", "all Nodes to be initialized")
 	})
 	figure("%d Nodes up after %.1f s; by hand after %.1f s", nodes, claimed.Seconds(), alone.Seconds())
-	made := w.Recorder.State().Journeys[known:]
+	made := w.Recorder.State().Timelines[known:]
 	require.Len(t, made, nodes, "one NodeClaim for each pod, and no more")
-	for _, stage := range []journey.Stage{
-		journey.Created, journey.Launched, journey.Bound, journey.Provisioned, journey.Registered, journey.Initialized,
+	for _, stage := range []timeline.Stage{
+		timeline.Created, timeline.Launched, timeline.Bound, timeline.Provisioned, timeline.Registered, timeline.Initialized,
 	} {
-		at := lo.Map(made, func(j journey.Journey, _ int) time.Duration { return j.At(stage).Sub(began) })
+		at := lo.Map(made, func(j timeline.Timeline, _ int) time.Duration { return j.At(stage).Sub(began) })
 		slices.Sort(at)
 		figure("%s: the first after %.1f s, the last after %.1f s", stage, at[0].Seconds(), at[nodes-1].Seconds())
 	}
 	for _, j := range made {
-		for earlier, later := range map[journey.Stage]journey.Stage{
-			journey.Created: journey.Provisioned, journey.Provisioned: journey.Registered, journey.Registered: journey.Initialized,
+		for earlier, later := range map[timeline.Stage]timeline.Stage{
+			timeline.Created: timeline.Provisioned, timeline.Provisioned: timeline.Registered, timeline.Registered: timeline.Initialized,
 		} {
 			require.True(t, j.Reached(earlier) && j.Reached(later), "%s", j)
 			// Two recorders' watches, of hub and spoke, may be this far apart.

@@ -21,8 +21,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -101,12 +101,12 @@ func described(t *testing.T, group string) *agentv1alpha1.NodeGroup {
 
 // onOneNodeOf returns a condition: this many pods run, and there is one node, which is of that
 // group.
-func onOneNodeOf(group string, pods int) func(journey.State) string {
-	return func(s journey.State) string {
+func onOneNodeOf(group string, pods int) func(timeline.State) string {
+	return func(s timeline.State) string {
 		if missing := running(pods)(s); missing != "" {
 			return missing
 		}
-		groups := lo.Map(s.Live(), func(j journey.Journey, _ int) string { return j.Group })
+		groups := lo.Map(s.Live(), func(j timeline.Timeline, _ int) string { return j.Group })
 		if !slices.Equal(groups, []string{group}) {
 			return fmt.Sprintf("one node, of %s: they are of %v", group, groups)
 		}

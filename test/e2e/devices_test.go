@@ -16,8 +16,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -69,8 +69,8 @@ func TestPodsGetDevices(t *testing.T) {
 	await(t, 3*time.Minute, running(pods))
 	require.Equal(t, map[string]int{"devices": 2}, where(), "not the cheaper group, which has none")
 	figure("%d pods on %d Nodes of %d devices", pods, len(w.Recorder.State().Live()), devicesPerNode)
-	await(t, soon, func(s journey.State) string {
-		late, found := lo.Find(s.Live(), func(j journey.Journey) bool { return !j.Reached(journey.Initialized) })
+	await(t, soon, func(s timeline.State) string {
+		late, found := lo.Find(s.Live(), func(j timeline.Timeline) bool { return !j.Reached(timeline.Initialized) })
 		return lo.Ternary(found, late.NodeClaim+" to be initialized", "")
 	})
 	require.Equal(t, 2, made("devices"))

@@ -28,8 +28,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -256,14 +256,14 @@ func leaveAsFound(t *testing.T) {
 // killed are the tests that kill processes themselves.
 var killed = map[string]bool{}
 
-func nothingLives(s journey.State) string {
+func nothingLives(s timeline.State) string {
 	if live := s.Live(); len(live) > 0 {
 		return fmt.Sprintf("%d NodeClaims to go, such as %s", len(live), live[0].NodeClaim)
 	}
 	return ""
 }
 
-func everyMachineRuns(s journey.State) string {
+func everyMachineRuns(s timeline.State) string {
 	for _, group := range s.Groups {
 		if group.Running != group.Machines || int(group.Replicas) != group.Machines {
 			return fmt.Sprintf("the Machines of %s to run: %d of %d do", group.Name, group.Running, group.Replicas)
@@ -273,8 +273,8 @@ func everyMachineRuns(s journey.State) string {
 }
 
 // running returns a condition: this many pods run, and no others are left.
-func running(pods int) func(journey.State) string {
-	return func(s journey.State) string {
+func running(pods int) func(timeline.State) string {
+	return func(s timeline.State) string {
 		if s.Pods.Running == pods && s.Pods.Total() == pods {
 			return ""
 		}
@@ -283,7 +283,7 @@ func running(pods int) func(journey.State) string {
 }
 
 // await fails the test if the recorder does not see the condition in time, multiplied by [slow].
-func await(t *testing.T, d time.Duration, condition func(journey.State) string) {
+func await(t *testing.T, d time.Duration, condition func(timeline.State) string) {
 	t.Helper()
 	if err := w.Recorder.Await(within(t, slow*d), condition); err != nil {
 		pending, _ := w.Pending(context.Background())

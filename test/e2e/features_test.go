@@ -21,8 +21,8 @@ import (
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 // copies applies a file of the crowd's under another name, with changes, and deletes its objects at
@@ -88,17 +88,19 @@ func sizePool(ctx context.Context, name string, nodes int) error {
 }
 
 // initialized returns a condition: a NodePool has this many Nodes that accept pods, and no others.
-func initialized(pool string, nodes int) func(journey.State) string {
-	return func(s journey.State) string {
-		mine := lo.Filter(s.Live(), func(j journey.Journey, _ int) bool { return j.NodePool == pool })
-		take := lo.CountBy(mine, func(j journey.Journey) bool { return j.Reached(journey.Initialized) && !j.Reached(journey.Deleting) })
+func initialized(pool string, nodes int) func(timeline.State) string {
+	return func(s timeline.State) string {
+		mine := lo.Filter(s.Live(), func(j timeline.Timeline, _ int) bool { return j.NodePool == pool })
+		take := lo.CountBy(mine, func(j timeline.Timeline) bool {
+			return j.Reached(timeline.Initialized) && !j.Reached(timeline.Deleting)
+		})
 		return lo.Ternary(take == nodes && len(mine) == nodes, "",
 			fmt.Sprintf("NodePool %s to have %d Nodes: it has %d, of which %d take pods", pool, nodes, len(mine), take))
 	}
 }
 
 func made(pool string) int {
-	return lo.CountBy(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == pool })
+	return lo.CountBy(w.Recorder.State().Timelines, func(j timeline.Timeline) bool { return j.NodePool == pool })
 }
 
 func TestAStaticNodePoolHasItsNodesAndOneWithoutRoomStallsNoOther(t *testing.T) {
@@ -188,14 +190,14 @@ func TestNodesThatExpireAreReplacedOnce(t *testing.T) {
 	useCrowd(t)
 	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "crowd"}}
 	require.NoError(t, w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"template":{"spec":{"expireAfter":"2m"}}}}`)))
-	known := len(w.Recorder.State().Journeys)
-	mine := func() []journey.Journey { return w.Recorder.State().Journeys[known:] }
+	known := len(w.Recorder.State().Timelines)
+	mine := func() []timeline.Timeline { return w.Recorder.State().Timelines[known:] }
 	scale(t, "crowd", 3)
 	await(t, soon, running(3))
-	first := lo.SliceToMap(mine(), func(j journey.Journey) (types.UID, bool) { return j.UID, true })
+	first := lo.SliceToMap(mine(), func(j timeline.Timeline) (types.UID, bool) { return j.UID, true })
 	require.Len(t, first, 3)
 	poll(t, 5*time.Minute, func(context.Context) (string, error) {
-		expired := lo.CountBy(mine(), func(j journey.Journey) bool { return first[j.UID] && j.Reached(journey.Gone) })
+		expired := lo.CountBy(mine(), func(j timeline.Timeline) bool { return first[j.UID] && j.Reached(timeline.Gone) })
 		return lo.Ternary(expired == 3, "", fmt.Sprintf("3 NodeClaims to expire: %d have", expired)), nil
 	})
 	await(t, 2*time.Minute, running(3))
@@ -233,7 +235,7 @@ func requirePool(t *testing.T, name string, requirement map[string]any) {
 
 // where returns the number of live Nodes of each node group.
 func where() map[string]int {
-	return lo.CountValuesBy(w.Recorder.State().Live(), func(j journey.Journey) string { return j.Group })
+	return lo.CountValuesBy(w.Recorder.State().Live(), func(j timeline.Timeline) string { return j.Group })
 }
 
 func TestASpotNodeIsReplacedByACheaperOneOnce(t *testing.T) {
@@ -309,7 +311,7 @@ func TestReservedMachinesAreUsedFirst(t *testing.T) {
 	require.Equal(t, map[string]int{"mixed-reserved": 2, "mixed-ondemand": 1}, where())
 	planned := made("mixed")
 	scale(t, "mixed", 2) // one of three pods is removed: the others fit on the reserved machines
-	await(t, 2*time.Minute, func(s journey.State) string {
+	await(t, 2*time.Minute, func(s timeline.State) string {
 		if missing := running(2)(s); missing != "" {
 			return missing
 		}
@@ -379,7 +381,7 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 	// Core may plan twice with the single free machine, for a pod and for the replacement of
 	// another Node: one of both is refused.
 	got := func() int {
-		return lo.CountBy(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == "crowd" && j.Reached(journey.Launched) })
+		return lo.CountBy(w.Recorder.State().Timelines, func(j timeline.Timeline) bool { return j.NodePool == "crowd" && j.Reached(timeline.Launched) })
 	}
 	var most int
 	atMost := func() {

@@ -18,8 +18,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -167,7 +167,7 @@ func fitRound(t *testing.T, random *rand.Rand, round int) (pods, nodes int) {
 	return pods, nodes
 }
 
-func noMachines(s journey.State) string {
+func noMachines(s timeline.State) string {
 	if missing := nothingLives(s); missing != "" {
 		return missing
 	}

@@ -8,9 +8,9 @@ import (
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 	"github.com/karpenter-capi/karpenter-capi/test/scenario"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 func TestPodsBecomeNodesAndGoAgain(t *testing.T) {
@@ -57,6 +57,6 @@ func TestManifestsOfThePeersUsersWorkUnchanged(t *testing.T) {
 	goHome(t, "scale-up")
 	scale(t, "scale-up", 3)
 	await(t, 2*time.Minute, running(3))
-	nodes := lo.CountValuesBy(w.Recorder.State().Live(), func(j journey.Journey) string { return j.NodePool + " from " + j.Group })
+	nodes := lo.CountValuesBy(w.Recorder.State().Live(), func(j timeline.Timeline) string { return j.NodePool + " from " + j.Group })
 	require.Equal(t, map[string]int{"peer from peer-md-0": 3}, nodes, "the pods keep away from each other")
 }

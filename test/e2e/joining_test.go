@@ -21,7 +21,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 // plannings is how many times Karpenter must re-evaluate the pods before the test concludes that it
@@ -37,9 +37,9 @@ func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
 	require.NoError(t, w.Hub.Patch(t.Context(), template, mergePatch(`{"spec":{"template":{"spec":{"stuckAt":"Join"}}}}`)))
 
 	const pods = 8
-	known := len(w.Recorder.State().Journeys)
+	known := len(w.Recorder.State().Timelines)
 	scale(t, "crowd", pods)
-	await(t, 2*time.Minute, reached(pods, journey.Provisioned))
+	await(t, 2*time.Minute, reached(pods, timeline.Provisioned))
 	pause := func(ctx context.Context, patch string) error {
 		return eachMachine(ctx, "crowd", func(m *clusterv1.Machine) error { return w.Hub.Patch(ctx, m, mergePatch(patch)) })
 	}
@@ -60,7 +60,7 @@ func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
 	for i := range instances.Items {
 		require.NoError(t, w.Hub.Patch(t.Context(), &instances.Items[i], mergePatch(`{"spec":{"stuckAt":null}}`)))
 	}
-	await(t, soon, reached(pods, journey.Registered))
+	await(t, soon, reached(pods, timeline.Registered))
 	before, err := timesPlanned(t.Context())
 	require.NoError(t, err)
 	poll(t, 2*soon, func(ctx context.Context) (string, error) {
@@ -68,8 +68,8 @@ func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
 		return lo.Ternary(now >= before+plannings, "", fmt.Sprintf("Karpenter to look %d times at the pods: it did %d times", plannings, now-before)), err
 	})
 	state := w.Recorder.State()
-	require.Len(t, state.Journeys[known:], pods, "one NodeClaim for each pod, and no more")
-	require.Empty(t, lo.Filter(state.Live(), func(j journey.Journey, _ int) bool { return j.Reached(journey.Initialized) }))
+	require.Len(t, state.Timelines[known:], pods, "one NodeClaim for each pod, and no more")
+	require.Empty(t, lo.Filter(state.Live(), func(j timeline.Timeline, _ int) bool { return j.Reached(timeline.Initialized) }))
 	var nodes corev1.NodeList
 	require.NoError(t, w.Spoke.List(t.Context(), &nodes, client.MatchingLabels{corev1.LabelInstanceTypeStable: "crowd"}))
 	for _, node := range nodes.Items {
@@ -78,7 +78,7 @@ func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
 
 	require.NoError(t, pause(t.Context(), `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":null}}}`))
 	await(t, 2*time.Minute, running(pods))
-	require.Len(t, w.Recorder.State().Journeys[known:], pods, "no Node is replaced either")
+	require.Len(t, w.Recorder.State().Timelines[known:], pods, "no Node is replaced either")
 }
 
 func mergePatch(patch string) client.Patch {
@@ -87,10 +87,10 @@ func mergePatch(patch string) client.Patch {
 
 // reached returns a condition: this many NodeClaims are live, and all of them have reached the
 // stage.
-func reached(nodeClaims int, stage journey.Stage) func(journey.State) string {
-	return func(s journey.State) string {
+func reached(nodeClaims int, stage timeline.Stage) func(timeline.State) string {
+	return func(s timeline.State) string {
 		live := s.Live()
-		have := lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(stage) })
+		have := lo.CountBy(live, func(j timeline.Timeline) bool { return j.Reached(stage) })
 		if have >= nodeClaims && have == len(live) {
 			return ""
 		}

@@ -28,8 +28,8 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -326,7 +326,7 @@ func (l *life) live(ctx context.Context) error {
 			return fmt.Errorf("%s: %w", part.what, err)
 		}
 	}
-	made := lo.Filter(l.Recorder.State().Journeys, func(j journey.Journey, _ int) bool { return j.NodePool == l.name })
+	made := lo.Filter(l.Recorder.State().Timelines, func(j timeline.Timeline, _ int) bool { return j.NodePool == l.name })
 	l.made = len(made)
 	needed := lo.Ternary(l.replaces(), 2, 1)
 	if l.made > needed || l.made < needed && !l.deed.gone {

@@ -20,9 +20,9 @@ import (
 	shimv1alpha1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/cost"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 	"github.com/karpenter-capi/karpenter-capi/test/peer"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -58,8 +58,8 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 			clusterv1.AutoscalerMaxSizeAnnotation, many, many))
 		require.NoError(t, h.source.Hub.Patch(within(t, soon), md, patch))
 	}
-	require.NoError(t, h.source.Recorder.Await(within(t, 15*time.Minute), func(s journey.State) string {
-		machines := lo.SumBy(s.Groups, func(g journey.Group) int { return g.Machines })
+	require.NoError(t, h.source.Recorder.Await(within(t, 15*time.Minute), func(s timeline.State) string {
+		machines := lo.SumBy(s.Groups, func(g timeline.Group) int { return g.Machines })
 		return lo.Ternary(machines == 2*many, everyMachineRuns(s), fmt.Sprintf("%d Machines to be made: %d are", 2*many, machines))
 	}))
 	h.source.Checker.Expected = func() invariants.Expected {

@@ -31,8 +31,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/bystander"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -98,7 +98,7 @@ func TestAMoveCarriesReleasesAndEndedClaims(t *testing.T) {
 	h := startHubs(t, "e2e-move-releases")
 	h.run(t, h.source, 3, 0)
 	h.scale(t, 2, 0)
-	require.NoError(t, h.source.Recorder.Await(within(t, 2*time.Minute), func(s journey.State) string {
+	require.NoError(t, h.source.Recorder.Await(within(t, 2*time.Minute), func(s timeline.State) string {
 		return lo.Ternary(len(s.Live()) == 2, "", fmt.Sprintf("2 NodeClaims to be left: %d are", len(s.Live())))
 	}))
 	settle(t, h.source, settleWithin)
@@ -316,7 +316,7 @@ func (h hubs) grow(t *testing.T, pods int, watching *bystander.Bystander) {
 func (h hubs) shrink(t *testing.T, pods int) {
 	t.Helper()
 	h.scale(t, pods/2, pods/2)
-	require.NoError(t, h.target.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+	require.NoError(t, h.target.Recorder.Await(within(t, 3*time.Minute), func(s timeline.State) string {
 		if missing := running(pods)(s); missing != "" {
 			return missing
 		}

@@ -18,8 +18,8 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -113,7 +113,7 @@ func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
 			require.NoError(t, w.AwaitNodePool(within(t, soon), "default"))
 			await(t, 2*time.Minute, running(3))
 			require.Subset(t, uids(t, &corev1.NodeList{}), nodes)
-			require.Empty(t, lo.Filter(w.Recorder.State().Live(), func(j journey.Journey, _ int) bool { return j.Reached(journey.Deleting) }))
+			require.Empty(t, lo.Filter(w.Recorder.State().Live(), func(j timeline.Timeline, _ int) bool { return j.Reached(timeline.Deleting) }))
 		})
 	}
 }

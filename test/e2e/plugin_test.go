@@ -21,7 +21,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -69,7 +69,7 @@ func TestThePluginSaysWhy(t *testing.T) {
 	}
 	t.Cleanup(boot) // else a failure costs minutes, because the machine would have to be given up first
 	scale(t, "crowd", 1)
-	await(t, 2*time.Minute, reached(1, journey.Bound))
+	await(t, 2*time.Minute, reached(1, timeline.Bound))
 	waiting := w.Recorder.State().Live()[0]
 	pod := crowdPod(t)
 	for _, entry := range [][2]string{{"pod", pod}, {"nodeclaim", waiting.NodeClaim}, {"machine", waiting.Machine}} {

@@ -18,7 +18,7 @@ import (
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 // repairAfter is how long Karpenter tolerates an unhealthy Node here; the product's default is half
@@ -59,7 +59,7 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	require.Len(t, machines, pods)
 	before := made("crowd")
 	disrupted := func() []string {
-		return lo.FilterMap(w.Recorder.State().Journeys, func(j journey.Journey, _ int) (string, bool) { return j.Disrupted, j.Disrupted != "" })
+		return lo.FilterMap(w.Recorder.State().Timelines, func(j timeline.Timeline, _ int) (string, bool) { return j.Disrupted, j.Disrupted != "" })
 	}
 
 	vetoed, repaired := machines[0], machines[1]

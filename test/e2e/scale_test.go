@@ -16,8 +16,8 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 const (
@@ -39,24 +39,24 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	}
 	useCrowd(t)
 
-	known := len(w.Recorder.State().Journeys)
+	known := len(w.Recorder.State().Timelines)
 	for pods := range int32(singles) {
 		scale(t, "crowd", pods+1)
 		await(t, soon, running(int(pods+1)))
 	}
-	one := journey.LatencyOf(w.Recorder.State().Journeys[known:], journey.Created, journey.Launched)
+	one := timeline.LatencyOf(w.Recorder.State().Timelines[known:], timeline.Created, timeline.Launched)
 	figure("NodeClaim created to launched, one at a time: median %v, max %v (n=%d)", rounded(one.Median), rounded(one.Max), one.Count)
 	require.Equal(t, singles, one.Count)
 
-	known = len(w.Recorder.State().Journeys)
+	known = len(w.Recorder.State().Timelines)
 	began := time.Now()
 	scale(t, "crowd", singles+crowd)
 	await(t, 5*time.Minute, running(singles+crowd))
 	state := w.Recorder.State()
-	hundred := journey.LatencyOf(state.Journeys[known:], journey.Created, journey.Launched)
+	hundred := timeline.LatencyOf(state.Timelines[known:], timeline.Created, timeline.Launched)
 	figure("%d at once: median %v, p99 %v, max %v", hundred.Count, rounded(hundred.Median), rounded(hundred.P99), rounded(hundred.Max))
-	for _, stage := range []journey.Stage{journey.Claimed, journey.Bound, journey.Provisioned, journey.Registered, journey.Initialized} {
-		took := journey.LatencyOf(state.Journeys[known:], journey.Created, stage)
+	for _, stage := range []timeline.Stage{timeline.Claimed, timeline.Bound, timeline.Provisioned, timeline.Registered, timeline.Initialized} {
+		took := timeline.LatencyOf(state.Timelines[known:], timeline.Created, stage)
 		say("  to %s: median %v, p99 %v", stage, rounded(took.Median), rounded(took.P99))
 	}
 	say("  all pods run after %.1f s", time.Since(began).Seconds())
@@ -102,8 +102,8 @@ func TestNodesFollowPodsUpAndDown(t *testing.T) {
 
 // sameNumber returns a condition: this many pods of the crowd run, each on a Node with a NodeClaim
 // and a Machine, beside other Nodes.
-func sameNumber(pods, others int) func(journey.State) string {
-	return func(s journey.State) string {
+func sameNumber(pods, others int) func(timeline.State) string {
+	return func(s timeline.State) string {
 		if missing := running(pods)(s); missing != "" {
 			return missing
 		}

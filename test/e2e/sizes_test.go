@@ -16,8 +16,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 func TestAMistypedSizeRemovesNoMachine(t *testing.T) {
@@ -89,9 +89,9 @@ func useCrowd(t *testing.T) {
 
 // crowdRuns returns a condition: the node group crowd has this many Machines and replicas, and all
 // of them run.
-func crowdRuns(machines int) func(journey.State) string {
-	return func(s journey.State) string {
-		is, _ := lo.Find(s.Groups, func(g journey.Group) bool { return g.Name == "crowd" })
+func crowdRuns(machines int) func(timeline.State) string {
+	return func(s timeline.State) string {
+		is, _ := lo.Find(s.Groups, func(g timeline.Group) bool { return g.Name == "crowd" })
 		if is.Machines == machines && is.Running == machines && int(is.Replicas) == machines {
 			return ""
 		}

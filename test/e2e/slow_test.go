@@ -18,8 +18,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 // compression is the factor by which time is compressed for slow machines: one second stands for
@@ -77,12 +77,12 @@ func TestSlowMachinesJoin(t *testing.T) {
 		scale(t, name, 1)
 	}
 	ran := map[string]time.Duration{}
-	await(t, 8*time.Minute, func(s journey.State) string {
+	await(t, 8*time.Minute, func(s timeline.State) string {
 		for name := range machines {
 			for _, m := range machinesOf(t, name) {
 				seen[name][m.UID] = true
 			}
-			runs := lo.ContainsBy(s.Live(), func(j journey.Journey) bool { return j.NodePool == name && j.Reached(journey.Initialized) })
+			runs := lo.ContainsBy(s.Live(), func(j timeline.Timeline) bool { return j.NodePool == name && j.Reached(timeline.Initialized) })
 			if _, known := ran[name]; runs && !known {
 				ran[name] = time.Since(began)
 			}

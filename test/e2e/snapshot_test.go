@@ -27,7 +27,7 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -317,7 +317,7 @@ func (h hubs) atRest(t *testing.T, pods map[string]int) {
 		}
 		return "", nil
 	})
-	require.NoError(t, h.source.Recorder.Await(within(t, unheard), func(s journey.State) string {
+	require.NoError(t, h.source.Recorder.Await(within(t, unheard), func(s timeline.State) string {
 		if missing := running(pods["east"] + pods["west"])(s); missing != "" {
 			return missing
 		}

@@ -15,7 +15,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 func TestTheShimRunsInOneClusterWithTheAgents(t *testing.T) {
@@ -93,7 +93,7 @@ func (h hubs) comesAndGoes(t *testing.T, figure func(format string, args ...any)
 func (h hubs) empty(t *testing.T) {
 	t.Helper()
 	h.scale(t, 0, 0)
-	require.NoError(t, h.source.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+	require.NoError(t, h.source.Recorder.Await(within(t, 3*time.Minute), func(s timeline.State) string {
 		return lo.Ternary(len(s.Live()) == 0, "", fmt.Sprintf("all NodeClaims to be gone: %d are left", len(s.Live())))
 	}))
 	h.settle(t)

@@ -22,8 +22,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 const (
@@ -53,7 +53,7 @@ func TestWorkersAreUpgraded(t *testing.T) {
 				`{"spec":{"rollout":{"strategy":{"type":%q}},"template":{"spec":{"version":%q}}}}`, strategy, versionBefore))))
 			pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "crowd"}}
 			require.NoError(t, w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"disruption":{"budgets":[{"nodes":"1"}]}}}`)))
-			known := len(w.Recorder.State().Journeys)
+			known := len(w.Recorder.State().Timelines)
 			scale(t, "crowd", pods)
 			await(t, 2*time.Minute, running(pods))
 			require.Equal(t, map[string]int{versionBefore: pods}, versions(t, "crowd"), "workers keep the version that they are pinned to")
@@ -73,12 +73,12 @@ func TestWorkersAreUpgraded(t *testing.T) {
 			})
 			await(t, 2*time.Minute, running(pods+more))
 			await(t, 2*time.Minute, crowdRuns(pods+more)) // what a rollout made in advance is a spare for a while
-			made := w.Recorder.State().Journeys[known:]
+			made := w.Recorder.State().Timelines[known:]
 			figure("%d of %d nodes replaced in %.0f s, %d NodeClaims made, at least %d Nodes ready meanwhile", pods, pods+more,
 				time.Since(began).Seconds(), len(made), fewest())
 			require.LessOrEqual(t, len(made), 2*pods+more, "no node is replaced twice")
 			if strategy == clusterv1.OnDeleteMachineDeploymentStrategyType {
-				require.Equal(t, pods, lo.CountBy(made, func(j journey.Journey) bool { return j.Disrupted == "Drifted" }))
+				require.Equal(t, pods, lo.CountBy(made, func(j timeline.Timeline) bool { return j.Disrupted == "Drifted" }))
 				require.GreaterOrEqual(t, fewest(), pods, "a replacement is there before a Node goes")
 			}
 		})
@@ -154,7 +154,7 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	for name := range strategies {
 		scale(t, name, pods+1)
 	}
-	await(t, 2*time.Minute, func(s journey.State) string {
+	await(t, 2*time.Minute, func(s timeline.State) string {
 		return lo.Ternary(s.Pods.Running == 2*pods+1, "", fmt.Sprintf("%d pods to run: %d do", 2*pods+1, s.Pods.Running))
 	})
 	require.Equal(t, map[string]int{versionBefore: pods + 1}, versions(t, grows), "it grows in its own version")
@@ -185,8 +185,8 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 		figure("%s: %d NodeClaims made for %d Nodes", strategy, made(name), pods+1)
 		require.LessOrEqual(t, made(name), 2*(pods+1), "no node is replaced twice")
 	}
-	drifted := lo.CountValuesBy(lo.Filter(w.Recorder.State().Journeys, func(j journey.Journey, _ int) bool { return j.Disrupted == "Drifted" }),
-		func(j journey.Journey) string { return j.NodePool })
+	drifted := lo.CountValuesBy(lo.Filter(w.Recorder.State().Timelines, func(j timeline.Timeline, _ int) bool { return j.Disrupted == "Drifted" }),
+		func(j timeline.Timeline) string { return j.NodePool })
 	require.Equal(t, map[string]int{stuck: pods}, drifted, "Karpenter replaced what it was to; the pod that waited got the new version at once")
 	require.Equal(t, 2*pods+1, made(stuck))
 	figure("both within %.0f s", time.Since(began).Seconds())
@@ -240,10 +240,10 @@ func TestClaimsWaitWhileTheControlPlaneIsUpgraded(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	known := len(w.Recorder.State().Journeys)
+	known := len(w.Recorder.State().Timelines)
 	require.NoError(t, version("v1.36.4")) // its API server still has the old one
 	scale(t, "crowd", 3)
-	await(t, soon, reached(1, journey.Claimed)) // the others as well, unless Karpenter planned them later
+	await(t, soon, reached(1, timeline.Claimed)) // the others as well, unless Karpenter planned them later
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		var claims agentv1.MachineClaimList
 		err := w.Hub.List(ctx, &claims, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.NodeGroupLabel: "crowd"})
@@ -256,6 +256,6 @@ func TestClaimsWaitWhileTheControlPlaneIsUpgraded(t *testing.T) {
 	require.Empty(t, listCrowd(t))
 	require.NoError(t, version(before))
 	await(t, 2*time.Minute, running(3))
-	got := lo.CountBy(w.Recorder.State().Journeys[known:], func(j journey.Journey) bool { return j.Reached(journey.Launched) })
+	got := lo.CountBy(w.Recorder.State().Timelines[known:], func(j timeline.Timeline) bool { return j.Reached(timeline.Launched) })
 	require.Equal(t, 3, got, "the NodeClaims that waited have the Nodes")
 }

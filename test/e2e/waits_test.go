@@ -25,8 +25,8 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 // TestWhatTheEndOfANodeWaitsFor deletes five NodeClaims: one whose pod may not be evicted, one whose
@@ -70,16 +70,16 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 		scale(t, group, 1)
 	}
 	await(t, 2*time.Minute, running(len(groups)))
-	ends := lo.SliceToMap(w.Recorder.State().Live(), func(j journey.Journey) (string, journey.Journey) { return j.NodePool, j })
+	ends := lo.SliceToMap(w.Recorder.State().Live(), func(j timeline.Timeline) (string, timeline.Timeline) { return j.NodePool, j })
 	require.Len(t, ends, len(groups))
-	now := func(group string) journey.Journey {
-		j, _ := lo.Find(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.UID == ends[group].UID })
+	now := func(group string) timeline.Timeline {
+		j, _ := lo.Find(w.Recorder.State().Timelines, func(j timeline.Timeline) bool { return j.UID == ends[group].UID })
 		return j
 	}
 	goes := func(group string) {
 		t.Helper()
-		await(t, deletedBy, func(journey.State) string {
-			return lo.Ternary(now(group).Reached(journey.Gone), "", "NodeClaim "+ends[group].NodeClaim+" of "+group+" to go")
+		await(t, deletedBy, func(timeline.State) string {
+			return lo.Ternary(now(group).Reached(timeline.Gone), "", "NodeClaim "+ends[group].NodeClaim+" of "+group+" to go")
 		})
 	}
 	claim := func(group string) *agentv1.MachineClaim {
@@ -174,7 +174,7 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 	require.True(t, claim(attached).Status.Drained, "Cluster API need not wait for the volume again")
 
 	goes(graced)
-	lasted, _ := now(graced).Took(journey.Deleting, journey.Gone)
+	lasted, _ := now(graced).Took(timeline.Deleting, timeline.Gone)
 	figure("a pod that may not be evicted: %v with a grace period of %v", rounded(lasted), grace)
 	require.GreaterOrEqual(t, lasted, grace-2*time.Second, "times of the API server are whole seconds")
 	require.NoError(t, client.IgnoreNotFound(w.Spoke.Get(t.Context(), client.ObjectKeyFromObject(&keeps.Items[0]), &keeps.Items[0])))
@@ -209,10 +209,10 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 				fmt.Sprintf("the claim to say %s: it says %s", reason, ready.Reason)), nil
 		})
 		runs(hooked)
-		require.False(t, now(hooked).Reached(journey.Gone))
+		require.False(t, now(hooked).Reached(timeline.Gone))
 	}
 	waitsFor(clusterv1.MachineDeletingWaitingForPreDrainHookReason, 6*time.Minute)
-	figure("a hook is named on the NodeClaim %.0f s after its deletion", time.Since(now(hooked).At(journey.Deleting)).Seconds())
+	figure("a hook is named on the NodeClaim %.0f s after its deletion", time.Since(now(hooked).At(timeline.Deleting)).Seconds())
 	require.NoError(t, hook(fmt.Sprintf(`{%q:null}`, preDrain)))
 	waitsFor(clusterv1.MachineDeletingWaitingForPreTerminateHookReason, soon)
 	require.NoError(t, hook(fmt.Sprintf(`{%q:null}`, preEnd)))
@@ -227,7 +227,7 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 		})
 		return lo.Ternary(told, "", "the NodeClaim to say that the infrastructure's machine stays"), err
 	})
-	require.False(t, now(kept).Reached(journey.Gone))
+	require.False(t, now(kept).Reached(timeline.Gone))
 	keeping(false)
 	goes(kept)
 
@@ -237,7 +237,7 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 		drained := lo.FromPtr(nodeClaim.StatusConditions().Get(karpenterv1.ConditionTypeDrained))
 		return lo.Ternary(drained.Reason == "Draining", "", "the NodeClaim to say that its Node is being drained"), err
 	})
-	require.False(t, now(guarded).Reached(journey.Gone))
+	require.False(t, now(guarded).Reached(timeline.Gone))
 	require.Equal(t, agentv1.PhaseBound, claim(guarded).CurrentPhase(), "it was not released")
 	runs(guarded)
 	require.NoError(t, w.Spoke.Delete(t.Context(), budget))

@@ -28,7 +28,7 @@ var causes = map[string]cause{
 	},
 	"CapiAgentPriceListInvalid": {
 		`capi_agent_price_list_usable{pod="a"} 0x120`,
-		"agent/internal/catalogue/catalogue_test.go:TestPriceListIsFollowedAndABadOneIsNotUsed",
+		"agent/internal/nodegroupview/nodegroupview_test.go:TestPriceListIsFollowedAndABadOneIsNotUsed",
 	},
 	"CapiAgentStepPanicked": {
 		`capi_agent_claim_panics_total{pod="a"} 0x115 1x5`,
@@ -120,7 +120,7 @@ var causes = map[string]cause{
 	},
 	"CapiAgentNodeGroupProblems": {
 		`capi_agent_node_group_problems{pod="a",namespace="team-a",machine_deployment="workers"} 1x120`,
-		"agent/internal/catalogue/catalogue_test.go:TestProblemsAreReportedOnceEachAndCounted",
+		"agent/internal/nodegroupview/nodegroupview_test.go:TestProblemsAreReportedOnceEachAndCounted",
 	},
 
 	"KarpenterCapiDown": {},
@@ -128,12 +128,12 @@ var causes = map[string]cause{
 		`karpenter_capi_agent_connected{pod="a",stream="claims"} 1x100 0x20
 		 karpenter_capi_agent_connected{pod="b",stream="claims"} 1x100 0x20
 		 karpenter_capi_agent_connected{pod="a",stream="nodegroups"} 1x120`,
-		"shim/internal/agentstate/agentstate_test.go:TestTheConnectionIsAMetric",
+		"shim/internal/connectivity/connectivity_test.go:TestTheConnectionIsAMetric",
 	},
 	"KarpenterCapiAgentIncompatible": {
 		`karpenter_capi_agent_compatible{pod="a"} 0x120
 		 karpenter_capi_agent_compatible{pod="b"} 1x120`,
-		"shim/internal/agentstate/fit_test.go:TestTheAgentIsJudgedAtTheStartAndAgain",
+		"shim/internal/connectivity/fit_test.go:TestTheAgentIsJudgedAtTheStartAndAgain",
 	},
 	"KarpenterCapiClaimSyncStale": {
 		`karpenter_capi_claim_sync_last_success_timestamp_seconds{pod="a"} 0+60x90 5400x30`,
@@ -141,16 +141,16 @@ var causes = map[string]cause{
 	},
 	"KarpenterCapiCertificateExpiring": {
 		`karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="client"} 20000x120`,
-		"shim/internal/agentstate/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
+		"shim/internal/connectivity/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
 	},
 	"KarpenterCapiAuthorityExpiring": {
 		`karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="agent-ca"} 600000x120
 		 karpenter_capi_agent_certificate_not_after_seconds{pod="b",certificate="agent-ca"} 0x120`,
-		"shim/internal/agentstate/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
+		"shim/internal/connectivity/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
 	},
 	"KarpenterCapiCertificateUnusable": {
 		`karpenter_capi_agent_certificate_reload_errors_total{pod="a",certificate="client"} 0+6x120`,
-		"shim/internal/agentstate/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
+		"shim/internal/connectivity/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
 	},
 	"KarpenterCapiCertificateRefused": {
 		`karpenter_capi_agent_certificate_requests_total{pod="a",purpose="renewal",result="refused"} 1+1x120`,

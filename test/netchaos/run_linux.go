@@ -16,8 +16,8 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/test/badlink"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/metrics"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 const (
@@ -68,7 +68,7 @@ type Row struct {
 	Lasted time.Duration
 	// Launches are the times from the creation of NodeClaims to Karpenter's receipt of Create's
 	// result.
-	Launches journey.Latency
+	Launches timeline.Latency
 	// Call is the median time of a CreateClaim call while nothing else happens, without an outage.
 	Call time.Duration
 	// Create is the mean duration of the shim's Create calls, and Creates their number. Failed is
@@ -168,9 +168,9 @@ func (r *run) play(ctx context.Context, scenario scenario) *Row {
 			row.Create = (after.creating - before.creating) / time.Duration(row.Creates)
 		}
 	}
-	row.Launches = journey.LatencyOf(lo.Filter(r.Recorder.State().Journeys, func(j journey.Journey, _ int) bool {
-		return j.At(journey.Created).After(began)
-	}), journey.Created, journey.Launched)
+	row.Launches = timeline.LatencyOf(lo.Filter(r.Recorder.State().Timelines, func(j timeline.Timeline, _ int) bool {
+		return j.At(timeline.Created).After(began)
+	}), timeline.Created, timeline.Launched)
 	if incidents := r.bystander.Incidents(); len(incidents) > 0 {
 		err = errors.Join(err, fmt.Errorf("%d things happened to what should stay as it is, such as: %s", len(incidents), incidents[0]))
 	}

@@ -24,9 +24,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/badlink"
 	"github.com/karpenter-capi/karpenter-capi/test/bystander"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 	"github.com/karpenter-capi/karpenter-capi/test/metrics"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -143,7 +143,7 @@ func (s *stage) dress(ctx context.Context) error {
 	if err := s.AwaitNodePool(ctx, crowd); err != nil {
 		return err
 	}
-	if err := s.Recorder.Await(ctx, func(j journey.State) string {
+	if err := s.Recorder.Await(ctx, func(j timeline.State) string {
 		return lo.Ternary(j.Pods.Running == residents, "", fmt.Sprintf("%d pods to run: %d do", residents, j.Pods.Running))
 	}); err != nil {
 		return err
@@ -239,7 +239,7 @@ func (s *stage) scaleAndWait(ctx context.Context, pods int) error {
 	ctx, cancel := context.WithTimeout(ctx, podsWithin)
 	defer cancel()
 	total := residents + pods
-	return s.Recorder.Await(ctx, func(j journey.State) string {
+	return s.Recorder.Await(ctx, func(j timeline.State) string {
 		live := len(j.Live())
 		return lo.Ternary(j.Pods.Running == total && j.Pods.Total() == total && live == total, "",
 			fmt.Sprintf("%d pods to run, each on a Node: %d of %d run, and there are %d NodeClaims", total, j.Pods.Running, j.Pods.Total(), live))

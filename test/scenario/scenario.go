@@ -19,8 +19,8 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -86,9 +86,9 @@ type Result struct {
 	// FinalReplicas are the replicas of the MachineDeployments, which equal those at the start.
 	FinalReplicas map[string]int32
 	// Launch is the time from a NodeClaim's creation to its launch.
-	Launch journey.Latency
+	Launch timeline.Latency
 	// Join is the time from a NodeClaim's creation until pods can run on its Node.
-	Join journey.Latency
+	Join timeline.Latency
 	// Killed is the number of processes killed.
 	Killed int
 }
@@ -105,9 +105,9 @@ type run struct {
 // own returns the number of nodes that the user has without any claim.
 func (r *run) own() int { return int(lo.Sum(lo.Values(r.start))) }
 
-// mine returns the journeys that began during the run.
-func (r *run) mine(s journey.State) []journey.Journey {
-	return lo.Filter(s.Journeys, func(j journey.Journey, _ int) bool { return j.At(journey.Created).After(r.began) })
+// mine returns the timelines that began during the run.
+func (r *run) mine(s timeline.State) []timeline.Timeline {
+	return lo.Filter(s.Timelines, func(j timeline.Timeline, _ int) bool { return j.At(timeline.Created).After(r.began) })
 }
 
 // Run applies the fleet's manifests and runs all parts once. If it returns without an error, all
@@ -144,10 +144,10 @@ func (r *run) prepare(ctx context.Context) error {
 			r.start[o.GetName()] = int32(replicas)
 		}
 	}
-	if err := r.await(ctx, readyWithin, func(s journey.State) string {
+	if err := r.await(ctx, readyWithin, func(s timeline.State) string {
 		for _, name := range slices.Sorted(maps.Keys(r.start)) {
 			want := int(r.start[name])
-			group, _ := lo.Find(s.Groups, func(g journey.Group) bool { return g.Name == name })
+			group, _ := lo.Find(s.Groups, func(g timeline.Group) bool { return g.Name == name })
 			if group.Machines != want || group.Running != want {
 				return fmt.Sprintf("%d Machines of %s to run (%d of %d do)", want, name, group.Running, group.Machines)
 			}
@@ -200,9 +200,9 @@ func (r *run) scaleUp(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := r.await(ctx, scaleUpWithin, func(s journey.State) string {
+	if err := r.await(ctx, scaleUpWithin, func(s timeline.State) string {
 		live := s.Live()
-		initialized := lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Initialized) })
+		initialized := lo.CountBy(live, func(j timeline.Timeline) bool { return j.Reached(timeline.Initialized) })
 		if s.Pods.Running == Full.TotalPods() && s.Pods.Total() == Full.TotalPods() && initialized == len(live) {
 			return ""
 		}
@@ -216,8 +216,8 @@ func (r *run) scaleUp(ctx context.Context) error {
 	}
 	state := r.Recorder.State()
 	r.result.Pods, r.result.Nodes = state.Pods.Running, len(state.Live())
-	r.result.Launch = journey.LatencyOf(r.mine(state), journey.Created, journey.Launched)
-	r.result.Join = journey.LatencyOf(r.mine(state), journey.Created, journey.Initialized)
+	r.result.Launch = timeline.LatencyOf(r.mine(state), timeline.Created, timeline.Launched)
+	r.result.Join = timeline.LatencyOf(r.mine(state), timeline.Created, timeline.Initialized)
 	r.Note("%d pods run on %d nodes made for them and %d that was there; NodeClaim to launched: median %s, 99th percentile %s; "+
 		"to a node that takes pods: median %s, 99th percentile %s",
 		r.result.Pods, r.result.Nodes, r.own(),
@@ -234,13 +234,13 @@ func (r *run) chaos(ctx context.Context) error {
 	for _, blow := range []struct {
 		component string
 		when      string
-		stage     journey.Stage
+		stage     timeline.Stage
 	}{
-		{sandbox.Shim, "a NodeClaim to be created", journey.Created},
-		{sandbox.Agent, "a claim to be bound", journey.Bound},
+		{sandbox.Shim, "a NodeClaim to be created", timeline.Created},
+		{sandbox.Agent, "a claim to be bound", timeline.Bound},
 	} {
-		if err := r.await(ctx, scaleUpWithin, func(s journey.State) string {
-			return lo.Ternary(lo.ContainsBy(s.Live(), func(j journey.Journey) bool { return j.Reached(blow.stage) }), "", blow.when)
+		if err := r.await(ctx, scaleUpWithin, func(s timeline.State) string {
+			return lo.Ternary(lo.ContainsBy(s.Live(), func(j timeline.Timeline) bool { return j.Reached(blow.stage) }), "", blow.when)
 		}); err != nil {
 			return r.withPending(ctx, err)
 		}
@@ -267,9 +267,9 @@ func (r *run) consolidate(ctx context.Context) error {
 	if err := r.load(ctx, Reduced); err != nil {
 		return err
 	}
-	if err := r.await(ctx, consolidateWithin, func(s journey.State) string {
+	if err := r.await(ctx, consolidateWithin, func(s timeline.State) string {
 		live := s.Live()
-		deleting := lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Deleting) })
+		deleting := lo.CountBy(live, func(j timeline.Timeline) bool { return j.Reached(timeline.Deleting) })
 		if len(live) <= enough && deleting == 0 && s.Pods.Running == Reduced.TotalPods() && s.Pods.Total() == Reduced.TotalPods() {
 			return ""
 		}
@@ -283,8 +283,8 @@ func (r *run) consolidate(ctx context.Context) error {
 	}
 	state := r.Recorder.State()
 	reasons := lo.CountValuesBy(
-		lo.Filter(r.mine(state), func(j journey.Journey, _ int) bool { return j.Disrupted != "" && j.Reached(journey.Gone) }),
-		func(j journey.Journey) string { return j.Disrupted },
+		lo.Filter(r.mine(state), func(j timeline.Timeline, _ int) bool { return j.Disrupted != "" && j.Reached(timeline.Gone) }),
+		func(j timeline.Timeline) string { return j.Disrupted },
 	)
 	r.result.Consolidated = lo.Sum(lo.Values(reasons))
 	r.Note("consolidated %d nodes (%s); left: %s", r.result.Consolidated, counts(reasons), perGroup(state))
@@ -296,10 +296,10 @@ func (r *run) scaleToZero(ctx context.Context) error {
 	if err := r.load(ctx, Nothing); err != nil {
 		return err
 	}
-	if err := r.await(ctx, scaleDownWithin, func(s journey.State) string {
+	if err := r.await(ctx, scaleDownWithin, func(s timeline.State) string {
 		if live := s.Live(); len(live) > 0 {
 			return fmt.Sprintf("%d nodes to go (%d are going)", len(live),
-				lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Deleting) }))
+				lo.CountBy(live, func(j timeline.Timeline) bool { return j.Reached(timeline.Deleting) }))
 		}
 		for _, group := range s.Groups {
 			if want, mine := r.start[group.Name]; mine && (group.Replicas != want || group.Machines != int(want)) {
@@ -343,7 +343,7 @@ func (r *run) settle(ctx context.Context) error {
 }
 
 // await waits for the recorder's condition and prints what is missing every few seconds.
-func (r *run) await(ctx context.Context, within time.Duration, condition func(journey.State) string) error {
+func (r *run) await(ctx context.Context, within time.Duration, condition func(timeline.State) string) error {
 	bounded, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	var mu sync.Mutex
@@ -354,7 +354,7 @@ func (r *run) await(ctx context.Context, within time.Duration, condition func(jo
 		return missing
 	})
 	defer stop()
-	return r.Recorder.Await(bounded, func(s journey.State) string {
+	return r.Recorder.Await(bounded, func(s timeline.State) string {
 		mu.Lock()
 		defer mu.Unlock()
 		missing = condition(s)
@@ -414,8 +414,8 @@ func counts(n map[string]int) string {
 }
 
 // perGroup formats the number of live NodeClaims of each node group.
-func perGroup(s journey.State) string {
-	return counts(lo.CountValuesBy(s.Live(), func(j journey.Journey) string { return lo.CoalesceOrEmpty(j.Group, "no group") }))
+func perGroup(s timeline.State) string {
+	return counts(lo.CountValuesBy(s.Live(), func(j timeline.Timeline) string { return lo.CoalesceOrEmpty(j.Group, "no group") }))
 }
 
 func round(d time.Duration) time.Duration {

@@ -30,7 +30,7 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 // pollInterval is the interval for state that no watch reports.
@@ -44,7 +44,7 @@ type World struct {
 	Sandbox *sandbox.Sandbox
 	// Hub and Spoke are an administrator's clients, without a cache.
 	Hub, Spoke client.Client
-	Recorder   *journey.Recorder
+	Recorder   *timeline.Recorder
 	Checker    invariants.Checker
 }
 
@@ -64,7 +64,7 @@ func Scheme() *runtime.Scheme {
 }
 
 // Start starts a sandbox and a recorder. The context only bounds the start; [World.Stop] ends it.
-func Start(ctx context.Context, options sandbox.Options, onEvent func(journey.Event)) (*World, error) {
+func Start(ctx context.Context, options sandbox.Options, onEvent func(timeline.Event)) (*World, error) {
 	box, err := sandbox.Start(ctx, options)
 	if err != nil {
 		return nil, err
@@ -85,7 +85,7 @@ func (w *World) OnHub(ctx context.Context, hub *sandbox.Sandbox) (*World, error)
 }
 
 // around connects to the hub of one sandbox and to the spoke of the same or another one.
-func around(ctx context.Context, box, spokes *sandbox.Sandbox, onEvent func(journey.Event)) (*World, error) {
+func around(ctx context.Context, box, spokes *sandbox.Sandbox, onEvent func(timeline.Event)) (*World, error) {
 	scheme := Scheme()
 	newClient := func(config *rest.Config) (client.Client, error) {
 		return client.New(config, client.Options{Scheme: scheme})
@@ -96,7 +96,7 @@ func around(ctx context.Context, box, spokes *sandbox.Sandbox, onEvent func(jour
 		return nil, err
 	}
 	cluster := spokes.Cluster()
-	recorder, err := journey.Record(ctx, journey.Options{
+	recorder, err := timeline.Record(ctx, timeline.Options{
 		Hub: box.HubConfig(), Spoke: spokes.SpokeConfig(), Scheme: scheme, Cluster: cluster, OnEvent: onEvent,
 	})
 	if err != nil {

@@ -25,7 +25,6 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/autoscaler"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/configmap"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/contact"
@@ -33,10 +32,11 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fleet"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/inventory"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/machineview"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroupview"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
@@ -95,12 +95,12 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err := hub.Index(ctx, a.manager.GetFieldIndexer()); err != nil {
 		return nil, err
 	}
-	nodeGroups := newFeed(o, catalogue.Equal)
-	machines := newFeed(o, inventory.EqualMachines)
-	shownClaims := newFeed(o, inventory.EqualClaims)
-	held := newFeed(o, catalogue.EqualHeld)
+	nodeGroups := newFeed(o, nodegroupview.Equal)
+	machines := newFeed(o, machineview.EqualMachines)
+	shownClaims := newFeed(o, machineview.EqualClaims)
+	held := newFeed(o, nodegroupview.EqualHeld)
 
-	var groups *catalogue.Catalogue
+	var groups *nodegroupview.View
 	engine := claims.New(claims.Config{
 		Name:    o.InstanceName,
 		Indexes: claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, Live: hub.LiveClaims(),
@@ -126,7 +126,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 			}
 		}
 	}
-	nodes, err := observed.New(observed.Config{Client: a.manager.GetClient(), Registerer: c.Registerer})
+	nodes, err := learned.New(learned.Config{Client: a.manager.GetClient(), Registerer: c.Registerer})
 	if err != nil {
 		return nil, err
 	}
@@ -134,7 +134,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	groups, err = catalogue.New(catalogue.Config{
+	groups, err = nodegroupview.New(nodegroupview.Config{
 		Feed: nodeGroups, Held: held, Scope: scope, SyncedLabels: o.SyncedLabels(),
 		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock, Observed: nodes, Pricing: o.Pricing(), PriceList: prices,
@@ -142,7 +142,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	shown := inventory.New(inventory.Config{Machines: machines, Claims: shownClaims, Scope: scope})
+	shown := machineview.New(machineview.Config{Machines: machines, Claims: shownClaims, Scope: scope})
 	for _, part := range []interface {
 		SetupWithManager(mgr manager.Manager) error
 	}{groups, shown, engine} {

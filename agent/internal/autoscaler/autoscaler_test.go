@@ -24,10 +24,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/autoscaler"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroupview"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -88,7 +88,7 @@ func newFixture(t *testing.T, changes ...func(*nodegroup.NodeGroup)) *fixture {
 	f := &fixture{
 		T: t, clock: clocktesting.NewFakePassiveClock(start),
 		engine: &engine{made: map[string]claims.Request{}, released: map[string]claims.ReleaseOptions{}, refuse: map[int]error{}},
-		groups: feed.New(feed.Options[nodegroup.NodeGroup]{Equal: catalogue.EqualHeld, Buffer: 1, Heartbeat: time.Minute}),
+		groups: feed.New(feed.Options[nodegroup.NodeGroup]{Equal: nodegroupview.EqualHeld, Buffer: 1, Heartbeat: time.Minute}),
 		claims: feed.New(feed.Options[*agentv1alpha1.Claim]{
 			Equal: func(a, b *agentv1alpha1.Claim) bool { return proto.Equal(a, b) }, Buffer: 1, Heartbeat: time.Minute,
 		}),
@@ -513,7 +513,7 @@ func TestOptions(t *testing.T) {
 }
 
 func TestNothingIsAnsweredFromAnIncompleteView(t *testing.T) {
-	groups := feed.New(feed.Options[nodegroup.NodeGroup]{Equal: catalogue.EqualHeld, Buffer: 1, Heartbeat: time.Minute})
+	groups := feed.New(feed.Options[nodegroup.NodeGroup]{Equal: nodegroupview.EqualHeld, Buffer: 1, Heartbeat: time.Minute})
 	f := newFixture(t)
 	s := autoscaler.New(autoscaler.Config{Engine: f.engine, Groups: groups, Claims: f.claims})
 	_, err := s.Groups(spoke)

@@ -21,7 +21,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -189,9 +189,9 @@ func (f *Fleet) show(ctx context.Context, name types.NamespacedName) error {
 		f.Feed.Remove(All, Key(name))
 		return nil
 	}
-	message := messages.FleetCluster(cluster)
+	message := protoconv.FleetCluster(cluster)
 	if status, known := f.Spokes.Status(name); known {
-		message.Shim = messages.Shim(&status)
+		message.Shim = protoconv.Shim(&status)
 	}
 	message.NodeGroups, message.Machines = int32(f.NodeGroups.Count(name)), int32(f.Machines.Count(name))
 	f.Claims.Each(name, func(claim *agentv1alpha1.Claim) {

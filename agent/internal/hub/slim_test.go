@@ -13,7 +13,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -24,7 +24,7 @@ func TestSlimMachinesSayTheSame(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		whole := drawMachine(t)
 		slim := slimmed(t, whole)
-		require.True(t, proto.Equal(messages.Machine(slim), messages.Machine(whole)))
+		require.True(t, proto.Equal(protoconv.Machine(slim), protoconv.Machine(whole)))
 		require.Equal(t, protocol.Outdated(whole), protocol.Outdated(slim))
 		require.Equal(t, protocol.DeletionCompleted(whole), protocol.DeletionCompleted(slim))
 		require.Equal(t, protocol.SetOf(whole), protocol.SetOf(slim))

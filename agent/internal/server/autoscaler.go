@@ -17,7 +17,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/autoscaler"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	"github.com/karpenter-capi/karpenter-capi/proto/clusterautoscaler/externalgrpc"
@@ -37,7 +37,7 @@ func (s *autoscalerService) cluster(ctx context.Context) (types.NamespacedName, 
 	if err != nil {
 		return cluster, err
 	}
-	return cluster, s.usable(messages.Cluster(cluster))
+	return cluster, s.usable(protoconv.Cluster(cluster))
 }
 
 func onlyCluster(ctx context.Context) (types.NamespacedName, error) {
@@ -95,7 +95,7 @@ func (s *autoscalerService) NodeGroups(ctx context.Context, _ *externalgrpc.Node
 		return nil, err
 	}
 	if !s.Synced() || !s.config.Scope.Contains(cluster) {
-		return nil, s.usable(messages.Cluster(cluster))
+		return nil, s.usable(protoconv.Cluster(cluster))
 	}
 	sizes, err := s.config.Autoscaler.Groups(cluster)
 	if err != nil {

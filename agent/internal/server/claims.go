@@ -11,8 +11,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
@@ -245,7 +245,7 @@ func (s *claimService) SyncClaims(
 	}
 	if reports {
 		sync.NodesComplete = request.GetNodesComplete()
-		sync.Nodes = lo.Map(nodes, func(n observed.Node, _ int) claims.NodeReport {
+		sync.Nodes = lo.Map(nodes, func(n learned.Node, _ int) claims.NodeReport {
 			return claims.NodeReport{ProviderID: n.ProviderID, Capacity: n.Capacity, Allocatable: n.Allocatable, Unregistered: n.Unregistered}
 		})
 	}
@@ -264,8 +264,8 @@ func (s *claimService) SyncClaims(
 
 // nodeReports drops quantities that cannot be parsed. An error in one Node's report must not
 // prevent the collection of dead claims.
-func nodeReports(ctx context.Context, nodes []*agentv1alpha1.NodeReport) []observed.Node {
-	reports := make([]observed.Node, 0, len(nodes))
+func nodeReports(ctx context.Context, nodes []*agentv1alpha1.NodeReport) []learned.Node {
+	reports := make([]learned.Node, 0, len(nodes))
 	for _, node := range nodes {
 		capacity, err := wire.ResourceList(node.GetCapacity())
 		if err != nil {
@@ -275,7 +275,7 @@ func nodeReports(ctx context.Context, nodes []*agentv1alpha1.NodeReport) []obser
 		if err != nil {
 			log.FromContext(ctx).V(1).Info("a Node's allocatable is not usable", "providerID", node.GetProviderId(), "cause", err.Error())
 		}
-		reports = append(reports, observed.Node{
+		reports = append(reports, learned.Node{
 			ProviderID: node.GetProviderId(), Capacity: capacity, Allocatable: allocatable, Labels: node.GetLabels(),
 			Unregistered: node.GetUnregistered(),
 			Unusable:     len(node.GetCapacity()) - len(capacity) + len(node.GetAllocatable()) - len(allocatable),

@@ -8,7 +8,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fleet"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -55,7 +55,7 @@ func (s *clusterService) WatchClusters(
 			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Upsert{Upsert: cluster}})
 		},
 		removed: func(key string) error {
-			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Removed{Removed: messages.Cluster(fleet.Name(key))}})
+			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Removed{Removed: protoconv.Cluster(fleet.Name(key))}})
 		},
 		synced: func(*agentv1alpha1.Synced) error {
 			// Its generation counts the changes of all Clusters.

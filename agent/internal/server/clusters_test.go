@@ -15,7 +15,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fleet"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -24,7 +24,7 @@ import (
 // hasCluster sets a Cluster of the namespace fleet in the view.
 func (f *fixture) hasCluster(name string, claims int32) {
 	key := types.NamespacedName{Namespace: "fleet", Name: name}
-	f.clusters.Set(fleet.All, fleet.Key(key), &agentv1alpha1.Cluster{Ref: messages.Cluster(key), Claims: claims})
+	f.clusters.Set(fleet.All, fleet.Key(key), &agentv1alpha1.Cluster{Ref: protoconv.Cluster(key), Claims: claims})
 }
 
 // listed returns the names of the Clusters that a caller sees.

@@ -16,8 +16,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
@@ -61,7 +61,7 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 	case errors.Is(err, claims.ErrRestoring):
 		return agenterrors.NotSynced(err.Error())
 	case errors.Is(err, claims.ErrUnknownCluster):
-		return agenterrors.ClusterNotFound(messages.Cluster(types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}))
+		return agenterrors.ClusterNotFound(protoconv.Cluster(types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}))
 	case errors.Is(err, claims.ErrNotFound):
 		return agenterrors.ClaimNotFound(key.ID)
 	case errors.Is(err, claims.ErrForeignHolder):
@@ -137,7 +137,7 @@ func (s *Server) answerEnded(ctx context.Context, key claims.Key, ended *claims.
 // answerAfter is the response if the details of an ended claim could not be read.
 func (s *Server) answerAfter(ctx context.Context, err error, key claims.Key, ended *claims.EndedError) error {
 	if errors.Is(err, claims.ErrNotFound) {
-		return agenterrors.ClaimEnded(messages.EndedClaim(key.Namespace, key.Cluster, key.ID, ended.Reason, ended.Message))
+		return agenterrors.ClaimEnded(protoconv.EndedClaim(key.Namespace, key.Cluster, key.ID, ended.Reason, ended.Message))
 	}
 	return answerOther(ctx, err)
 }
@@ -154,7 +154,7 @@ func (s *Server) rejected(namespace string, refusals []eligibility.Refusal) erro
 		return agenterrors.Rejection{
 			NodeGroup:   nodegroup.ID(types.NamespacedName{Namespace: namespace, Name: r.NodeGroup}),
 			Reason:      reason,
-			Unavailable: messages.UnavailableReason(r.Reason),
+			Unavailable: protoconv.UnavailableReason(r.Reason),
 			Message:     r.Message,
 			RetryAt:     r.RetryAt,
 		}

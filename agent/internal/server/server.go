@@ -32,8 +32,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
@@ -57,7 +57,7 @@ type Config struct {
 	// Engine is the claim engine. REQUIRED.
 	Engine Engine
 	// Observe receives what a holder reported about its Cluster's Nodes. REQUIRED.
-	Observe func(ctx context.Context, cluster types.NamespacedName, nodes []observed.Node)
+	Observe func(ctx context.Context, cluster types.NamespacedName, nodes []learned.Node)
 	// NodeGroups, Machines and Claims are the views that are served. REQUIRED.
 	NodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
 	Machines   *feed.Feed[*agentv1alpha1.Machine]

@@ -43,8 +43,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
@@ -57,7 +57,7 @@ const patience = 20 * time.Second
 
 var (
 	spoke    = types.NamespacedName{Namespace: "fleet", Name: "spoke"}
-	spokeRef = messages.Cluster(spoke)
+	spokeRef = protoconv.Cluster(spoke)
 )
 
 // engine returns a fixed error or a claim.
@@ -149,7 +149,7 @@ type fixture struct {
 	loopback   string
 	stop       func()
 	log        *lines
-	observed   []observed.Node
+	observed   []learned.Node
 }
 
 type lines struct {
@@ -188,9 +188,9 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 	config := server.Config{
 		Engine: f.engine, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims, Clusters: f.clusters,
 		Show: func(_ context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
-			return messages.Claim(claim, nil), nil
+			return protoconv.Claim(claim, nil), nil
 		},
-		Observe: func(_ context.Context, _ types.NamespacedName, nodes []observed.Node) {
+		Observe: func(_ context.Context, _ types.NamespacedName, nodes []learned.Node) {
 			f.observed = append(f.observed, nodes...)
 		},
 		Onboarded: func(_ context.Context, name types.NamespacedName) (id string, exists bool, err error) {

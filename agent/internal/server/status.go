@@ -8,7 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/pkg/features"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -42,7 +42,7 @@ func (s *status) GetStatus(ctx context.Context, _ *agentv1alpha1.GetStatusReques
 		Identity:            c.Identity,
 		Roles:               c.Roles(),
 		Clusters: lo.Map(clusters, func(name types.NamespacedName, _ int) *agentv1alpha1.ClusterRef {
-			return messages.Cluster(name)
+			return protoconv.Cluster(name)
 		}),
 		AllClusters:       all,
 		Time:              timestamppb.New(s.config.Clock.Now()),

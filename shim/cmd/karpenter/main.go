@@ -37,9 +37,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/shim/internal/agentstate"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/adoption"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/claimsync"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/failedmachine"
@@ -144,7 +144,7 @@ func run(ctx context.Context) error {
 		return fmt.Errorf("making the agent's client: %w", err)
 	}
 	defer func() { _ = agent.Close() }()
-	if err := agentstate.RegisterCertificates(crmetrics.Registry, agent.Certificates); err != nil {
+	if err := connectivity.RegisterCertificates(crmetrics.Registry, agent.Certificates); err != nil {
 		return err
 	}
 	nodeGroups := agent.MirrorNodeGroups(cluster)
@@ -164,12 +164,12 @@ func run(ctx context.Context) error {
 	if err := catalogue.Watch(ctx, op.GetCache()); err != nil {
 		return err
 	}
-	mirrors := map[string]agentstate.Mirror{"nodegroups": nodeGroups, "claims": claims}
-	if err := agentstate.RegisterMirrors(crmetrics.Registry, mirrors); err != nil {
+	mirrors := map[string]connectivity.Mirror{"nodegroups": nodeGroups, "claims": claims}
+	if err := connectivity.RegisterMirrors(crmetrics.Registry, mirrors); err != nil {
 		return err
 	}
-	connection := agentstate.New(mirrors)
-	fit := agentstate.NewFit(agentstate.FitConfig{
+	connection := connectivity.New(mirrors)
+	fit := connectivity.NewFit(connectivity.FitConfig{
 		Status: agent.Status, Connection: nodeGroups, Version: coreoperator.Version, Timeout: opts.AgentTimeout, Clock: clock.RealClock{},
 	})
 	runnables := []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection, fit}
@@ -318,11 +318,11 @@ func traced(options agentclient.Options, provider trace.TracerProvider) agentcli
 func clientCertificate(
 	ctx context.Context, opts *options.Options, op *coreoperator.Operator, agent *agentclient.Client, held *certificates.Held,
 	cluster *agentv1alpha1.ClusterRef,
-) (*agentstate.Expiring, []manager.Runnable) {
+) (*connectivity.Expiring, []manager.Runnable) {
 	announce := func(ctx context.Context, reason, message string) {
 		nodeclass.Announce(ctx, op.GetClient(), op.EventRecorder, reason, message)
 	}
-	expiring := &agentstate.Expiring{Stats: agent.Certificates, Announce: announce, Clock: clock.RealClock{}}
+	expiring := &connectivity.Expiring{Stats: agent.Certificates, Announce: announce, Clock: clock.RealClock{}}
 	if opts.AgentIdentitySecret.Name == "" {
 		expiring.Remedy = fmt.Sprintf("Replace %s and %s.", opts.AgentTLSCertFile, opts.AgentTLSKeyFile)
 		return expiring, []manager.Runnable{expiring}

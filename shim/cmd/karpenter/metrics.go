@@ -10,17 +10,17 @@ import (
 	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/shim/internal/agentstate"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 )
 
 // describeMetrics prints a line for each metric of the shim: the type that serves it, "?" if that is
 // one of several metrics of a collector, a tab, and its description. deploy/tools/metrics-docs makes
 // docs/metrics.md of it.
 func describeMetrics(w io.Writer) error {
-	if err := agentstate.RegisterMirrors(crmetrics.Registry, map[string]agentstate.Mirror{"nodegroups": nil}); err != nil {
+	if err := connectivity.RegisterMirrors(crmetrics.Registry, map[string]connectivity.Mirror{"nodegroups": nil}); err != nil {
 		return err
 	}
-	if err := agentstate.RegisterCertificates(crmetrics.Registry, nil); err != nil {
+	if err := connectivity.RegisterCertificates(crmetrics.Registry, nil); err != nil {
 		return err
 	}
 	status.NewController[*v1alpha1.ClusterAPINodeClass](nil, nil, status.EmitDeprecatedMetrics)

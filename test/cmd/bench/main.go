@@ -20,7 +20,7 @@ import (
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/rush"
+	"github.com/karpenter-capi/karpenter-capi/test/loadgen"
 )
 
 const (
@@ -70,7 +70,7 @@ func run(ctx context.Context, s settings, boots []string) error {
 		}
 		s.boots = append(s.boots, d)
 	}
-	site, err := rush.Start(ctx, sandbox.Options{Name: s.name})
+	site, err := loadgen.Start(ctx, sandbox.Options{Name: s.name})
 	if err != nil {
 		return err
 	}
@@ -135,7 +135,7 @@ func (m milestone) String() string {
 
 // course is the workload that is run repeatedly: machines on some node groups.
 type course struct {
-	site     *rush.Site
+	site     *loadgen.Site
 	machines int
 	groups   []string
 	claimed  int
@@ -149,7 +149,7 @@ func (c *course) measure(
 	ctx context.Context, rounds int, boot time.Duration,
 ) (hand, claims [milestones][]time.Duration, calls []time.Duration, err error) {
 	for _, name := range c.groups {
-		if err := c.site.CreateGroup(ctx, rush.Group{Name: name, Boot: boot, Join: join}); err != nil {
+		if err := c.site.CreateGroup(ctx, loadgen.Group{Name: name, Boot: boot, Join: join}); err != nil {
 			return hand, claims, nil, err
 		}
 	}
@@ -187,10 +187,10 @@ func (c *course) measure(
 // await waits until the given number of the course's machines have reached a milestone, according
 // to the hub's Machines.
 func (c *course) await(ctx context.Context, m milestone) error {
-	reached := func(machine rush.Machine) bool {
+	reached := func(machine loadgen.Machine) bool {
 		return slices.Contains(c.groups, machine.Group) && (m < served || machine.ProviderID != "") && (m < joined || machine.Node != "")
 	}
-	return c.site.AwaitMachines(ctx, func(machines []rush.Machine) string {
+	return c.site.AwaitMachines(ctx, func(machines []loadgen.Machine) string {
 		n := lo.CountBy(machines, reached)
 		return lo.Ternary(n == c.machines, "", fmt.Sprintf("%d Machines of which the last %s: %d do", c.machines, m, n))
 	})
@@ -218,7 +218,7 @@ func (c *course) byHand(ctx context.Context) (took [milestones]time.Duration, er
 }
 
 func (c *course) scale(ctx context.Context, replicas int) error {
-	_, err := rush.AtOnce(ctx, c.groups, func(ctx context.Context, name string) error { return c.site.Scale(ctx, name, replicas) })
+	_, err := loadgen.AtOnce(ctx, c.groups, func(ctx context.Context, name string) error { return c.site.Scale(ctx, name, replicas) })
 	return err
 }
 
@@ -251,10 +251,10 @@ func (c *course) serial(ctx context.Context, machines int) (time.Duration, error
 	wishes := c.wishes(machines)
 	began := time.Now()
 	for _, w := range wishes {
-		if _, err := c.site.Claim(ctx, []rush.Wish{w}); err != nil {
+		if _, err := c.site.Claim(ctx, []loadgen.Wish{w}); err != nil {
 			return 0, err
 		}
-		if err := c.site.AwaitServed(ctx, []rush.Wish{w}); err != nil {
+		if err := c.site.AwaitServed(ctx, []loadgen.Wish{w}); err != nil {
 			return 0, err
 		}
 	}
@@ -262,11 +262,11 @@ func (c *course) serial(ctx context.Context, machines int) (time.Duration, error
 	return took, c.giveBack(ctx, wishes)
 }
 
-func (c *course) giveBack(ctx context.Context, wishes []rush.Wish) error {
+func (c *course) giveBack(ctx context.Context, wishes []loadgen.Wish) error {
 	// A Machine without its Node would be handed over instead of being removed.
-	ids := lo.SliceToMap(wishes, func(w rush.Wish) (string, bool) { return w.ID, true })
-	if err := c.site.AwaitMachines(ctx, func(machines []rush.Machine) string {
-		joined := lo.CountBy(machines, func(m rush.Machine) bool { return ids[m.Claim] && m.Node != "" })
+	ids := lo.SliceToMap(wishes, func(w loadgen.Wish) (string, bool) { return w.ID, true })
+	if err := c.site.AwaitMachines(ctx, func(machines []loadgen.Machine) string {
+		joined := lo.CountBy(machines, func(m loadgen.Machine) bool { return ids[m.Claim] && m.Node != "" })
 		return lo.Ternary(joined == len(wishes), "", fmt.Sprintf("%d Nodes to join: %d have", len(wishes), joined))
 	}); err != nil {
 		return err
@@ -278,11 +278,11 @@ func (c *course) giveBack(ctx context.Context, wishes []rush.Wish) error {
 }
 
 // wishes distributes claims with new ids over the node groups.
-func (c *course) wishes(n int) []rush.Wish {
+func (c *course) wishes(n int) []loadgen.Wish {
 	c.claimed += n
-	return lo.Times(n, func(i int) rush.Wish {
+	return lo.Times(n, func(i int) loadgen.Wish {
 		group := c.groups[i%len(c.groups)]
-		return rush.Wish{ID: fmt.Sprintf("%s-%d", group, c.claimed-i), Groups: []string{group}}
+		return loadgen.Wish{ID: fmt.Sprintf("%s-%d", group, c.claimed-i), Groups: []string{group}}
 	})
 }
 

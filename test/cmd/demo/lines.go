@@ -10,7 +10,7 @@ import (
 	"github.com/samber/lo"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 // stillStarting is the maximum time without output during the start of the sandbox.
@@ -53,7 +53,7 @@ func (l *lines) note(format string, args ...any) {
 	l.print(time.Now(), "   "+fmt.Sprintf(format, args...))
 }
 
-func (l *lines) event(e journey.Event) {
+func (l *lines) event(e timeline.Event) {
 	l.print(e.At, fmt.Sprintf("   %-17s %-26s %s", e.Kind, e.Name, e.What))
 }
 
@@ -94,6 +94,6 @@ func unfinished(state sandbox.State) []string {
 	return lo.FilterMap(state.Steps, func(s sandbox.Step, _ int) (string, bool) { return s.Name, s.DoneAt.IsZero() })
 }
 
-func (l *lines) follow(*journey.Recorder) {}
+func (l *lines) follow(*timeline.Recorder) {}
 
 func (l *lines) close() { l.once.Do(func() { close(l.closed) }) }

@@ -23,8 +23,8 @@ import (
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/scenario"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -45,11 +45,11 @@ type screen interface {
 	// title begins a part, note prints a message, and event a change of an object.
 	title(format string, args ...any)
 	note(format string, args ...any)
-	event(event journey.Event)
+	event(event timeline.Event)
 	// starting shows the progress of the sandbox's start.
 	starting(state sandbox.State)
 	// follow shows what the recorder sees from now on.
-	follow(recorder *journey.Recorder)
+	follow(recorder *timeline.Recorder)
 	// close restores the terminal. Nothing is shown afterwards.
 	close()
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/samber/lo"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 const (
@@ -83,11 +83,11 @@ func (d *drawn) note(format string, args ...any) {
 	d.print(d.stamp() + "  " + text)
 }
 
-func (d *drawn) event(journey.Event) {} // the table shows it
+func (d *drawn) event(timeline.Event) {} // the table shows it
 
 func (d *drawn) starting(state sandbox.State) { d.program.Send(state) }
 
-func (d *drawn) follow(recorder *journey.Recorder) { d.program.Send(recorder) }
+func (d *drawn) follow(recorder *timeline.Recorder) { d.program.Send(recorder) }
 
 func (d *drawn) close() {
 	d.once.Do(func() {
@@ -106,7 +106,7 @@ type model struct {
 	began         time.Time
 	width, height int
 	sandbox       sandbox.State
-	recorder      *journey.Recorder
+	recorder      *timeline.Recorder
 	waiting       string
 }
 
@@ -120,7 +120,7 @@ func (m *model) Update(message tea.Msg) (tea.Model, tea.Cmd) {
 		m.width, m.height = message.Width, message.Height
 	case sandbox.State:
 		m.sandbox = message
-	case *journey.Recorder:
+	case *timeline.Recorder:
 		m.recorder = message
 	case waitingFor:
 		m.waiting = string(message)
@@ -138,7 +138,7 @@ func (m *model) View() string {
 	pods := fmt.Sprintf("pods  %s waiting  %s starting  %s running    nodes %d",
 		going.Render(strconv.Itoa(state.Pods.Waiting)), going.Render(strconv.Itoa(state.Pods.Starting)),
 		good.Render(strconv.Itoa(state.Pods.Running)), state.Nodes)
-	groups := strings.Join(lo.Map(state.Groups, func(g journey.Group, _ int) string {
+	groups := strings.Join(lo.Map(state.Groups, func(g timeline.Group, _ int) string {
 		return fmt.Sprintf("%s %s", g.Name, faint.Render(fmt.Sprintf("replicas %d, machines %d, claims %d", g.Replicas, g.Machines, g.Claims)))
 	}), "    ")
 	return strings.Join([]string{
@@ -163,20 +163,20 @@ func (m *model) viewStart() string {
 }
 
 // viewJourneys shows a row for each NodeClaim, or only for the newest ones if not all fit.
-func (m *model) viewJourneys(state journey.State) string {
-	shown := lo.Filter(state.Journeys, func(j journey.Journey, _ int) bool {
-		return !j.Reached(journey.Gone) || time.Since(j.At(journey.Gone)) < shownAfterEnd
+func (m *model) viewJourneys(state timeline.State) string {
+	shown := lo.Filter(state.Timelines, func(j timeline.Timeline, _ int) bool {
+		return !j.Reached(timeline.Gone) || time.Since(j.At(timeline.Gone)) < shownAfterEnd
 	})
 	hidden := max(0, len(shown)-max(3, m.height-aroundTable))
 	t := table.New().Border(lipgloss.NormalBorder()).BorderStyle(faint).
 		Headers("NODECLAIM", "CLAIM", "GROUP", "MACHINE", "NODE", "launched", "bound", "provisioned", "registered", "ready", "")
 	for _, j := range shown[hidden:] {
-		took := func(stage journey.Stage) string {
-			d, ok := j.Took(journey.Created, stage)
+		took := func(stage timeline.Stage) string {
+			d, ok := j.Took(timeline.Created, stage)
 			return lo.Ternary(ok, fmt.Sprintf("%.2f s", d.Seconds()), "")
 		}
 		t.Row(j.NodeClaim, j.ClaimPhase, j.Group, j.Machine, j.Node,
-			took(journey.Launched), took(journey.Bound), took(journey.Provisioned), took(journey.Registered), took(journey.Initialized), fate(j))
+			took(timeline.Launched), took(timeline.Bound), took(timeline.Provisioned), took(timeline.Registered), took(timeline.Initialized), fate(j))
 	}
 	// A wrapped line would break the redrawing in place.
 	drawn := lo.Map(strings.Split(t.String(), "\n"), func(line string, _ int) string {
@@ -189,13 +189,13 @@ func (m *model) viewJourneys(state journey.State) string {
 }
 
 // fate describes the end of a NodeClaim.
-func fate(j journey.Journey) string {
+func fate(j timeline.Timeline) string {
 	switch {
-	case j.Reached(journey.Gone):
+	case j.Reached(timeline.Gone):
 		return faint.Render("gone")
-	case j.Reached(journey.Deleting):
+	case j.Reached(timeline.Deleting):
 		return going.Render("going " + strings.ToLower(j.Disrupted))
-	case j.Reached(journey.Initialized):
+	case j.Reached(timeline.Initialized):
 		return good.Render("in use")
 	default:
 		return going.Render("on its way")

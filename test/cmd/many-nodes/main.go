@@ -26,8 +26,8 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -148,9 +148,11 @@ func size(ctx context.Context, w *world.World, nodes int, within time.Duration) 
 		return err
 	}
 	began, said := time.Now(), time.Now()
-	return w.Recorder.Await(ctx, func(state journey.State) string {
+	return w.Recorder.Await(ctx, func(state timeline.State) string {
 		live := state.Live()
-		ready := lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Initialized) && !j.Reached(journey.Deleting) })
+		ready := lo.CountBy(live, func(j timeline.Timeline) bool {
+			return j.Reached(timeline.Initialized) && !j.Reached(timeline.Deleting)
+		})
 		missing := fmt.Sprintf("%d NodeClaims, %d of them initialized", len(live), ready)
 		if time.Since(said) >= progress {
 			said = time.Now()

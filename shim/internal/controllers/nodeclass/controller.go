@@ -42,8 +42,8 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/shim/internal/agentstate"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 )
 
 const (
@@ -97,9 +97,9 @@ type Certificate interface {
 	Warning() (message string, found bool)
 }
 
-// Fit reports whether the agent and this shim are compatible. [agentstate.Fit] implements it.
+// Fit reports whether the agent and this shim are compatible. [connectivity.Fit] implements it.
 type Fit interface {
-	Verdict() agentstate.Verdict
+	Verdict() connectivity.Verdict
 	// Changes receives a value after the verdict has changed. It has one reader.
 	Changes() <-chan struct{}
 }
@@ -317,7 +317,7 @@ func (c *Controller) describeCertificate(conditions status.ConditionSet) {
 	case !found:
 		lo.Must0(conditions.Clear(v1alpha1.ConditionAgentCertificateValid)) // fails only for conditions that Ready depends on
 	case warning != "":
-		conditions.SetFalse(v1alpha1.ConditionAgentCertificateValid, agentstate.ReasonExpiring, warning)
+		conditions.SetFalse(v1alpha1.ConditionAgentCertificateValid, connectivity.ReasonExpiring, warning)
 	default:
 		conditions.SetTrue(v1alpha1.ConditionAgentCertificateValid)
 	}

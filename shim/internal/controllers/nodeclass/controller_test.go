@@ -19,8 +19,8 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/shim/internal/agentstate"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodeclass"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
@@ -43,9 +43,9 @@ type certificate struct {
 func (c *certificate) Warning() (string, bool) { return c.warning, c.found }
 
 // fit is the verdict that the test sets.
-type fit struct{ verdict agentstate.Verdict }
+type fit struct{ verdict connectivity.Verdict }
 
-func (f *fit) Verdict() agentstate.Verdict { return f.verdict }
+func (f *fit) Verdict() connectivity.Verdict { return f.verdict }
 
 func (f *fit) Changes() <-chan struct{} { return nil }
 
@@ -119,7 +119,7 @@ func TestAnAgentThatDoesNotFitIsShownAndDoesNotCostReadiness(t *testing.T) {
 	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
 	assert.Nil(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentCompatible), "no agent has answered yet")
 
-	e.fit.verdict = agentstate.Verdict{Known: true, Reason: "VersionSkew", Message: "upgrade the agent"}
+	e.fit.verdict = connectivity.Verdict{Known: true, Reason: "VersionSkew", Message: "upgrade the agent"}
 	nodeClass := e.reconcile(shimtest.NodeClassName)
 	fits := condition(nodeClass, v1alpha1.ConditionAgentCompatible)
 	assert.True(t, fits.IsFalse())
@@ -128,9 +128,9 @@ func TestAnAgentThatDoesNotFitIsShownAndDoesNotCostReadiness(t *testing.T) {
 	assert.True(t, condition(nodeClass, status.ConditionReady).IsTrue())
 	assert.Equal(t, []string{"VersionSkew"}, e.Recorder.Reasons())
 
-	e.fit.verdict = agentstate.Verdict{}
+	e.fit.verdict = connectivity.Verdict{}
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentCompatible).IsFalse(), "a restart changes nothing")
-	e.fit.verdict = agentstate.Verdict{Known: true}
+	e.fit.verdict = connectivity.Verdict{Known: true}
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentCompatible).IsTrue())
 }
 

@@ -1,0 +1,332 @@
+// Package learned keeps what real Nodes of each node group look like, as reported by the holders
+// of claims: the real capacity of a machine, and what its kubelet reserves.
+//
+// For each node group it keeps the minimum capacity and the maximum overhead over the Nodes of the
+// current template in the latest report that has any, so that anything planned fits every Node. The
+// values of a Node are dropped with the first report without it. Reports that would be too large
+// omit the oldest Nodes, whose values are then dropped as well. Nothing is persisted: after a
+// restart, the next report supplies the same values again.
+package learned
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/utils/clock"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
+)
+
+// maxResources limits the resources remembered per group, whatever its Nodes report.
+const maxResources = 32
+
+// Node is the report about a real Node.
+type Node struct {
+	ProviderID            string
+	Capacity, Allocatable corev1.ResourceList
+	Labels                map[string]string
+	// Unregistered means that nothing runs on the Node yet. It may not report all of its resources
+	// yet.
+	Unregistered bool
+	// Unusable is the number of the Node's quantities that could not be parsed. They are missing
+	// here.
+	Unusable int
+}
+
+// Config configures [Nodes].
+type Config struct {
+	// Client reads from caches with the indexes of package hub. REQUIRED.
+	Client client.Reader
+	// Registerer registers the metrics. Nil registers none.
+	Registerer prometheus.Registerer
+	// Clock measures how long a Node has been unregistered. Nil means the system clock.
+	Clock clock.PassiveClock
+}
+
+// Nodes remembers what Nodes reported. It is safe for concurrent use.
+type Nodes struct {
+	Config
+
+	changes  chan event.TypedGenericEvent[types.NamespacedName]
+	unusable prometheus.Counter
+
+	mu     sync.Mutex
+	groups map[types.NamespacedName]shown
+	// These describe unregistered Nodes. By Cluster: waiting is since when each has been reported
+	// as unregistered, reportedAt is the time of the last report, strandedOf are the groups with
+	// stranded Machines. By group: stranded are these Machines.
+	waiting    map[types.NamespacedName]waiting
+	reportedAt map[types.NamespacedName]time.Time
+	stranded   map[types.NamespacedName]strandedMachines
+	strandedOf map[types.NamespacedName]map[types.NamespacedName]bool
+}
+
+// shown summarizes the Nodes of one group and one revision of its template. It is immutable, and
+// replaced as a whole.
+type shown struct {
+	revision string
+	capacity.Observation
+}
+
+// New returns empty Nodes.
+func New(c Config) (*Nodes, error) {
+	if c.Clock == nil {
+		c.Clock = clock.RealClock{}
+	}
+	n := &Nodes{
+		Config:     c,
+		changes:    make(chan event.TypedGenericEvent[types.NamespacedName], 1024),
+		groups:     map[types.NamespacedName]shown{},
+		waiting:    map[types.NamespacedName]waiting{},
+		reportedAt: map[types.NamespacedName]time.Time{},
+		stranded:   map[types.NamespacedName]strandedMachines{},
+		strandedOf: map[types.NamespacedName]map[types.NamespacedName]bool{},
+		unusable: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "capi_agent_node_report_unusable_values_total",
+			Help: "Quantities in reports about Nodes that were ignored because they could not be parsed.",
+		}),
+	}
+	if c.Registerer != nil {
+		if err := c.Registerer.Register(n.unusable); err != nil {
+			return nil, fmt.Errorf("registering metrics: %w", err)
+		}
+	}
+	return n, nil
+}
+
+// Changes returns a channel of the groups whose observations have changed. It must have one reader.
+func (n *Nodes) Changes() <-chan event.TypedGenericEvent[types.NamespacedName] { return n.changes }
+
+// Of returns the observation of a group's Nodes that were created from the given revision of its
+// template; see [nodegroup.MachineRevision]. It is shared and must not be modified.
+func (n *Nodes) Of(group types.NamespacedName, revision string) capacity.Observation {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if known := n.groups[group]; known.revision == revision {
+		return known.Observation
+	}
+	return capacity.Observation{}
+}
+
+// Forget drops the observations of a group.
+func (n *Nodes) Forget(group types.NamespacedName) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.groups, group)
+	delete(n.stranded, group)
+}
+
+// Report processes a report about a Cluster's Nodes. Nodes that are unregistered or report no
+// capacity are not learned from. Neither are Nodes whose Machine is not known, belongs to another
+// Cluster, or was not created from its group's current template.
+func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes []Node) {
+	report := report{n: n, cluster: cluster, templates: map[types.NamespacedName]string{}, groups: map[types.NamespacedName]*member{}}
+	for i := range nodes {
+		n.unusable.Add(float64(nodes[i].Unusable))
+		if nodes[i].ProviderID == "" || nodes[i].Unregistered || len(nodes[i].Capacity) == 0 {
+			continue
+		}
+		if err := report.add(ctx, &nodes[i]); err != nil {
+			log.FromContext(ctx).Error(err, "nothing is learned from a Node", "providerID", nodes[i].ProviderID)
+		}
+	}
+	for key, group := range report.groups {
+		if len(group.nodes) > 0 && n.learn(key, group) {
+			n.tell(ctx, key)
+		}
+	}
+	n.reportStranded(ctx, &report, nodes)
+}
+
+// tell publishes that the observations of a group have changed, unless the call has ended.
+func (n *Nodes) tell(ctx context.Context, group types.NamespacedName) {
+	select {
+	case n.changes <- event.TypedGenericEvent[types.NamespacedName]{Object: group}:
+	case <-ctx.Done():
+	}
+}
+
+// member is a node group with the reported Nodes of its current template.
+type member struct {
+	revision string // empty if there is no such node group in the Cluster
+	nodes    []*Node
+}
+
+// report assigns the Nodes of one report to their groups. It reads each object once.
+type report struct {
+	n         *Nodes
+	cluster   types.NamespacedName
+	templates map[types.NamespacedName]string // revision by MachineSet
+	groups    map[types.NamespacedName]*member
+	// machines are the Cluster's Machines by provider ID; nil for an ID that several Machines have.
+	// The map is nil until it is needed.
+	machines map[string]*clusterv1.Machine
+}
+
+func (r *report) add(ctx context.Context, node *Node) error {
+	machine, err := r.machine(ctx, node.ProviderID)
+	if err != nil || machine == nil {
+		return err
+	}
+	group, err := r.group(ctx, machine.Labels[clusterv1.MachineDeploymentNameLabel])
+	if err != nil || group.revision == "" {
+		return err
+	}
+	owner := metav1.GetControllerOf(machine)
+	if owner == nil || owner.Kind != "MachineSet" {
+		return nil
+	}
+	revision, err := r.template(ctx, owner.Name)
+	if err != nil || revision != group.revision {
+		return err
+	}
+	group.nodes = append(group.nodes, node)
+	return nil
+}
+
+// group returns a node group of the Cluster. It has no revision if there is no group with that
+// name.
+func (r *report) group(ctx context.Context, name string) (*member, error) {
+	key := types.NamespacedName{Namespace: r.cluster.Namespace, Name: name}
+	if known := r.groups[key]; known != nil {
+		return known, nil
+	}
+	var md clusterv1.MachineDeployment
+	if err := r.n.Client.Get(ctx, key, &md); client.IgnoreNotFound(err) != nil {
+		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
+	}
+	group := &member{}
+	if nodegroup.IsMember(&md) && md.Spec.ClusterName == r.cluster.Name {
+		group.revision = nodegroup.MachineRevision(&md.Spec.Template.Spec)
+	}
+	r.groups[key] = group
+	return group, nil
+}
+
+// template returns the revision of a MachineSet's template, or "" if there is no such MachineSet.
+func (r *report) template(ctx context.Context, name string) (string, error) {
+	key := types.NamespacedName{Namespace: r.cluster.Namespace, Name: name}
+	if known, ok := r.templates[key]; ok {
+		return known, nil
+	}
+	var ms clusterv1.MachineSet
+	err := r.n.Client.Get(ctx, key, &ms)
+	if client.IgnoreNotFound(err) != nil {
+		return "", fmt.Errorf("reading the MachineSet: %w", err)
+	}
+	revision := ""
+	if err == nil {
+		revision = nodegroup.MachineRevision(&ms.Spec.Template.Spec)
+	}
+	r.templates[key] = revision
+	return revision, nil
+}
+
+// learn replaces the observation of a group by that of its current Nodes, and reports whether it
+// changed.
+func (n *Nodes) learn(key types.NamespacedName, group *member) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	known := n.groups[key]
+	next := shown{revision: group.revision, Observation: observe(group.nodes)}
+	if known.revision == next.revision && equality.Semantic.DeepEqual(known.Observation, next.Observation) {
+		return false
+	}
+	n.groups[key] = next
+	return true
+}
+
+// reserved are the resources that kubelets reserve a part of.
+var reserved = []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods}
+
+// observe summarizes Nodes. There must be at least one.
+func observe(nodes []*Node) capacity.Observation {
+	o := capacity.Observation{
+		Capacity: corev1.ResourceList{}, Allocatable: corev1.ResourceList{}, Overhead: corev1.ResourceList{}, Labels: map[string]string{},
+	}
+	disputed := map[string]bool{}
+	for _, node := range nodes {
+		add(&o, node)
+		for _, label := range capacity.ObservedLabels {
+			value := node.Labels[label]
+			if value == "" || len(validation.IsValidLabelValue(value)) > 0 {
+				continue
+			}
+			disputed[label] = disputed[label] || o.Labels[label] != "" && o.Labels[label] != value
+			o.Labels[label] = value
+		}
+	}
+	maps.DeleteFunc(o.Labels, func(label, _ string) bool { return disputed[label] })
+	// Every machine has the usual resources, even if a Node does not report them. Any other
+	// resource is only attributed to the group if all of its Nodes have it.
+	maps.DeleteFunc(o.Capacity, func(name corev1.ResourceName, _ resource.Quantity) bool {
+		return !slices.Contains(reserved, name) && slices.ContainsFunc(nodes, func(node *Node) bool {
+			quantity := node.Capacity[name]
+			return quantity.Sign() <= 0
+		})
+	})
+	return o
+}
+
+func add(o *capacity.Observation, node *Node) {
+	set := func(list corev1.ResourceList, name corev1.ResourceName, quantity resource.Quantity, better func(order int) bool) {
+		known, ok := list[name]
+		if !ok && len(list) >= maxResources || ok && !better(quantity.Cmp(known)) {
+			return
+		}
+		list[name] = quantity
+	}
+	less := func(order int) bool { return order < 0 }
+	more := func(order int) bool { return order > 0 }
+	// The order is fixed, so that a Node with too many resources always omits the same ones.
+	for _, name := range slices.Sorted(maps.Keys(node.Capacity)) {
+		if quantity := node.Capacity[name]; isLearned(name) && quantity.Sign() > 0 {
+			set(o.Capacity, name, quantity, less)
+		}
+	}
+	for _, name := range reserved {
+		has, gives := node.Capacity[name], node.Allocatable[name]
+		if has.Sign() <= 0 || gives.Sign() <= 0 {
+			continue
+		}
+		set(o.Allocatable, name, gives, less)
+		kept := has.DeepCopy()
+		kept.Sub(gives)
+		if kept.Sign() >= 0 {
+			set(o.Overhead, name, kept, more)
+		}
+	}
+}
+
+// isLearned reports whether a resource is a property of machines, rather than a quantity that
+// Kubernetes defines itself.
+func isLearned(name corev1.ResourceName) bool {
+	switch size, huge := strings.CutPrefix(string(name), corev1.ResourceHugePagesPrefix); {
+	case slices.Contains(reserved, name):
+		return true
+	case len(validation.IsQualifiedName(string(name))) > 0:
+		return false
+	case huge:
+		pages, err := wire.Quantity(size)
+		return err == nil && pages.Sign() > 0
+	}
+	return strings.Contains(string(name), "/")
+}

@@ -1,0 +1,82 @@
+package connectivity
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"k8s.io/utils/clock"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
+)
+
+const (
+	// expiryLook is how often the certificate is checked, and expiryRepeat how often a warning is
+	// repeated: Kubernetes keeps events for an hour.
+	expiryLook   = time.Minute
+	expiryRepeat = 30 * time.Minute
+	// A certificate is about to expire once less than 1/expiringPart of its lifetime is left, but
+	// not earlier than longestExpiring before its end.
+	expiringPart    = 4
+	longestExpiring = 14 * 24 * time.Hour
+
+	// ReasonExpiring is the reason of the warning event.
+	ReasonExpiring = "AgentCertificateExpiring"
+)
+
+// Expiring warns if the client certificate is about to expire and has not been renewed. As a
+// runnable of a manager it does so only in the leader.
+type Expiring struct {
+	// Stats returns the statistics of the certificate. REQUIRED.
+	Stats func() certificates.Stats
+	// Announce publishes a warning. REQUIRED.
+	Announce func(ctx context.Context, reason, message string)
+	// Remedy is a sentence that states what to do. REQUIRED.
+	Remedy string
+	// Clock provides the time. REQUIRED.
+	Clock clock.WithTicker
+}
+
+// NeedLeaderElection returns true, so that the manager runs it only in the leader.
+func (*Expiring) NeedLeaderElection() bool { return true }
+
+// Start checks the certificate until ctx is done.
+func (e *Expiring) Start(ctx context.Context) error {
+	ticker := e.Clock.NewTicker(expiryLook)
+	defer ticker.Stop()
+	var warned time.Time
+	for {
+		if message, _ := e.Warning(); message == "" {
+			warned = time.Time{}
+		} else if e.Clock.Since(warned) >= expiryRepeat {
+			warned = e.Clock.Now()
+			e.Announce(ctx, ReasonExpiring, message)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C():
+		}
+	}
+}
+
+// Warning returns, in sentences, that the certificate has expired or soon will, and the remedy, or
+// "" if there is no need to warn. found is false if there is no certificate: either the agent is
+// called without one, or none has been obtained yet.
+func (e *Expiring) Warning() (message string, found bool) {
+	stats := e.Stats()
+	end := stats.CertificateNotAfter
+	if end.IsZero() {
+		return "", false
+	}
+	left := end.Sub(e.Clock.Now())
+	if left >= min(end.Sub(stats.CertificateNotBefore)/expiringPart, longestExpiring) {
+		return "", true
+	}
+	what := "expires"
+	if left <= 0 {
+		what = "expired"
+	}
+	return fmt.Sprintf("The shim's client certificate %s at %s, and has not been renewed. %s",
+		what, end.UTC().Format(time.RFC3339), e.Remedy), true
+}

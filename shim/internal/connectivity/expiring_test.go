@@ -1,0 +1,81 @@
+package connectivity_test
+
+import (
+	"context"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
+)
+
+func TestACertificateThatIsAboutToExpireIsWarnedOf(t *testing.T) {
+	const day = 24 * time.Hour
+	for name, c := range map[string]struct {
+		life, left time.Duration
+		says       string // empty for no warning
+	}{
+		"a day's, at half of its life":      {day, 12 * time.Hour, ""},
+		"a day's, above a quarter":          {day, 6*time.Hour + time.Minute, ""},
+		"a day's, below a quarter":          {day, 6*time.Hour - time.Minute, "expires at"},
+		"a quarter's, when others renew it": {90 * day, 30 * day, ""},
+		"a quarter's, two weeks before":     {90 * day, 14*day - time.Minute, "expires at"},
+		"a year's, a month before":          {365 * day, 30 * day, ""},
+		"one that has ended":                {day, -time.Minute, "expired at"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			clk := clocktesting.NewFakeClock(time.Now())
+			end := clk.Now().Add(c.left)
+			assert.ElementsMatch(t, expected(c.says, end), warnings(t, clk, certificates.Stats{
+				CertificateNotBefore: end.Add(-c.life), CertificateNotAfter: end,
+			}, 0))
+		})
+	}
+	assert.Empty(t, warnings(t, clocktesting.NewFakeClock(time.Now()), certificates.Stats{}, 0), "there is none yet")
+}
+
+func expected(says string, end time.Time) []string {
+	if says == "" {
+		return nil
+	}
+	return []string{"AgentCertificateExpiring: The shim's client certificate " + says + " " + end.UTC().Format(time.RFC3339) +
+		", and has not been renewed. Renew it."}
+}
+
+func TestTheWarningIsRepeatedBeforeItsEventIsForgotten(t *testing.T) {
+	clk := clocktesting.NewFakeClock(time.Now())
+	end := clk.Now().Add(5 * time.Hour)
+	stats := certificates.Stats{CertificateNotBefore: end.Add(-24 * time.Hour), CertificateNotAfter: end}
+	assert.Len(t, warnings(t, clk, stats, 20), 1)
+	assert.Len(t, warnings(t, clk, stats, 70), 3)
+}
+
+// warnings returns the warnings of this many minutes.
+func warnings(t *testing.T, clk *clocktesting.FakeClock, stats certificates.Stats, minutes int) []string {
+	t.Helper()
+	looked := make(chan struct{})
+	var warned []string
+	e := &connectivity.Expiring{
+		Stats:    func() certificates.Stats { looked <- struct{}{}; return stats },
+		Announce: func(_ context.Context, reason, message string) { warned = append(warned, reason+": "+message) },
+		Remedy:   "Renew it.", Clock: clk,
+	}
+	require.True(t, e.NeedLeaderElection())
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { assert.NoError(t, e.Start(ctx)) })
+	<-looked
+	for range minutes {
+		require.Eventually(t, clk.HasWaiters, 10*time.Second, time.Millisecond)
+		clk.Step(time.Minute)
+		<-looked
+	}
+	cancel()
+	running.Wait()
+	return warned
+}
