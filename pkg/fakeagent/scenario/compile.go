@@ -344,7 +344,7 @@ func (s *Scenario) identities(c *compiler, out *compiled, domain string) {
 		case strings.HasPrefix(id.Path, "/cluster/") || strings.HasPrefix(id.Path, "/bootstrap/"):
 			c.wrong(field+".id", "%q is a Cluster's own id, which has its role without an entry here", one.ID)
 		case out.grants[one.ID] != nil:
-			c.wrong(field+".id", "%q is there twice; put all of its roles in one entry", one.ID)
+			c.wrong(field+".id", "%q appears twice; list all of its roles in one entry", one.ID)
 		}
 		if len(validation.IsDNS1123Label(one.Name)) > 0 || one.Name == "cluster" {
 			c.wrong(field+".name", "%q is not a name of a folder; write lower case letters, digits and hyphens, and not cluster", one.Name)
