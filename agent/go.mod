@@ -12,7 +12,6 @@ require (
 	github.com/karpenter-capi/karpenter-capi/pkg v0.0.0
 	github.com/karpenter-capi/karpenter-capi/pkg/tracing v0.0.0
 	github.com/karpenter-capi/karpenter-capi/proto v0.0.0
-	github.com/onsi/gomega v1.42.1
 	github.com/prometheus/client_golang v1.23.2
 	github.com/samber/lo v1.53.0
 	github.com/spf13/cobra v1.10.2
@@ -79,7 +78,6 @@ require (
 	github.com/go-openapi/swag v0.23.0 // indirect
 	github.com/gobuffalo/flect v1.0.3 // indirect
 	github.com/google/gnostic-models v0.7.0 // indirect
-	github.com/google/go-cmp v0.7.0 // indirect
 	github.com/josharian/intern v1.0.0 // indirect
 	github.com/json-iterator/go v1.1.12 // indirect
 	github.com/kylelemons/godebug v1.1.0 // indirect

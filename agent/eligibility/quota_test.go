@@ -3,7 +3,7 @@ package eligibility_test
 import (
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -43,13 +43,12 @@ func TestQuotaRefusesWhenItIsUsedUp(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			refusal := eligibility.Quota(c.quotas, "group")
 			if c.want == "" {
-				g.Expect(refusal).To(BeNil())
+				require.Nil(t, refusal)
 				return
 			}
-			g.Expect(*refusal).To(Equal(eligibility.Refusal{NodeGroup: "group", Reason: eligibility.QuotaExceeded, Message: c.want}))
+			require.Equal(t, eligibility.Refusal{NodeGroup: "group", Reason: eligibility.QuotaExceeded, Message: c.want}, *refusal)
 		})
 	}
 }

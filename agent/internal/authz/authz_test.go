@@ -15,8 +15,9 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	. "github.com/onsi/gomega"
 	"github.com/spiffe/go-spiffe/v2/spiffeid"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
@@ -64,19 +65,18 @@ func authorizer(t *testing.T, policy string) *authz.Authorizer {
 }
 
 func TestClusterIdentityMayActForItsClusterAlone(t *testing.T) {
-	g := NewWithT(t)
 	caller, err := authorizer(t, "identities: []").FromChains(chain(t, "spiffe://karpenter-capi/cluster/fleet/spoke"))
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(caller.Identity).To(Equal("spiffe://karpenter-capi/cluster/fleet/spoke"))
-	g.Expect(caller.Roles()).To(Equal([]string{"cluster"}))
+	require.NoError(t, err)
+	require.Equal(t, "spiffe://karpenter-capi/cluster/fleet/spoke", caller.Identity)
+	require.Equal(t, []string{"cluster"}, caller.Roles())
 	for _, rule := range []authz.Rule{read, claim} {
-		g.Expect(caller.MayCallFor(rule, spoke)).To(BeTrue())
-		g.Expect(caller.MayCallFor(rule, other)).To(BeFalse())
-		g.Expect(caller.MaySeeAll(rule)).To(BeFalse())
+		require.True(t, caller.MayCallFor(rule, spoke))
+		require.False(t, caller.MayCallFor(rule, other))
+		require.False(t, caller.MaySeeAll(rule))
 	}
 	clusters, all := caller.Clusters()
-	g.Expect(all).To(BeFalse())
-	g.Expect(clusters).To(ConsistOf(spoke))
+	require.False(t, all)
+	require.Equal(t, []types.NamespacedName{spoke}, clusters)
 }
 
 func TestRolesActAsTheirHoldersAlone(t *testing.T) {
@@ -104,12 +104,11 @@ identities:
 		"nobody":              {"karpenter": false, "cluster-autoscaler": false},
 	} {
 		caller, err := a.FromChains(chain(t, "spiffe://karpenter-capi/"+id))
-		NewWithT(t).Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		for holder, may := range want {
 			t.Run(id+" as "+holder, func(t *testing.T) {
-				g := NewWithT(t)
-				g.Expect(caller.Holders(claim, spoke).Has(holder)).To(Equal(may))
-				g.Expect(caller.Holders(claim, types.NamespacedName{Namespace: "fleet", Name: "third"}).Has(holder)).To(BeFalse())
+				require.Equal(t, may, caller.Holders(claim, spoke).Has(holder))
+				require.False(t, caller.Holders(claim, types.NamespacedName{Namespace: "fleet", Name: "third"}).Has(holder))
 			})
 		}
 	}
@@ -126,13 +125,12 @@ func TestUnusableIdentities(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := authorizer(t, "identities: []").FromChains(chain(t, uris...))
-			NewWithT(t).Expect(err).To(HaveOccurred())
+			require.Error(t, err)
 		})
 	}
 }
 
 func TestIdentityThatIsNoClusterHasWhatThePolicyGrants(t *testing.T) {
-	g := NewWithT(t)
 	a := authorizer(t, `
 identities:
 - id: spiffe://karpenter-capi/team/observability
@@ -147,23 +145,23 @@ identities:
 `)
 	get := func(id string) authz.Caller {
 		caller, err := a.FromChains(chain(t, id))
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		return caller
 	}
 	reader := get("spiffe://karpenter-capi/team/observability")
-	g.Expect(reader.MayCallFor(read, other)).To(BeTrue())
-	g.Expect(reader.MaySeeAll(read)).To(BeTrue())
-	g.Expect(reader.MayCall(claim)).To(BeFalse())
+	require.True(t, reader.MayCallFor(read, other))
+	require.True(t, reader.MaySeeAll(read))
+	require.False(t, reader.MayCall(claim))
 	autoscaler := get("spiffe://karpenter-capi/cluster-autoscaler/a")
-	g.Expect(autoscaler.MayCallFor(claim, spoke)).To(BeTrue())
-	g.Expect(autoscaler.MayCallFor(claim, other)).To(BeFalse())
+	require.True(t, autoscaler.MayCallFor(claim, spoke))
+	require.False(t, autoscaler.MayCallFor(claim, other))
 	both := get("spiffe://karpenter-capi/cluster/fleet/other")
-	g.Expect(both.MayCallFor(read, spoke)).To(BeTrue())
-	g.Expect(both.MayCallFor(claim, spoke)).To(BeFalse(), "a role holds only for the Clusters it was granted for")
-	g.Expect(both.MayCallFor(claim, other)).To(BeTrue())
+	require.True(t, both.MayCallFor(read, spoke))
+	require.False(t, both.MayCallFor(claim, spoke), "a role holds only for the Clusters it was granted for")
+	require.True(t, both.MayCallFor(claim, other))
 	nobody := get("spiffe://karpenter-capi/team/unknown")
-	g.Expect(nobody.MayCall(read)).To(BeFalse())
-	g.Expect(nobody.MayCall(authz.Rule{Everyone: true})).To(BeTrue())
+	require.False(t, nobody.MayCall(read))
+	require.True(t, nobody.MayCall(authz.Rule{Everyone: true}))
 }
 
 func TestTheOnlyClusterOfARole(t *testing.T) {
@@ -178,17 +176,16 @@ func TestTheOnlyClusterOfARole(t *testing.T) {
 		"none, as an administrator": {"{id: ID, roles: [admin], clusters: [fleet/spoke]}", "may not call"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			policy := "identities:\n- " + strings.ReplaceAll(c.identities, "ID", "spiffe://karpenter-capi/x") + "\n"
 			caller, err := authorizer(t, policy).FromChains(chain(t, "spiffe://karpenter-capi/x"))
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			only, err := caller.OnlyCluster(rule)
 			if c.wrong != "" {
-				g.Expect(err).To(MatchError(ContainSubstring(c.wrong)))
+				require.ErrorContains(t, err, c.wrong)
 				return
 			}
-			g.Expect(err).NotTo(HaveOccurred())
-			g.Expect(only).To(Equal(spoke))
+			require.NoError(t, err)
+			require.Equal(t, spoke, only)
 		})
 	}
 }
@@ -223,7 +220,6 @@ func TestACertificateIsDeniedThatHasAllOfWhatADenialNames(t *testing.T) {
 		"its serial number of another":       {`serial: "4f001c", issuer: ` + fingerprintOf(authority("other")), false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			policy := "identities: []\n"
 			if c.denial != "" {
 				policy += "deny:\n- {" + c.denial + "}\n"
@@ -232,9 +228,9 @@ func TestACertificateIsDeniedThatHasAllOfWhatADenialNames(t *testing.T) {
 			leaf.SerialNumber, leaf.NotBefore = big.NewInt(0x4f001c), issued
 			_, err := authorizer(t, policy).FromChains([][]*x509.Certificate{{leaf, team, root}})
 			if c.want {
-				g.Expect(err).To(MatchError(ContainSubstring("the policy denies the client certificate")))
+				require.ErrorContains(t, err, "the policy denies the client certificate")
 			} else {
-				g.Expect(err).NotTo(HaveOccurred())
+				require.NoError(t, err)
 			}
 		})
 	}
@@ -246,27 +242,25 @@ func TestOnlyListedClustersHaveTheirRole(t *testing.T) {
 		"clusters: [fleet/s]": false, "clusters: [other/*]": false, "clusters: [fleet/other, fleet/*oke]": true,
 	} {
 		t.Run(policy, func(t *testing.T) {
-			g := NewWithT(t)
 			caller, err := authorizer(t, policy).FromChains(chain(t, "spiffe://karpenter-capi/cluster/fleet/spoke"))
-			g.Expect(err).NotTo(HaveOccurred())
-			g.Expect(caller.MayCallFor(claim, spoke)).To(Equal(want))
-			g.Expect(caller.MayCallFor(claim, other)).To(BeFalse())
+			require.NoError(t, err)
+			require.Equal(t, want, caller.MayCallFor(claim, spoke))
+			require.False(t, caller.MayCallFor(claim, other))
 		})
 	}
 }
 
 func TestPatternsAreOfNamespaceAndName(t *testing.T) {
-	g := NewWithT(t)
 	caller, err := authorizer(t, "identities:\n- id: spiffe://karpenter-capi/x\n  roles: [reader]\n  clusters: [team-*/prod, fleet/*]\n").
 		FromChains(chain(t, "spiffe://karpenter-capi/x"))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	for name, want := range map[types.NamespacedName]bool{
 		spoke: true, other: true, {Namespace: "team-a", Name: "prod"}: true, {Namespace: "team-a", Name: "test"}: false,
 		{Namespace: "fleets", Name: "a"}: false, {Namespace: "team-a", Name: "prod-2"}: false,
 	} {
-		g.Expect(caller.MayCallFor(read, name)).To(Equal(want), name.String())
+		require.Equal(t, want, caller.MayCallFor(read, name), name.String())
 	}
-	g.Expect(caller.MaySeeAll(read)).To(BeFalse())
+	require.False(t, caller.MaySeeAll(read))
 }
 
 // The handshake of a connection may be long past.
@@ -286,9 +280,9 @@ func TestAnExpiredCertificateIdentifiesNoCaller(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, err := authorizer(t, "identities: []").FromChains(c.chains)
 			if c.want {
-				NewWithT(t).Expect(err).NotTo(HaveOccurred())
+				require.NoError(t, err)
 			} else {
-				NewWithT(t).Expect(err).To(MatchError(ContainSubstring("has expired at 2026-11-20T11:59:59Z")))
+				require.ErrorContains(t, err, "has expired at 2026-11-20T11:59:59Z")
 			}
 		})
 	}
@@ -343,9 +337,9 @@ issuers:
 		t.Run(name, func(t *testing.T) {
 			err := signed(c.id, c.by...)
 			if c.want {
-				NewWithT(t).Expect(err).NotTo(HaveOccurred())
+				require.NoError(t, err)
 			} else {
-				NewWithT(t).Expect(err).To(MatchError(ContainSubstring("does not let the issuer")))
+				require.ErrorContains(t, err, "does not let the issuer")
 			}
 		})
 	}
@@ -391,21 +385,20 @@ func TestPolicyMistakesAreNamed(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := authz.ParsePolicy([]byte(c.text), "d")
-			NewWithT(t).Expect(err).To(MatchError(ContainSubstring(c.want)))
+			require.ErrorContains(t, err, c.want)
 		})
 	}
 }
 
 func TestPolicyFileIsFollowedAndMistakesLeaveTheLastValidOne(t *testing.T) {
-	g := NewWithT(t)
 	path := filepath.Join(t.TempDir(), "policy.yaml")
 	write := func(role string) {
 		text := "identities:\n- id: spiffe://karpenter-capi/x\n  roles: [" + role + "]\n  allClusters: true\n"
-		g.Expect(os.WriteFile(path, []byte(text), 0o600)).To(Succeed())
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
 	}
 	write("reader")
 	file, err := authz.LoadPolicyFile(path, "karpenter-capi", logr.Discard())
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	file.Interval = time.Millisecond
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
@@ -415,22 +408,24 @@ func TestPolicyFileIsFollowedAndMistakesLeaveTheLastValidOne(t *testing.T) {
 	}()
 	defer func() { cancel(); <-done }()
 	a, err := authz.New("karpenter-capi", file.Current, clocktesting.NewFakePassiveClock(now))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
+	chains := chain(t, "spiffe://karpenter-capi/x")
 	roles := func() []string {
-		caller, err := a.FromChains(chain(t, "spiffe://karpenter-capi/x"))
-		g.Expect(err).NotTo(HaveOccurred())
+		caller, err := a.FromChains(chains)
+		if err != nil {
+			return []string{err.Error()}
+		}
 		return caller.Roles()
 	}
-	g.Expect(roles()).To(Equal([]string{"reader"}))
+	require.Equal(t, []string{"reader"}, roles())
 	write("nonsense")
-	g.Consistently(roles, 50*time.Millisecond).Should(Equal([]string{"reader"}))
+	require.Never(t, func() bool { return !slices.Equal(roles(), []string{"reader"}) }, 50*time.Millisecond, 10*time.Millisecond)
 	write("admin")
-	g.Eventually(roles).Should(Equal([]string{"admin"}))
+	require.EventuallyWithT(t, func(c *assert.CollectT) { require.Equal(c, []string{"admin"}, roles()) }, time.Second, 10*time.Millisecond)
 }
 
 // Every served method has a rule, and every rule for a Cluster belongs to a request that names one.
 func TestEveryMethodHasARule(t *testing.T) {
-	g := NewWithT(t)
 	methods := map[string]protoreflect.MethodDescriptor{}
 	protoregistry.GlobalFiles.RangeFiles(func(file protoreflect.FileDescriptor) bool {
 		switch file.Package() {
@@ -447,35 +442,35 @@ func TestEveryMethodHasARule(t *testing.T) {
 		}
 		return true
 	})
-	g.Expect(len(methods)).To(BeNumerically(">=", 13))
+	require.GreaterOrEqual(t, len(methods), 13)
 	for name, method := range methods {
 		rule, ok := authz.Methods[name]
-		g.Expect(ok).To(BeTrue(), "%s has no rule", name)
+		require.True(t, ok, "%s has no rule", name)
 		field := method.Input().Fields().ByName("cluster")
 		namesCluster := field != nil && field.Message() != nil && field.Message().FullName() == proto.MessageName(&agentv1alpha1.ClusterRef{})
-		g.Expect(rule.OfCluster).To(Equal(namesCluster), "%s", name)
-		g.Expect(rule.OneCluster).To(Equal(strings.HasPrefix(name, "/clusterautoscaler.")), "%s", name)
-		g.Expect(rule.OfAnyCluster).To(Equal(strings.HasPrefix(name, "/capi.agent.v1alpha1.ClusterService/")), "%s", name)
+		require.Equal(t, namesCluster, rule.OfCluster, "%s", name)
+		require.Equal(t, strings.HasPrefix(name, "/clusterautoscaler."), rule.OneCluster, "%s", name)
+		require.Equal(t, strings.HasPrefix(name, "/capi.agent.v1alpha1.ClusterService/"), rule.OfAnyCluster, "%s", name)
 		if rule.OfCluster {
-			g.Expect(rule.Anyone || rule.Everyone).To(BeFalse(), "%s", name)
+			require.False(t, rule.Anyone || rule.Everyone, "%s", name)
 			// A Cluster's certificate is for the Cluster's own callers only: it would outlive an
 			// administrator's grant.
 			own := name == agentv1alpha1.CertificateService_IssueCertificate_FullMethodName
-			g.Expect(slices.Contains(rule.Roles, authz.RoleAdmin)).To(Equal(!own), "%s", name)
+			require.Equal(t, !own, slices.Contains(rule.Roles, authz.RoleAdmin), "%s", name)
 		}
 		// Methods that a reader may not call act on claims. If the request names a holder, the
 		// caller acts as that holder.
 		acts := rule.OfCluster && !slices.Contains(rule.Roles, authz.RoleReader)
 		namesHolder := method.Input().Fields().ByName("holder") != nil
-		g.Expect(rule.AsHolder).To(Equal(acts && namesHolder), "%s", name)
+		require.Equal(t, acts && namesHolder, rule.AsHolder, "%s", name)
 		for _, role := range rule.Roles {
 			if acts && !slices.Contains(rule.Roles, authz.RoleBootstrap) {
-				g.Expect(authz.Holders).To(HaveKey(role), "%s may call %s and act as no holder", role, name)
+				require.Contains(t, authz.Holders, role, "%s may call %s and act as no holder", role, name)
 			}
 		}
 	}
 	for name := range authz.Methods {
-		g.Expect(methods).To(HaveKey(name), "a rule for a method that does not exist")
+		require.Contains(t, methods, name, "a rule for a method that does not exist")
 	}
 }
 
@@ -488,7 +483,6 @@ func FuzzParsePolicy(f *testing.F) {
 }
 
 func TestGrantsOfListeners(t *testing.T) {
-	g := NewWithT(t)
 	for text, wanted := range map[string]struct {
 		role     string
 		clusters []string
@@ -508,13 +502,13 @@ func TestGrantsOfListeners(t *testing.T) {
 	} {
 		grant, err := authz.ParseGrant(wanted.role, wanted.clusters)
 		if wanted.says != "" {
-			g.Expect(err).To(MatchError(ContainSubstring(wanted.says)), text)
+			require.ErrorContains(t, err, wanted.says, text)
 			continue
 		}
-		g.Expect(err).NotTo(HaveOccurred(), text)
-		g.Expect(grant.Role).To(Equal(authz.Role(wanted.role)), text)
-		g.Expect(grant.AllClusters).To(Equal(len(wanted.clusters) == 0), text)
-		g.Expect(grant.Clusters).To(HaveLen(len(wanted.clusters)), text)
+		require.NoError(t, err, text)
+		require.Equal(t, authz.Role(wanted.role), grant.Role, text)
+		require.Equal(t, len(wanted.clusters) == 0, grant.AllClusters, text)
+		require.Len(t, grant.Clusters, len(wanted.clusters), text)
 	}
 }
 
@@ -542,38 +536,36 @@ clusters: [fleet/spoke]
 		"clusters/fleet/spoke/abcdefabc": {"clusters/fleet/spoke/abcdefabc", "", false, false},
 	} {
 		t.Run(path, func(t *testing.T) {
-			g := NewWithT(t)
 			caller, err := a.FromChains(chain(t, "spiffe://karpenter-capi/"+path))
-			g.Expect(err).NotTo(HaveOccurred())
-			g.Expect(caller.Identity).To(Equal("spiffe://karpenter-capi/" + want.identity))
+			require.NoError(t, err)
+			require.Equal(t, "spiffe://karpenter-capi/"+want.identity, caller.Identity)
 			issue := authz.Methods[agentv1alpha1.CertificateService_IssueCertificate_FullMethodName]
-			g.Expect(caller.MayCallFor(claim, spoke)).To(Equal(want.cluster))
-			g.Expect(caller.MayCallFor(read, spoke)).To(Equal(want.cluster))
-			g.Expect(caller.MayCallFor(issue, spoke)).To(Equal(want.cluster || want.bootstraps))
-			g.Expect(caller.MayCallFor(issue, other)).To(BeFalse())
-			g.Expect(caller.MayCallFor(read, other)).To(Equal(want.cluster), "what the policy grants the Cluster does not depend on its onboarding")
+			require.Equal(t, want.cluster, caller.MayCallFor(claim, spoke))
+			require.Equal(t, want.cluster, caller.MayCallFor(read, spoke))
+			require.Equal(t, want.cluster || want.bootstraps, caller.MayCallFor(issue, spoke))
+			require.False(t, caller.MayCallFor(issue, other))
+			require.Equal(t, want.cluster, caller.MayCallFor(read, other), "what the policy grants the Cluster does not depend on its onboarding")
 			if want.onboarding == "" && !want.cluster {
-				g.Expect(caller.Onboarding == nil || caller.Onboarding.ID != "").To(BeTrue())
+				require.True(t, caller.Onboarding == nil || caller.Onboarding.ID != "")
 				return
 			}
-			g.Expect(caller.Onboarding.ID).To(Equal(want.onboarding))
+			require.Equal(t, want.onboarding, caller.Onboarding.ID)
 		})
 	}
 }
 
 func TestIdentitiesOfAnOnboardingAreReadAsTheyAreMade(t *testing.T) {
-	g := NewWithT(t)
 	of := authz.Onboarding{Cluster: spoke, ID: "abc"}
 	for identityOf, role := range map[*func(string, authz.Onboarding) (spiffeid.ID, error)]authz.Role{
 		new(authz.ClusterIdentity): authz.RoleCluster, new(authz.BootstrapIdentity): authz.RoleBootstrap,
 	} {
 		id, err := (*identityOf)("karpenter-capi", of)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		caller, err := authorizer(t, "identities: []").FromChains(chain(t, id.String()))
-		g.Expect(err).NotTo(HaveOccurred())
-		g.Expect(caller.Onboarding).To(HaveValue(Equal(of)))
-		g.Expect(caller.Roles()).To(ConsistOf(string(role)))
+		require.NoError(t, err)
+		require.Equal(t, new(of), caller.Onboarding)
+		require.Equal(t, []string{string(role)}, caller.Roles())
 	}
 	_, err := authz.ClusterIdentity("karpenter-capi", authz.Onboarding{Cluster: spoke, ID: "a/b"})
-	g.Expect(err).To(HaveOccurred())
+	require.Error(t, err)
 }

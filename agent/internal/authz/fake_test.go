@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
@@ -15,22 +15,21 @@ import (
 func TestTheFakeAgentHasTheseRoles(t *testing.T) {
 	for method, fake := range fakeagent.Rules() {
 		t.Run(strings.TrimPrefix(method, "/"), func(t *testing.T) {
-			g := NewWithT(t)
 			rule, known := authz.Methods[method]
-			g.Expect(known).To(BeTrue())
-			g.Expect(fake.Anyone).To(Equal(rule.Anyone))
-			g.Expect(fake.Everyone).To(Equal(rule.Everyone))
-			g.Expect(fake.AsHolder).To(Equal(rule.AsHolder))
-			g.Expect(fake.OfCluster()).To(Equal(rule.OfCluster))
-			g.Expect(fake.OfAnyCluster).To(Equal(rule.OfAnyCluster))
+			require.True(t, known)
+			require.Equal(t, rule.Anyone, fake.Anyone)
+			require.Equal(t, rule.Everyone, fake.Everyone)
+			require.Equal(t, rule.AsHolder, fake.AsHolder)
+			require.Equal(t, rule.OfCluster, fake.OfCluster())
+			require.Equal(t, rule.OfAnyCluster, fake.OfAnyCluster)
 			for _, role := range roles {
-				g.Expect(slices.Contains(fake.Roles, fakeagent.Role(role))).To(Equal(slices.Contains(rule.Roles, role)), string(role))
+				require.Equal(t, slices.Contains(rule.Roles, role), slices.Contains(fake.Roles, fakeagent.Role(role)), string(role))
 			}
 		})
 	}
 	for method := range authz.Methods {
 		if strings.HasPrefix(method, "/capi.agent.") {
-			NewWithT(t).Expect(fakeagent.Rules()).To(HaveKey(method))
+			require.Contains(t, fakeagent.Rules(), method)
 		}
 	}
 }
@@ -38,7 +37,7 @@ func TestTheFakeAgentHasTheseRoles(t *testing.T) {
 func TestTheFakeAgentLetsRolesActAsTheseHolders(t *testing.T) {
 	for _, role := range roles {
 		for _, holder := range []string{"karpenter", "unknown", "cluster-autoscaler", "cluster-autoscaler-a", "cluster-autoscalers", "a-person", ""} {
-			NewWithT(t).Expect(fakeagent.Role(role).MayActAs(holder)).To(Equal(authz.Holders[role].Has(holder)), "%s as %q", role, holder)
+			require.Equal(t, authz.Holders[role].Has(holder), fakeagent.Role(role).MayActAs(holder), "%s as %q", role, holder)
 		}
 	}
 }

@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -43,7 +43,6 @@ func fields(problems []capacity.Problem) []string {
 }
 
 func TestAnnotationsWinOverTheInfrastructureTemplate(t *testing.T) {
-	g := NewWithT(t)
 	md := deployment(map[string]string{
 		capacity.CPUAnnotation: "4", capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "2",
 	})
@@ -52,18 +51,18 @@ func TestAnnotationsWinOverTheInfrastructureTemplate(t *testing.T) {
 			"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "ephemeral-storage": int64(1000), "example.com/nic": 2.0},
 			"nodeInfo": map[string]any{"architecture": "arm64", "operatingSystem": "windows"},
 		}), capacity.Observation{}, nil)
-	g.Expect(d.Problems).To(BeEmpty())
-	g.Expect(quantities(d.Resources)).To(Equal(map[string]string{
+	require.Empty(t, d.Problems)
+	require.Equal(t, map[string]string{
 		"cpu": "4", "memory": "8Gi", "ephemeral-storage": "1k", "pods": "110", "nvidia.com/gpu": "2", "example.com/nic": "2",
-	}))
-	g.Expect(d.Architecture).To(Equal("arm64"))
-	g.Expect(d.OperatingSystem).To(Equal("windows"))
-	g.Expect(d.Labels).To(HaveKeyWithValue(corev1.LabelArchStable, "arm64"))
-	g.Expect(d.Sources["capacity.cpu"].Kind).To(Equal(capacity.FromAnnotation))
-	g.Expect(d.Sources["capacity.memory"]).To(Equal(capacity.Source{
+	}, quantities(d.Resources))
+	require.Equal(t, "arm64", d.Architecture)
+	require.Equal(t, "windows", d.OperatingSystem)
+	require.Equal(t, "arm64", d.Labels[corev1.LabelArchStable])
+	require.Equal(t, capacity.FromAnnotation, d.Sources["capacity.cpu"].Kind)
+	require.Equal(t, capacity.Source{
 		Kind: capacity.FromInfrastructureTemplate, Detail: "TestMachineTemplate/t status.capacity",
-	}))
-	g.Expect(d.Sources["capacity.pods"].Kind).To(Equal(capacity.FromDefault))
+	}, d.Sources["capacity.memory"])
+	require.Equal(t, capacity.FromDefault, d.Sources["capacity.pods"].Kind)
 }
 
 func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
@@ -87,29 +86,28 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 		"taint key":            {capacity.TaintsAnnotation, "=b:NoSchedule"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			annotations := map[string]string{
 				c.key: c.value, capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "1",
 			}
 			annotations[c.key] = c.value
 			status := map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi"}}
 			d := capacity.Describe(deployment(annotations), template(status), capacity.Observation{}, nil)
-			g.Expect(fields(d.Problems)).To(Equal([]string{capacity.AnnotationField(c.key)}))
-			g.Expect(d.Resources.Cpu().String()).To(Equal("2"))
-			g.Expect(d.Resources.Memory().String()).To(Equal("8Gi"))
-			g.Expect(d.Resources.Pods().String()).To(Equal("110"))
+			require.Equal(t, []string{capacity.AnnotationField(c.key)}, fields(d.Problems))
+			require.Equal(t, "2", d.Resources.Cpu().String())
+			require.Equal(t, "8Gi", d.Resources.Memory().String())
+			require.Equal(t, "110", d.Resources.Pods().String())
 		})
 	}
 }
 
 func TestMissingCapacityIsSaid(t *testing.T) {
 	d := capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, nil)
-	NewWithT(t).Expect(fields(d.Problems)).To(ConsistOf(
-		capacity.AnnotationField(capacity.CPUAnnotation), capacity.AnnotationField(capacity.MemoryAnnotation)))
+	require.ElementsMatch(t, []string{
+		capacity.AnnotationField(capacity.CPUAnnotation), capacity.AnnotationField(capacity.MemoryAnnotation),
+	}, fields(d.Problems))
 }
 
 func TestLabelsAreThoseThatReachTheNode(t *testing.T) {
-	g := NewWithT(t)
 	md := deployment(map[string]string{capacity.LabelsAnnotation: "team=blue, x.node.cluster.x-k8s.io/pool=annotated"})
 	md.Spec.Template.Labels = map[string]string{
 		"node-role.kubernetes.io/gpu":           "",
@@ -119,72 +117,68 @@ func TestLabelsAreThoseThatReachTheNode(t *testing.T) {
 		"custom.example.com/copied":             "y",
 	}
 	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, []*regexp.Regexp{regexp.MustCompile(`^custom\.example\.com/`)})
-	g.Expect(d.Labels).To(Equal(map[string]string{
+	require.Equal(t, map[string]string{
 		"node-role.kubernetes.io/gpu": "", "x.node.cluster.x-k8s.io/pool": "annotated", "node-restriction.kubernetes.io/tenant": "a",
 		"custom.example.com/copied": "y", "team": "blue",
 		corev1.LabelArchStable: "amd64", corev1.LabelOSStable: "linux", corev1.LabelInstanceTypeStable: "small",
-	}))
-	g.Expect(d.Sources["node_labels.team"].Kind).To(Equal(capacity.FromAnnotation))
+	}, d.Labels)
+	require.Equal(t, capacity.FromAnnotation, d.Sources["node_labels.team"].Kind)
 }
 
 func TestTaintsOfTheAnnotationWinForOneKeyAndEffect(t *testing.T) {
-	g := NewWithT(t)
 	md := deployment(map[string]string{capacity.TaintsAnnotation: "dedicated=b:NoSchedule,solo:NoExecute"})
 	md.Spec.Template.Spec.Taints = []clusterv1.MachineTaint{
 		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoSchedule},
 		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoExecute},
 		{Key: clusterv1.NodeUninitializedTaint.Key, Effect: corev1.TaintEffectNoSchedule},
 	}
-	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).Taints).To(Equal([]corev1.Taint{
+	require.Equal(t, []corev1.Taint{
 		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoExecute},
 		{Key: "dedicated", Value: "b", Effect: corev1.TaintEffectNoSchedule},
 		{Key: "solo", Effect: corev1.TaintEffectNoExecute},
-	}))
+	}, capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).Taints)
 }
 
 func TestZoneIsTheFailureDomainUnlessTheAnnotationSaysOtherwise(t *testing.T) {
-	g := NewWithT(t)
 	md := deployment(nil)
 	md.Spec.Template.Spec.FailureDomain = "zone-a"
-	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).Zone).To(Equal("zone-a"))
+	require.Equal(t, "zone-a", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).Zone)
 	md.Annotations = map[string]string{capacity.LabelsAnnotation: "topology.kubernetes.io/zone=zone-b,topology.kubernetes.io/region=r"}
 	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
-	g.Expect(d.Zone).To(Equal("zone-b"))
-	g.Expect(d.Region).To(Equal("r"))
+	require.Equal(t, "zone-b", d.Zone)
+	require.Equal(t, "r", d.Region)
 	md.Annotations, md.Spec.Template.Spec.FailureDomain = nil, "not/a label"
 	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
-	g.Expect(d.Zone).To(BeEmpty())
-	g.Expect(fields(d.Problems)).To(ContainElement("spec.template.spec.failureDomain"))
+	require.Empty(t, d.Zone)
+	require.Contains(t, fields(d.Problems), "spec.template.spec.failureDomain")
 }
 
 func TestCapacityTypeComesFromTheFirstThatSaysIt(t *testing.T) {
 	const label = "karpenter.sh/capacity-type"
-	g := NewWithT(t)
 	md := deployment(nil)
-	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType).To(Equal("on-demand"))
+	require.Equal(t, "on-demand", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType)
 	md.Labels = map[string]string{label: "spot"}
-	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType).To(Equal("spot"))
+	require.Equal(t, "spot", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType)
 	md.Annotations = map[string]string{label: "reserved"}
-	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType).To(Equal("reserved"))
+	require.Equal(t, "reserved", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType)
 	md.Annotations[capacity.LabelsAnnotation] = label + "=on-demand"
 	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
-	g.Expect(d.CapacityType).To(Equal("on-demand"))
-	g.Expect(d.Labels).NotTo(HaveKey(label))
+	require.Equal(t, "on-demand", d.CapacityType)
+	require.NotContains(t, d.Labels, label)
 	md.Annotations[capacity.LabelsAnnotation] = label + "=cheap"
 	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
-	g.Expect(d.CapacityType).To(Equal("reserved"))
-	g.Expect(fields(d.Problems)).To(ContainElement(capacity.AnnotationField(capacity.LabelsAnnotation)))
+	require.Equal(t, "reserved", d.CapacityType)
+	require.Contains(t, fields(d.Problems), capacity.AnnotationField(capacity.LabelsAnnotation))
 }
 
 func TestInstanceTypeIsAlwaysALabelValue(t *testing.T) {
-	g := NewWithT(t)
 	md := deployment(nil)
 	md.Name = strings.Repeat("long-", 40) + "name"
 	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
-	g.Expect(validation.IsValidLabelValue(d.InstanceType)).To(BeEmpty())
-	g.Expect(d.InstanceType).NotTo(BeEmpty())
+	require.Empty(t, validation.IsValidLabelValue(d.InstanceType))
+	require.NotEmpty(t, d.InstanceType)
 	md.Spec.Template.Labels = map[string]string{corev1.LabelInstanceTypeStable: "m5.large"}
-	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).InstanceType).To(Equal("m5.large"))
+	require.Equal(t, "m5.large", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).InstanceType)
 }
 
 // usable checks what holds for every description, whatever the input.

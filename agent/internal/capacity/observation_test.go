@@ -4,7 +4,7 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -37,11 +37,10 @@ func TestFirstSourceThatHasAResourceWins(t *testing.T) {
 		"Nodes":                   {nil, capacity.Template{}, seen, "3", capacity.FromNodes},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			d := capacity.Describe(deployment(c.annotations), c.template, c.observed, nil)
-			g.Expect(quantities(d.Resources)).To(HaveKeyWithValue(resourceName, c.want))
-			g.Expect(d.Sources["capacity."+resourceName].Kind).To(Equal(c.source))
-			g.Expect(quantities(d.Resources)).To(HaveKeyWithValue("pods", "58"), "Nodes over the default")
+			require.Equal(t, c.want, quantities(d.Resources)[resourceName])
+			require.Equal(t, c.source, d.Sources["capacity."+resourceName].Kind)
+			require.Equal(t, "58", quantities(d.Resources)["pods"], "Nodes over the default")
 		})
 	}
 }
@@ -72,7 +71,6 @@ func TestFirstSourceThatHasALabelWins(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			md := deployment(map[string]string{capacity.CPUAnnotation: "1", capacity.MemoryAnnotation: "1Gi"})
 			if c.annotation != "" {
 				md.Annotations[capacity.LabelsAnnotation] = corev1.LabelArchStable + "=" + c.annotation
@@ -80,30 +78,30 @@ func TestFirstSourceThatHasALabelWins(t *testing.T) {
 			md.Spec.Template.Labels = map[string]string{corev1.LabelArchStable: c.label}
 			observed := capacity.Observation{Labels: map[string]string{corev1.LabelArchStable: c.node}}
 			d := capacity.Describe(md, template(map[string]any{"nodeInfo": map[string]any{"architecture": c.nodeInfo}}), observed, nil)
-			g.Expect(d.Architecture).To(Equal(c.want))
-			g.Expect(d.Labels).To(HaveKeyWithValue(corev1.LabelArchStable, c.want))
-			g.Expect(d.Sources["architecture"].Kind).To(Equal(c.source))
+			require.Equal(t, c.want, d.Architecture)
+			require.Equal(t, c.want, d.Labels[corev1.LabelArchStable])
+			require.Equal(t, c.source, d.Sources["architecture"].Kind)
 			if c.problem == "" {
-				g.Expect(d.Problems).To(BeEmpty())
+				require.Empty(t, d.Problems)
 				return
 			}
-			g.Expect(fields(d.Problems)).To(ConsistOf(c.problem))
-			g.Expect(d.Problems[0].Message).To(ContainSubstring(`"amd64" that Nodes of the group report`))
+			require.Equal(t, []string{c.problem}, fields(d.Problems))
+			require.Contains(t, d.Problems[0].Message, `"amd64" that Nodes of the group report`)
 		})
 	}
 }
 
 func TestZoneAndRegionAreNotLearned(t *testing.T) {
-	g := NewWithT(t)
 	observed := capacity.Observation{Labels: map[string]string{corev1.LabelTopologyZone: "z", corev1.LabelTopologyRegion: "r"}}
 	d := capacity.Describe(deployment(nil), capacity.Template{}, observed, nil)
-	g.Expect([]string{d.Zone, d.Region}).To(Equal([]string{"", ""}), "the next machine may come elsewhere")
-	g.Expect(d.Labels).NotTo(Or(HaveKey(corev1.LabelTopologyZone), HaveKey(corev1.LabelTopologyRegion)))
+	require.Equal(t, []string{"", ""}, []string{d.Zone, d.Region}, "the next machine may come elsewhere")
+	require.NotContains(t, d.Labels, corev1.LabelTopologyZone)
+	require.NotContains(t, d.Labels, corev1.LabelTopologyRegion)
 	md := deployment(nil)
 	md.Spec.Template.Spec.FailureDomain = "a"
 	d = capacity.Describe(md, capacity.Template{}, observed, nil)
-	g.Expect(d.Zone).To(Equal("a"))
-	g.Expect(fields(d.Problems)).To(ContainElement("spec.template.spec.failureDomain"))
+	require.Equal(t, "a", d.Zone)
+	require.Contains(t, fields(d.Problems), "spec.template.spec.failureDomain")
 }
 
 func TestPromisingMoreThanNodesHaveIsAProblem(t *testing.T) {
@@ -124,21 +122,19 @@ func TestPromisingMoreThanNodesHaveIsAProblem(t *testing.T) {
 		"nothing is described": {list("example.com/nic", "1"), ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			d := capacity.Describe(deployment(described), capacity.Template{}, capacity.Observation{Capacity: c.shown}, nil)
-			g.Expect(d.Resources.Cpu().String()).To(Equal("4"), "what is described is shown")
+			require.Equal(t, "4", d.Resources.Cpu().String(), "what is described is shown")
 			if c.field == "" {
-				g.Expect(d.Problems).To(BeEmpty())
+				require.Empty(t, d.Problems)
 				return
 			}
-			g.Expect(fields(d.Problems)).To(ConsistOf(c.field))
-			g.Expect(d.Problems[0].Message).To(ContainSubstring("that Nodes of the group report; write their value, or remove it to have it learned"))
+			require.Equal(t, []string{c.field}, fields(d.Problems))
+			require.Contains(t, d.Problems[0].Message, "that Nodes of the group report; write their value, or remove it to have it learned")
 		})
 	}
-	g := NewWithT(t)
 	d := capacity.Describe(deployment(map[string]string{capacity.MemoryAnnotation: "1Gi"}),
 		template(map[string]any{"capacity": map[string]any{"cpu": "8"}}), capacity.Observation{Capacity: list("cpu", "4")}, nil)
-	g.Expect(fields(d.Problems)).To(ConsistOf("TestMachineTemplate/t status.capacity[cpu]"))
+	require.Equal(t, []string{"TestMachineTemplate/t status.capacity[cpu]"}, fields(d.Problems))
 }
 
 func TestWhatIsLeftForPodsIsNeverMoreThanNodesCanGive(t *testing.T) {
@@ -147,17 +143,16 @@ func TestWhatIsLeftForPodsIsNeverMoreThanNodesCanGive(t *testing.T) {
 	}
 	for described, want := range map[string]string{"": "1Gi", "15Gi": "1Gi", "16Gi": "2Gi", "30Gi": "16Gi", "8Gi": "1Gi"} {
 		t.Run("described as "+described, func(t *testing.T) {
-			g := NewWithT(t)
 			annotations := map[string]string{}
 			if described != "" {
 				annotations[capacity.MemoryAnnotation] = described
 			}
 			d := capacity.Describe(deployment(annotations), capacity.Template{}, seen, nil)
-			g.Expect(quantities(d.Overhead)).To(Equal(map[string]string{"memory": want}))
-			g.Expect(d.Sources["overhead.memory"].Kind).To(Equal(capacity.FromNodes))
+			require.Equal(t, map[string]string{"memory": want}, quantities(d.Overhead))
+			require.Equal(t, capacity.FromNodes, d.Sources["overhead.memory"].Kind)
 		})
 	}
-	NewWithT(t).Expect(capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, nil).Overhead).To(BeNil())
+	require.Nil(t, capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, nil).Overhead)
 }
 
 func TestVolumesThatCanBeAttached(t *testing.T) {
@@ -182,14 +177,13 @@ func TestVolumesThatCanBeAttached(t *testing.T) {
 		strings.Repeat("a", 64) + "=1": {nil, 1},
 	} {
 		t.Run(text, func(t *testing.T) {
-			g := NewWithT(t)
 			d := capacity.Describe(described(map[string]string{capacity.CSIDriverAnnotation: text}), capacity.Template{}, capacity.Observation{}, nil)
-			g.Expect(d.AttachableVolumes).To(Equal(c.want))
-			g.Expect(d.Problems).To(HaveLen(c.problems))
+			require.Equal(t, c.want, d.AttachableVolumes)
+			require.Len(t, d.Problems, c.problems)
 			for _, problem := range d.Problems {
-				g.Expect(problem.Field).To(Equal(capacity.AnnotationField(capacity.CSIDriverAnnotation)))
-				g.Expect(problem.Value).NotTo(BeEmpty())
-				g.Expect(problem.Message).To(ContainSubstring("write driver=limit,driver=limit"))
+				require.Equal(t, capacity.AnnotationField(capacity.CSIDriverAnnotation), problem.Field)
+				require.NotEmpty(t, problem.Value)
+				require.Contains(t, problem.Message, "write driver=limit,driver=limit")
 			}
 		})
 	}
@@ -229,15 +223,14 @@ func TestAcceleratorsAreAResourceOrDevicesOrBoth(t *testing.T) {
 		"two things are mistaken": {map[string]string{driver: "a b", count: "x"}, "", nil, []string{count, driver}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			d := capacity.Describe(described(c.annotations), capacity.Template{}, capacity.Observation{}, nil)
-			g.Expect(quantities(d.Resources)["nvidia.com/gpu"]).To(Equal(c.resource))
-			g.Expect(d.Devices).To(Equal(c.devices))
+			require.Equal(t, c.resource, quantities(d.Resources)["nvidia.com/gpu"])
+			require.Equal(t, c.devices, d.Devices)
 			want := []string{}
 			for _, annotation := range c.problems {
 				want = append(want, capacity.AnnotationField(annotation))
 			}
-			g.Expect(fields(d.Problems)).To(ConsistOf(want))
+			require.ElementsMatch(t, want, fields(d.Problems))
 		})
 	}
 }

@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	testingclock "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
@@ -26,7 +26,6 @@ func TestTheClockFollowsTheAPIServer(t *testing.T) {
 		"a slow response, a minute ahead": {-time.Minute, 20 * time.Second, -time.Minute + 600*time.Millisecond},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			system := testingclock.NewFakeClock(now)
 			c := hub.NewClock(system, logr.Discard())
 			ask := c.Transport(transport(func(*http.Request) (*http.Response, error) {
@@ -36,34 +35,33 @@ func TestTheClockFollowsTheAPIServer(t *testing.T) {
 				return response, nil
 			}))
 			request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://hub/version", http.NoBody)
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			response, err := ask.RoundTrip(request)
-			g.Expect(err).NotTo(HaveOccurred())
-			g.Expect(response.Body.Close()).To(Succeed())
+			require.NoError(t, err)
+			require.NoError(t, response.Body.Close())
 
-			g.Expect(c.Offset()).To(Equal(answer.offset))
-			g.Expect(c.Now()).To(Equal(system.Now().Add(answer.offset)))
+			require.Equal(t, answer.offset, c.Offset())
+			require.Equal(t, system.Now().Add(answer.offset), c.Now())
 			earlier := c.Now()
 			system.Step(time.Minute)
-			g.Expect(c.Since(earlier)).To(Equal(time.Minute))
+			require.Equal(t, time.Minute, c.Since(earlier))
 		})
 	}
 }
 
 // A proxy, or a server that does not know the time, leaves the header out.
 func TestAResponseWithoutADateChangesNothing(t *testing.T) {
-	g := NewWithT(t)
 	system := testingclock.NewFakeClock(time.Now())
 	c := hub.NewClock(system, logr.Discard())
 	date := system.Now().Add(time.Hour).UTC().Format(http.TimeFormat)
 	for _, value := range []string{date, "", "yesterday"} {
 		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://hub/version", http.NoBody)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		response, err := c.Transport(transport(func(*http.Request) (*http.Response, error) {
 			return &http.Response{StatusCode: http.StatusOK, Header: http.Header{"Date": []string{value}}, Body: http.NoBody}, nil
 		})).RoundTrip(request)
-		g.Expect(err).NotTo(HaveOccurred())
-		g.Expect(response.Body.Close()).To(Succeed())
-		g.Expect(c.Offset()).To(BeNumerically("~", time.Hour, time.Second))
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		require.InDelta(t, time.Hour, c.Offset(), float64(time.Second))
 	}
 }

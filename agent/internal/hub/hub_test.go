@@ -4,7 +4,7 @@ import (
 	"reflect"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -13,17 +13,15 @@ import (
 )
 
 func TestEmptyScopeHasEverything(t *testing.T) {
-	g := NewWithT(t)
 	scope := hub.NewScope(nil, nil)
-	g.Expect(scope.Contains(types.NamespacedName{Namespace: "any", Name: "cluster"})).To(BeTrue())
+	require.True(t, scope.Contains(types.NamespacedName{Namespace: "any", Name: "cluster"}))
 	options, err := scope.CacheOptions()
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(options.DefaultNamespaces).To(BeEmpty())
-	g.Expect(options.DefaultTransform).NotTo(BeNil())
+	require.NoError(t, err)
+	require.Empty(t, options.DefaultNamespaces)
+	require.NotNil(t, options.DefaultTransform)
 }
 
 func TestScopeOfNamespacesAndClusters(t *testing.T) {
-	g := NewWithT(t)
 	scope := hub.NewScope([]string{"whole"}, []types.NamespacedName{
 		{Namespace: "part", Name: "b"}, {Namespace: "part", Name: "a"}, {Namespace: "one", Name: "c"}, {Namespace: "whole", Name: "x"},
 	})
@@ -33,11 +31,11 @@ func TestScopeOfNamespacesAndClusters(t *testing.T) {
 		{Namespace: "part", Name: "c"}:         false,
 		{Namespace: "elsewhere", Name: "a"}:    false,
 	} {
-		g.Expect(scope.Contains(cluster)).To(Equal(want), cluster.String())
+		require.Equal(t, want, scope.Contains(cluster), cluster.String())
 	}
 	options, err := scope.CacheOptions()
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(options.DefaultNamespaces).To(HaveLen(3))
+	require.NoError(t, err)
+	require.Len(t, options.DefaultNamespaces, 3)
 	selectors := func(object client.Object) map[string]string {
 		texts := map[string]string{}
 		for key, byObject := range options.ByObject {
@@ -57,13 +55,13 @@ func TestScopeOfNamespacesAndClusters(t *testing.T) {
 		}
 		return texts
 	}
-	g.Expect(selectors(&clusterv1.Machine{})).To(Equal(map[string]string{
+	require.Equal(t, map[string]string{
 		"whole": "", "part": "cluster.x-k8s.io/cluster-name in (a,b)", "one": "cluster.x-k8s.io/cluster-name in (c)",
-	}))
-	g.Expect(selectors(&clusterv1.Cluster{})).To(Equal(map[string]string{"whole": "", "part": "", "one": "metadata.name=c"}))
+	}, selectors(&clusterv1.Machine{}))
+	require.Equal(t, map[string]string{"whole": "", "part": "", "one": "metadata.name=c"}, selectors(&clusterv1.Cluster{}))
 }
 
 func TestSchemeIsComplete(t *testing.T) {
 	_, err := hub.Scheme()
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 }

@@ -8,7 +8,7 @@ import (
 	"testing"
 	"testing/iotest"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
@@ -124,22 +124,21 @@ func TestLeanLeavesOthersAlone(t *testing.T) {
 			{http.MethodGet, "/api/v1/namespaces/machines"},
 			{http.MethodPatch, "/apis/cluster.x-k8s.io/v1beta2/namespaces/a/machines/m"},
 		}).Draw(t, "request")
-		NewWithT(t).Expect(lean(t, request[0], request[1], text, iotest.HalfReader)).To(Equal(text))
+		require.Equal(t, text, lean(t, request[0], request[1], text, iotest.HalfReader))
 	})
 }
 
 // The events of a watch are not held back until further events arrive.
 func TestLeanAnswersWithWhatIsThere(t *testing.T) {
-	g := NewWithT(t)
 	out, in := io.Pipe()
 	answer := transport(func(*http.Request) (*http.Response, error) {
 		return &http.Response{StatusCode: http.StatusOK, Header: http.Header{"Content-Type": []string{"application/json"}}, Body: out}, nil
 	})
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://hub/apis/cluster.x-k8s.io/v1beta2/machines?watch=true", http.NoBody)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	response, err := hub.Lean(answer).RoundTrip(request)
-	g.Expect(err).NotTo(HaveOccurred())
-	defer func() { g.Expect(response.Body.Close()).To(Succeed()) }()
+	require.NoError(t, err)
+	defer func() { require.NoError(t, response.Body.Close()) }()
 	go func() {
 		_, _ = io.WriteString(in, `{"metadata":{"name":"a","managedFields":[{}]}}`+"\n")
 	}()
@@ -147,8 +146,8 @@ func TestLeanAnswersWithWhatIsThere(t *testing.T) {
 	var read strings.Builder
 	for !strings.HasSuffix(read.String(), "\n") {
 		n, err := response.Body.Read(buffer)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		read.Write(buffer[:n])
 	}
-	g.Expect(read.String()).To(Equal(`{"metadata":{"name":"a"}}` + "\n"))
+	require.Equal(t, `{"metadata":{"name":"a"}}`+"\n", read.String()) //nolint:testifylint // the text must be this one, line end included
 }

@@ -7,7 +7,8 @@ import (
 	"sync/atomic"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -17,7 +18,6 @@ import (
 )
 
 func TestMapperAsksOnce(t *testing.T) {
-	g := NewWithT(t)
 	var asked atomic.Int64
 	served := atomic.Bool{}
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -44,23 +44,23 @@ func TestMapperAsksOnce(t *testing.T) {
 			return
 		}
 		w.Header().Set("Content-Type", "application/json")
-		g.Expect(json.NewEncoder(w).Encode(answer)).To(Succeed())
+		assert.NoError(t, json.NewEncoder(w).Encode(answer))
 	}))
 	defer server.Close()
 	mapper, err := hub.NewMapper(&rest.Config{Host: server.URL}, server.Client())
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	kind := schema.GroupKind{Group: "example.org", Kind: "Thing"}
 
 	_, err = mapper.RESTMapping(kind, "v1")
-	g.Expect(meta.IsNoMatchError(err)).To(BeTrue(), "%v", err)
+	require.True(t, meta.IsNoMatchError(err), "%v", err)
 	served.Store(true)
 	first, err := mapper.RESTMapping(kind, "v1")
-	g.Expect(err).NotTo(HaveOccurred(), "what is not served yet is asked for again")
-	g.Expect(first.Resource.Resource).To(Equal("things"))
-	g.Expect(first.Scope.Name()).To(Equal(meta.RESTScopeNameNamespace))
+	require.NoError(t, err, "what is not served yet is asked for again")
+	require.Equal(t, "things", first.Resource.Resource)
+	require.Equal(t, meta.RESTScopeNameNamespace, first.Scope.Name())
 	before := asked.Load()
 	again, err := mapper.RESTMapping(kind, "v1")
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(again).To(BeIdenticalTo(first))
-	g.Expect(asked.Load()).To(Equal(before))
+	require.NoError(t, err)
+	require.Same(t, first, again)
+	require.Equal(t, before, asked.Load())
 }

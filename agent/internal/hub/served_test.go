@@ -6,7 +6,7 @@ import (
 	"net/http/httptest"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/client-go/rest"
@@ -29,7 +29,6 @@ func TestAnObjectWhoseKindIsNotServedIsNotTakenForAbsent(t *testing.T) {
 		"there is no such resource": {"text/plain; charset=utf-8", "404 page not found\n", false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 				w.Header().Set("Content-Type", answer.contentType)
 				w.WriteHeader(http.StatusNotFound)
@@ -39,36 +38,35 @@ func TestAnObjectWhoseKindIsNotServedIsNotTakenForAbsent(t *testing.T) {
 			config := &rest.Config{Host: server.URL}
 			config.Wrap(hub.Served)
 			scheme, err := hub.Scheme()
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			mapper := meta.NewDefaultRESTMapper(nil)
 			mapper.Add(v1alpha1.GroupVersion.WithKind("MachineClaim"), meta.RESTScopeNamespace)
 			c, err := client.New(config, client.Options{Scheme: scheme, Mapper: mapper})
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 
 			err = c.Get(t.Context(), client.ObjectKey{Namespace: "team-a", Name: "a"}, &v1alpha1.MachineClaim{})
-			g.Expect(apierrors.IsNotFound(err)).To(Equal(answer.absent), "%v", err)
+			require.Equal(t, answer.absent, apierrors.IsNotFound(err), "%v", err)
 			if !answer.absent {
-				g.Expect(apierrors.IsServiceUnavailable(err)).To(BeTrue(), "%v", err)
-				g.Expect(err).To(MatchError(ContainSubstring("is its CRD installed")))
+				require.True(t, apierrors.IsServiceUnavailable(err), "%v", err)
+				require.ErrorContains(t, err, "is its CRD installed")
 			}
 			err = c.List(t.Context(), &v1alpha1.MachineClaimList{}, client.InNamespace("team-a"))
-			g.Expect(apierrors.IsNotFound(err)).To(Equal(answer.absent), "%v", err)
+			require.Equal(t, answer.absent, apierrors.IsNotFound(err), "%v", err)
 		})
 	}
 }
 
 // Discovery responses are not changed: a missing group is not an error.
 func TestDiscoveryIsAnsweredAsItIs(t *testing.T) {
-	g := NewWithT(t)
 	for _, path := range []string{"/apis/agent.karpenter.cluster.x-k8s.io/v1alpha1", "/apis/cluster.x-k8s.io", "/api/v1/namespaces/a"} {
 		answer := transport(func(*http.Request) (*http.Response, error) {
 			return &http.Response{StatusCode: http.StatusNotFound, Header: http.Header{"Content-Type": []string{"text/plain"}}, Body: http.NoBody}, nil
 		})
 		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://hub"+path, http.NoBody)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		response, err := hub.Served(answer).RoundTrip(request)
-		g.Expect(err).NotTo(HaveOccurred())
-		g.Expect(response.StatusCode).To(Equal(http.StatusNotFound), path)
-		g.Expect(response.Body.Close()).To(Succeed())
+		require.NoError(t, err)
+		require.Equal(t, http.StatusNotFound, response.StatusCode, path)
+		require.NoError(t, response.Body.Close())
 	}
 }

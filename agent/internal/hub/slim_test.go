@@ -4,7 +4,7 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -22,58 +22,55 @@ import (
 // the same, and never writes such an object as a whole.
 func TestSlimMachinesSayTheSame(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		g := NewWithT(t)
 		whole := drawMachine(t)
 		slim := slimmed(t, whole)
-		g.Expect(proto.Equal(messages.Machine(slim), messages.Machine(whole))).To(BeTrue())
-		g.Expect(protocol.Outdated(slim)).To(Equal(protocol.Outdated(whole)))
-		g.Expect(protocol.DeletionCompleted(slim)).To(Equal(protocol.DeletionCompleted(whole)))
-		g.Expect(protocol.SetOf(slim)).To(Equal(protocol.SetOf(whole)))
-		g.Expect(protocol.Held(slim)).To(Equal(protocol.Held(whole)))
+		require.True(t, proto.Equal(messages.Machine(slim), messages.Machine(whole)))
+		require.Equal(t, protocol.Outdated(whole), protocol.Outdated(slim))
+		require.Equal(t, protocol.DeletionCompleted(whole), protocol.DeletionCompleted(slim))
+		require.Equal(t, protocol.SetOf(whole), protocol.SetOf(slim))
+		require.Equal(t, protocol.Held(whole), protocol.Held(slim))
 		if !protocol.Alive(whole) {
-			g.Expect(protocol.DeletingReason(slim)).To(Equal(protocol.DeletingReason(whole)))
+			require.Equal(t, protocol.DeletingReason(whole), protocol.DeletingReason(slim))
 		}
-		g.Expect(slim.Spec.InfrastructureRef).To(Equal(whole.Spec.InfrastructureRef))
+		require.Equal(t, whole.Spec.InfrastructureRef, slim.Spec.InfrastructureRef)
 
 		whole.ManagedFields = nil
-		g.Expect(slim.ObjectMeta).To(Equal(whole.ObjectMeta), "patches test it")
-		g.Expect(slimmed(t, slim)).To(Equal(slim), "a cache may do it twice")
+		require.Equal(t, whole.ObjectMeta, slim.ObjectMeta, "patches test it")
+		require.Equal(t, slim, slimmed(t, slim), "a cache may do it twice")
 	})
 }
 
 func TestSlimClaimsKeepTheirStatus(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		g := NewWithT(t)
 		whole := drawClaim(t)
 		slim := slimmed(t, whole)
 		if ended := whole.CurrentPhase() == v1alpha1.PhaseEnded && whole.Status.EndedAt != nil; ended {
-			g.Expect(slim.Status.History).To(BeEmpty(), "nothing is written to it any more")
+			require.Empty(t, slim.Status.History, "nothing is written to it any more")
 			whole.Status.History = nil
 		}
-		g.Expect(slim.Status.Conditions).To(BeEmpty(), "each write derives them from the rest")
+		require.Empty(t, slim.Status.Conditions, "each write derives them from the rest")
 		whole.Status.Conditions = nil
-		g.Expect(slim.Status).To(Equal(whole.Status), "it is written as a whole")
-		g.Expect(slim.Spec.Candidates).To(BeEmpty())
+		require.Equal(t, whole.Status, slim.Status, "it is written as a whole")
+		require.Empty(t, slim.Spec.Candidates)
 		whole.Spec.Candidates = nil
-		g.Expect(slim.Spec).To(Equal(whole.Spec))
-		g.Expect(slim.ManagedFields).To(BeEmpty())
+		require.Equal(t, whole.Spec, slim.Spec)
+		require.Empty(t, slim.ManagedFields)
 		whole.ManagedFields = nil
-		g.Expect(slim.ObjectMeta).To(Equal(whole.ObjectMeta))
-		g.Expect(slimmed(t, slim)).To(Equal(slim), "a cache may do it twice")
+		require.Equal(t, whole.ObjectMeta, slim.ObjectMeta)
+		require.Equal(t, slim, slimmed(t, slim), "a cache may do it twice")
 	})
 }
 
 func TestSlimLeavesOthersButTheirManagedFields(t *testing.T) {
-	g := NewWithT(t)
 	whole := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{
 		Name: "group", Annotations: map[string]string{corev1.LastAppliedConfigAnnotation: "{}"},
 		ManagedFields: []metav1.ManagedFieldsEntry{{Manager: "kubectl"}},
 	}}
 	whole.Spec.Template.Spec.Bootstrap.DataSecretName = new("bootstrap")
 	slim, err := hub.Slim(whole.DeepCopy())
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	whole.ManagedFields = nil
-	g.Expect(slim).To(Equal(whole))
+	require.Equal(t, whole, slim)
 }
 
 func slimmed[T interface{ DeepCopy() T }](t *rapid.T, whole T) T {

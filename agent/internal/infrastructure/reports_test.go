@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	clocktesting "k8s.io/utils/clock/testing"
@@ -76,21 +76,20 @@ func TestReportsAreThoseOfTheInfrastructureObject(t *testing.T) {
 		"status of one word": {status: "broken"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			clk := clocktesting.NewFakeClock(time.Now())
 			hub := &objects{status: c.status, err: c.err}
 			reports := NewReports(hub, clk)
 			of := func() (protocol.Report, bool) { return reports.Of(t.Context(), m, "InstanceReady") }
 			_, known := of()
-			g.Expect(known).To(BeFalse(), "nothing waits for it")
-			g.Eventually(func() bool { _, known := of(); return known }).Should(BeTrue())
+			require.False(t, known, "nothing waits for it")
+			require.Eventually(t, func() bool { _, known := of(); return known }, time.Second, 10*time.Millisecond)
 			report, _ := of()
-			g.Expect(report).To(Equal(c.want))
-			g.Expect(hub.reads.Load()).To(Equal(int32(1)), "answered from memory")
+			require.Equal(t, c.want, report)
+			require.Equal(t, int32(1), hub.reads.Load(), "answered from memory")
 			clk.Step(protocol.ReportLife)
 			report, _ = of()
-			g.Expect(report).To(Equal(c.want))
-			g.Eventually(hub.reads.Load).Should(Equal(int32(2)), "read again meanwhile")
+			require.Equal(t, c.want, report)
+			require.Eventually(t, func() bool { return hub.reads.Load() == 2 }, time.Second, 10*time.Millisecond, "read again meanwhile")
 		})
 	}
 }

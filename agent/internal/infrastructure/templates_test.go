@@ -5,7 +5,7 @@ import (
 	"errors"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -21,7 +21,7 @@ func TestNewestVersionOfTheNewestContract(t *testing.T) {
 		"v1beta1":  {"cluster.x-k8s.io/v1beta1": "v1beta1"},
 		"v1alpha9": {"cluster.x-k8s.io/v1beta2": "_", "cluster.x-k8s.io/v1beta1": "_v1alpha9"},
 	} {
-		NewWithT(t).Expect(newestVersion(labels)).To(Equal(want))
+		require.Equal(t, want, newestVersion(labels))
 	}
 }
 
@@ -51,8 +51,8 @@ func TestPermanentErrorsAreUnusableAndOthersMayPass(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			templates := New(Config{Reader: reader{err: c.err}})
 			_, err := templates.Get(t.Context(), c.ref, "fleet")
-			NewWithT(t).Expect(errors.Is(err, ErrUnusable)).To(Equal(c.unusable), "%v", err)
-			NewWithT(t).Expect(err).To(HaveOccurred())
+			require.Equal(t, c.unusable, errors.Is(err, ErrUnusable), "%v", err)
+			require.Error(t, err)
 		})
 	}
 }

@@ -14,8 +14,9 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/spiffe/go-spiffe/v2/spiffeid"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
@@ -28,7 +29,7 @@ func open(t *testing.T, authority *testpki.Authority, clock *clocktesting.FakePa
 	t.Helper()
 	files := filesOf(t, authority)
 	a, err := issuer.Open(files, clock)
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	t.Cleanup(a.Close)
 	return a, files
 }
@@ -48,111 +49,106 @@ func filesOf(t *testing.T, authority *testpki.Authority) issuer.Files {
 func copyFile(t *testing.T, from, to string) {
 	t.Helper()
 	content, err := os.ReadFile(from)
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
-	NewWithT(t).Expect(os.WriteFile(to, content, 0o600)).To(Succeed())
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(to, content, 0o600))
 }
 
 func key(t *testing.T) crypto.PublicKey {
 	t.Helper()
 	k, err := issuer.ParseRequest(testpki.SigningRequest(t))
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return k
 }
 
-func parse(t *testing.T, chain []byte) *x509.Certificate {
-	t.Helper()
+func parse(t require.TestingT, chain []byte) *x509.Certificate {
 	block, _ := pem.Decode(chain)
-	NewWithT(t).Expect(block).NotTo(BeNil())
+	require.NotNil(t, block)
 	certificate, err := x509.ParseCertificate(block.Bytes)
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return certificate
 }
 
 func TestACertificateIsForClientsAndHasOneName(t *testing.T) {
-	g := NewWithT(t)
 	now := time.Now().Truncate(time.Second)
 	authority := testpki.New(t)
 	a, _ := open(t, authority, clocktesting.NewFakePassiveClock(now))
 	signed, err := a.Issue(key(t), id, 20*time.Minute)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	certificate := parse(t, signed.Chain)
 	_, err = certificate.Verify(x509.VerifyOptions{Roots: authority.Pool(), KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	_, err = certificate.Verify(x509.VerifyOptions{Roots: authority.Pool(), KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}})
-	g.Expect(err).To(HaveOccurred(), "it must not serve in the agent's place")
-	g.Expect(certificate.URIs).To(HaveLen(1))
-	g.Expect(certificate.URIs[0].String()).To(Equal(id.String()))
-	g.Expect(certificate.Subject.String()).To(BeEmpty())
-	g.Expect(certificate.DNSNames).To(BeEmpty())
-	g.Expect(certificate.IsCA).To(BeFalse())
-	g.Expect(certificate.NotAfter).To(BeTemporally("==", now.Add(20*time.Minute)))
-	g.Expect(signed.NotAfter).To(BeTemporally("==", certificate.NotAfter))
-	g.Expect(signed.RenewAt).To(BeTemporally("==", now.Add(10*time.Minute)))
-	g.Expect(certificate.NotBefore).To(BeTemporally("<=", now.Add(-time.Minute)), "the clocks of two agents differ")
-	g.Expect(x509.NewCertPool().AppendCertsFromPEM(signed.ServerAuthorities)).To(BeTrue())
+	require.Error(t, err, "it must not serve in the agent's place")
+	require.Len(t, certificate.URIs, 1)
+	require.Equal(t, id.String(), certificate.URIs[0].String())
+	require.Empty(t, certificate.Subject.String())
+	require.Empty(t, certificate.DNSNames)
+	require.False(t, certificate.IsCA)
+	require.WithinDuration(t, now.Add(20*time.Minute), certificate.NotAfter, 0)
+	require.WithinDuration(t, certificate.NotAfter, signed.NotAfter, 0)
+	require.WithinDuration(t, now.Add(10*time.Minute), signed.RenewAt, 0)
+	require.LessOrEqual(t, certificate.NotBefore, now.Add(-time.Minute), "the clocks of two agents differ")
+	require.True(t, x509.NewCertPool().AppendCertsFromPEM(signed.ServerAuthorities))
 
 	again, err := a.Issue(key(t), id, 20*time.Minute)
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(again.Serial).NotTo(Equal(signed.Serial))
+	require.NoError(t, err)
+	require.NotEqual(t, signed.Serial, again.Serial)
 }
 
 func TestACertificateEndsWithItsAuthority(t *testing.T) {
-	g := NewWithT(t)
 	authority := testpki.New(t) // valid for an hour
 	clock := clocktesting.NewFakePassiveClock(time.Now())
 	a, _ := open(t, authority, clock)
 	signed, err := a.Issue(key(t), id, 24*time.Hour)
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(signed.NotAfter).To(BeTemporally("<=", clock.Now().Add(time.Hour)))
-	g.Expect(signed.RenewAt).To(BeTemporally("<", clock.Now().Add(31*time.Minute)))
+	require.NoError(t, err)
+	require.LessOrEqual(t, signed.NotAfter, clock.Now().Add(time.Hour))
+	require.Less(t, signed.RenewAt, clock.Now().Add(31*time.Minute))
 	clock.SetTime(clock.Now().Add(2 * time.Hour))
 	_, err = a.Issue(key(t), id, 24*time.Hour)
-	g.Expect(err).To(MatchError(ContainSubstring("issuer's certificate has expired at")))
+	require.ErrorContains(t, err, "issuer's certificate has expired at")
 }
 
 // A caller replaces its certificate by the issued one. Nothing may therefore be issued while the
 // callers' authorities would reject it.
 func TestARotatedAuthorityIsFollowedOnceTheAgentAcceptsIt(t *testing.T) {
-	g := NewWithT(t)
 	before, after := testpki.New(t), testpki.New(t)
 	a, files := open(t, before, clocktesting.NewFakePassiveClock(time.Now()))
 	certFile, keyFile := after.Write(t, t.TempDir())
 	copyFile(t, certFile, files.CertFile)
 	copyFile(t, keyFile, files.KeyFile)
-	g.Eventually(func() error {
-		_, err := a.Issue(key(t), id, time.Minute)
-		return err
-	}, 20*time.Second).Should(MatchError(ContainSubstring("put the issuer there (--client-ca-file)")))
-	g.Consistently(func() error {
-		_, err := a.Issue(key(t), id, time.Minute)
-		return err
-	}, 50*time.Millisecond).Should(HaveOccurred())
+	of := key(t)
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		_, err := a.Issue(of, id, time.Minute)
+		require.ErrorContains(c, err, "put the issuer there (--client-ca-file)")
+	}, 20*time.Second, 10*time.Millisecond)
+	require.Never(t, func() bool {
+		_, err := a.Issue(of, id, time.Minute)
+		return err == nil
+	}, 50*time.Millisecond, 10*time.Millisecond)
 
 	copyFile(t, certFile, files.ClientCAFile)
-	g.Eventually(func(g Gomega) {
-		signed, err := a.Issue(key(t), id, time.Minute)
-		g.Expect(err).NotTo(HaveOccurred())
-		_, err = parse(t, signed.Chain).Verify(x509.VerifyOptions{Roots: after.Pool(), KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny}})
-		g.Expect(err).NotTo(HaveOccurred())
-	}, 20*time.Second).Should(Succeed())
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		signed, err := a.Issue(of, id, time.Minute)
+		require.NoError(c, err)
+		_, err = parse(c, signed.Chain).Verify(x509.VerifyOptions{Roots: after.Pool(), KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny}})
+		require.NoError(c, err)
+	}, 20*time.Second, 10*time.Millisecond)
 }
 
 // A caller that trusts only the authorities in the response could no longer reach the agent.
 func TestAuthoritiesThatDoNotAcceptTheAgentAreNotTold(t *testing.T) {
-	g := NewWithT(t)
 	authority := testpki.New(t)
 	a, files := open(t, authority, clocktesting.NewFakePassiveClock(time.Now()))
 	other, _ := testpki.New(t).Write(t, t.TempDir())
 	copyFile(t, other, files.ServerCAFile)
 	_, err := a.Issue(key(t), id, time.Minute)
-	g.Expect(err).To(MatchError(ContainSubstring("do not accept the agent's own certificate")))
-	g.Expect(err).To(MatchError(ContainSubstring("--server-ca-file")))
+	require.ErrorContains(t, err, "do not accept the agent's own certificate")
+	require.ErrorContains(t, err, "--server-ca-file")
 	_, err = issuer.Open(files, clocktesting.NewFakePassiveClock(time.Now()))
-	g.Expect(err).To(MatchError(ContainSubstring("--server-ca-file")))
+	require.ErrorContains(t, err, "--server-ca-file")
 }
 
 func TestWhatIsNoAuthorityIsRefused(t *testing.T) {
-	g := NewWithT(t)
 	authority := testpki.New(t)
 	clock := clocktesting.NewFakePassiveClock(time.Now())
 	for says, change := range map[string]func(*issuer.Files){
@@ -167,48 +163,46 @@ func TestWhatIsNoAuthorityIsRefused(t *testing.T) {
 		files := filesOf(t, authority)
 		change(&files)
 		_, err := issuer.Open(files, clock)
-		g.Expect(err).To(MatchError(ContainSubstring(says)))
-		g.Expect(err.Error()).NotTo(ContainSubstring("PRIVATE"))
+		require.ErrorContains(t, err, says)
+		require.NotContains(t, err.Error(), "PRIVATE")
 	}
 }
 
 // Callers receive only certificates, whatever else the file contains.
 func TestKeysDoNotGoAlong(t *testing.T) {
-	g := NewWithT(t)
 	authority := testpki.New(t)
 	a, files := open(t, authority, clocktesting.NewFakePassiveClock(time.Now()))
 	for _, name := range []string{files.KeyFile, files.CertFile} {
 		content, err := os.ReadFile(name)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		file, err := os.OpenFile(files.ServerCAFile, os.O_APPEND|os.O_WRONLY, 0o600)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		_, err = file.Write(content)
-		g.Expect(err).NotTo(HaveOccurred())
-		g.Expect(file.Close()).To(Succeed())
+		require.NoError(t, err)
+		require.NoError(t, file.Close())
 	}
 	signed, err := a.Issue(key(t), id, time.Minute)
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(string(signed.ServerAuthorities)).NotTo(ContainSubstring("PRIVATE"))
-	g.Expect(string(signed.Chain)).NotTo(ContainSubstring("PRIVATE"))
+	require.NoError(t, err)
+	require.NotContains(t, string(signed.ServerAuthorities), "PRIVATE")
+	require.NotContains(t, string(signed.Chain), "PRIVATE")
 }
 
 func TestRequestsAreOfKeysThatAreStrongEnough(t *testing.T) {
-	g := NewWithT(t)
 	request := func(signer crypto.Signer) []byte {
 		der, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, signer)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		return der
 	}
 	ec := func(curve elliptic.Curve) crypto.Signer {
 		k, err := ecdsa.GenerateKey(curve, rand.Reader)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		return k
 	}
 	_, ed, err := ed25519.GenerateKey(rand.Reader)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	rsaKey := func(bits int) crypto.Signer {
 		k, err := rsa.GenerateKey(rand.Reader, bits)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		return k
 	}
 	forged := request(ec(elliptic.P256()))
@@ -231,9 +225,9 @@ func TestRequestsAreOfKeysThatAreStrongEnough(t *testing.T) {
 	} {
 		_, err := issuer.ParseRequest(c.der)
 		if c.says == "" {
-			g.Expect(err).NotTo(HaveOccurred(), name)
+			require.NoError(t, err, name)
 		} else {
-			g.Expect(err).To(MatchError(ContainSubstring(c.says)), name)
+			require.ErrorContains(t, err, c.says, name)
 		}
 	}
 }

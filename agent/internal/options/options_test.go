@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
@@ -21,7 +21,7 @@ func valid() *options.Options {
 }
 
 func TestDefaultsWithCertificatesAreValid(t *testing.T) {
-	NewWithT(t).Expect(valid().Validate()).To(Succeed())
+	require.NoError(t, valid().Validate())
 }
 
 func TestEveryMistakeNamesItsFlag(t *testing.T) {
@@ -82,69 +82,64 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			o := valid()
 			c.change(o)
-			NewWithT(t).Expect(o.Validate()).To(MatchError(ContainSubstring(c.want)))
+			require.ErrorContains(t, o.Validate(), c.want)
 		})
 	}
 }
 
 func TestLoopbackPlaintextAndUnixSocketNeedNoCertificates(t *testing.T) {
-	g := NewWithT(t)
 	o := options.New()
 	o.PlaintextLoopback, o.ListenAddress = true, "127.0.0.1:8443"
-	g.Expect(o.Validate()).To(Succeed())
+	require.NoError(t, o.Validate())
 	o = options.New()
 	o.ListenAddress, o.ListenUnixSocket = "", "/run/agent.sock"
-	g.Expect(o.Validate()).To(Succeed())
+	require.NoError(t, o.Validate())
 }
 
 func TestTheUnixSocketsGrantIsAsTheFlagsSay(t *testing.T) {
-	g := NewWithT(t)
 	o := valid()
 	o.ListenUnixSocket = "/run/agent.sock"
-	g.Expect(o.UnixSocketGrant()).To(Equal(authz.Everything()))
+	require.Equal(t, authz.Everything(), o.UnixSocketGrant())
 	o.UnixSocketRole, o.UnixSocketClusters = "cluster", []string{"fleet/a"}
-	g.Expect(o.Validate()).To(Succeed())
-	g.Expect(o.UnixSocketGrant()).To(Equal(authz.Grant{
+	require.NoError(t, o.Validate())
+	require.Equal(t, authz.Grant{
 		Role: authz.RoleCluster, Clusters: []types.NamespacedName{{Namespace: "fleet", Name: "a"}},
-	}))
+	}, o.UnixSocketGrant())
 }
 
 func TestCommandLineWinsOverEnvironment(t *testing.T) {
-	g := NewWithT(t)
 	t.Setenv("CAPI_AGENT_HEARTBEAT_INTERVAL", "3s")
 	t.Setenv("CAPI_AGENT_WATCH_BUFFER", "7")
 	t.Setenv("CAPI_AGENT_CLUSTERS", "fleet/a,fleet/b")
 	o := options.New()
 	flags := pflag.NewFlagSet("agent", pflag.ContinueOnError)
 	o.AddFlags(flags)
-	g.Expect(flags.Parse([]string{"--watch-buffer=9"})).To(Succeed())
-	g.Expect(options.FromEnvironment(flags)).To(Succeed())
-	g.Expect(o.HeartbeatInterval).To(Equal(3 * time.Second))
-	g.Expect(o.WatchBuffer).To(Equal(9))
-	g.Expect(o.ClusterNames()).To(Equal([]types.NamespacedName{{Namespace: "fleet", Name: "a"}, {Namespace: "fleet", Name: "b"}}))
+	require.NoError(t, flags.Parse([]string{"--watch-buffer=9"}))
+	require.NoError(t, options.FromEnvironment(flags))
+	require.Equal(t, 3*time.Second, o.HeartbeatInterval)
+	require.Equal(t, 9, o.WatchBuffer)
+	require.Equal(t, []types.NamespacedName{{Namespace: "fleet", Name: "a"}, {Namespace: "fleet", Name: "b"}}, o.ClusterNames())
 }
 
 func TestBadEnvironmentIsNamed(t *testing.T) {
-	g := NewWithT(t)
 	t.Setenv("CAPI_AGENT_WATCH_BUFFER", "many")
 	o := options.New()
 	flags := pflag.NewFlagSet("agent", pflag.ContinueOnError)
 	o.AddFlags(flags)
-	g.Expect(options.FromEnvironment(flags)).To(MatchError(ContainSubstring("CAPI_AGENT_WATCH_BUFFER")))
+	require.ErrorContains(t, options.FromEnvironment(flags), "CAPI_AGENT_WATCH_BUFFER")
 }
 
 func TestPricesAreAsTheFlagsSay(t *testing.T) {
-	g := NewWithT(t)
 	o := valid()
 	flags := pflag.NewFlagSet("agent", pflag.ContinueOnError)
 	o.AddFlags(flags)
-	g.Expect(o.Pricing().Coefficients).To(Equal(pricing.DefaultCoefficients))
-	g.Expect(flags.Parse([]string{
+	require.Equal(t, pricing.DefaultCoefficients, o.Pricing().Coefficients)
+	require.NoError(t, flags.Parse([]string{
 		"--price-list=hub/prices", "--price-currency=EUR", "--price-per-cpu=1", "--price-per-gib=2", "--price-per-gpu=3", "--price-spot-share=0.5",
-	})).To(Succeed())
-	g.Expect(o.Validate()).To(Succeed())
-	g.Expect(o.PriceListName()).To(Equal(types.NamespacedName{Namespace: "hub", Name: "prices"}))
-	g.Expect(o.Pricing()).To(Equal(pricing.Policy{
-		Currency: "EUR", Coefficients: pricing.Coefficients{PerCPU: 1, PerGiB: 2, PerAccelerator: 3, SpotShare: 0.5},
 	}))
+	require.NoError(t, o.Validate())
+	require.Equal(t, types.NamespacedName{Namespace: "hub", Name: "prices"}, o.PriceListName())
+	require.Equal(t, pricing.Policy{
+		Currency: "EUR", Coefficients: pricing.Coefficients{PerCPU: 1, PerGiB: 2, PerAccelerator: 3, SpotShare: 0.5},
+	}, o.Pricing())
 }

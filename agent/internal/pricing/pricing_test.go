@@ -5,8 +5,8 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -33,11 +33,10 @@ func priced(text string) *clusterv1.MachineDeployment {
 
 func TestUnusableAnnotationIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 	for _, text := range []string{"", "free", "-1", "NaN", "Inf", "1e999", "0,096", "$0.1"} {
-		g := NewWithT(t)
 		price, problem := estimates.Of(priced(text), machine("4", "16Gi", wire.CapacityTypeOnDemand))
-		g.Expect(problem).NotTo(BeNil(), text)
-		g.Expect(price.PerHour).To(BeNumerically(">", 0))
-		g.Expect(price.Source.Kind).To(Equal(capacity.FromEstimate))
+		require.NotNil(t, problem, text)
+		require.Positive(t, price.PerHour)
+		require.Equal(t, capacity.FromEstimate, price.Source.Kind)
 	}
 }
 
@@ -91,9 +90,8 @@ func TestAnnotationOverTheMostSpecificEntryOverEstimate(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			list, err := pricing.ParseList("the list", []byte(prices))
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			md := &clusterv1.MachineDeployment{}
 			if c.annotation != "" {
 				md = priced(c.annotation)
@@ -101,17 +99,16 @@ func TestAnnotationOverTheMostSpecificEntryOverEstimate(t *testing.T) {
 			m := machine("4", "16Gi", c.kind)
 			m.InstanceType, m.Zone = c.instanceType, c.zone
 			price, problems := pricing.Policy{List: list, Currency: "CHF", Coefficients: pricing.DefaultCoefficients}.Of(md, m)
-			g.Expect(problems).To(HaveLen(lo.Ternary(c.problems, 1, 0)))
-			g.Expect(price.PerHour).To(BeNumerically("~", c.perHour, 1e-9))
-			g.Expect(price.Currency).To(Equal(c.currency))
-			g.Expect(price.Source).To(Equal(capacity.Source{Kind: c.source, Detail: c.detail}))
+			require.Len(t, problems, lo.Ternary(c.problems, 1, 0))
+			require.InDelta(t, c.perHour, price.PerHour, 1e-9)
+			require.Equal(t, c.currency, price.Currency)
+			require.Equal(t, capacity.Source{Kind: c.source, Detail: c.detail}, price.Source)
 		})
 	}
 }
 
 // One list may serve hubs with several regions, providers and Clusters.
 func TestTheMostSpecificEntryWins(t *testing.T) {
-	g := NewWithT(t)
 	const content = `
 prices:
 - {instanceType: a, perHour: 1}
@@ -127,10 +124,10 @@ prices:
 - {instanceType: b, cluster: team-*/p*, perHour: 11}
 `
 	list, err := pricing.ParseList("the list", []byte(content))
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(list.Len()).To(Equal(11))
+	require.NoError(t, err)
+	require.Equal(t, 11, list.Len())
 	withoutClusters, err := pricing.ParseList("the list", []byte(strings.ReplaceAll(content, `cluster: "*/*"`, "cluster: nobody/*")))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	for name, c := range map[string]struct {
 		list                                                      *pricing.List
 		instanceType, cluster, zone, region, infrastructure, kind string
@@ -154,21 +151,20 @@ prices:
 		"asterisks in each part": {list, "b", "team-c/prod", "", "", "AWSMachine", "spot", 11, "instanceType=b,cluster=team-*/p*"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			md := &clusterv1.MachineDeployment{}
 			md.Namespace, md.Spec.ClusterName, _ = strings.Cut(c.cluster, "/")
 			md.Spec.Template.Spec.InfrastructureRef.Kind = c.infrastructure + "Template"
 			m := machine("4", "16Gi", c.kind)
 			m.InstanceType, m.Zone, m.Region = c.instanceType, c.zone, c.region
 			price, _ := pricing.Policy{List: c.list}.Of(md, m)
-			g.Expect(price.PerHour).To(Equal(c.perHour))
-			g.Expect(price.Source.Detail).To(Equal("the list " + c.detail))
+			require.InDelta(t, c.perHour, price.PerHour, 0)
+			require.Equal(t, "the list "+c.detail, price.Source.Detail)
 		})
 	}
 	elsewhere := machine("4", "16Gi", wire.CapacityTypeOnDemand)
 	elsewhere.InstanceType = "b"
 	price, _ := pricing.Policy{List: list}.Of(&clusterv1.MachineDeployment{}, elsewhere)
-	g.Expect(price.Source.Kind).To(Equal(capacity.FromEstimate), "the Cluster is not in the list")
+	require.Equal(t, capacity.FromEstimate, price.Source.Kind, "the Cluster is not in the list")
 }
 
 func TestEitherAnnotationIsAPrice(t *testing.T) {
@@ -184,30 +180,28 @@ func TestEitherAnnotationIsAPrice(t *testing.T) {
 		"the other cannot be":     {current: "0.1", capacity: "cheap", perHour: 0.1, detail: pricing.Annotation, problem: pricing.CapacityAnnotation},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			md := &clusterv1.MachineDeployment{}
 			md.Annotations = lo.OmitByValues(map[string]string{pricing.Annotation: c.current, pricing.CapacityAnnotation: c.capacity}, []string{""})
 			price, problems := pricing.Policy{}.Of(md, machine("4", "16Gi", wire.CapacityTypeOnDemand))
-			g.Expect(price.PerHour).To(Equal(c.perHour))
-			g.Expect(price.Source).To(Equal(capacity.Source{Kind: capacity.FromAnnotation, Detail: c.detail}))
+			require.InDelta(t, c.perHour, price.PerHour, 0)
+			require.Equal(t, capacity.Source{Kind: capacity.FromAnnotation, Detail: c.detail}, price.Source)
 			fields := lo.Map(problems, func(p capacity.Problem, _ int) string { return p.Field })
 			if c.problem == "" {
-				g.Expect(fields).To(BeEmpty())
+				require.Empty(t, fields)
 				return
 			}
-			g.Expect(fields).To(ConsistOf(capacity.AnnotationField(c.problem)))
+			require.Equal(t, []string{capacity.AnnotationField(c.problem)}, fields)
 		})
 	}
 }
 
 func TestListWithoutACurrencyHasTheAnnotations(t *testing.T) {
-	g := NewWithT(t)
 	list, err := pricing.ParseList("the list", []byte("prices: [{instanceType: a, perHour: 1}]"))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	m := machine("1", "1Gi", wire.CapacityTypeOnDemand)
 	m.InstanceType = "a"
 	price, _ := pricing.Policy{List: list, Currency: "CHF"}.Of(&clusterv1.MachineDeployment{}, m)
-	g.Expect(price.Currency).To(Equal("CHF"))
+	require.Equal(t, "CHF", price.Currency)
 }
 
 func TestListThatCannotBeUsedNamesTheField(t *testing.T) {
@@ -235,7 +229,7 @@ func TestListThatCannotBeUsedNamesTheField(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := pricing.ParseList("the list", []byte(c.content))
-			NewWithT(t).Expect(err).To(MatchError(ContainSubstring(c.want)))
+			require.ErrorContains(t, err, c.want)
 		})
 	}
 }
@@ -269,27 +263,25 @@ func TestEstimateGrowsWithEveryResource(t *testing.T) {
 }
 
 func TestEachResourceCostsSomething(t *testing.T) {
-	g := NewWithT(t)
 	estimate := func(d capacity.Description) float64 {
 		price, _ := estimates.Of(&clusterv1.MachineDeployment{}, d)
 		return price.PerHour
 	}
 	small := estimate(machine("2", "8Gi", wire.CapacityTypeOnDemand))
-	g.Expect(estimate(machine("4", "8Gi", wire.CapacityTypeOnDemand))).To(BeNumerically(">", small))
-	g.Expect(estimate(machine("2", "16Gi", wire.CapacityTypeOnDemand))).To(BeNumerically(">", small))
-	g.Expect(estimate(machine("2", "8Gi", wire.CapacityTypeSpot))).To(BeNumerically("<", small))
+	require.Greater(t, estimate(machine("4", "8Gi", wire.CapacityTypeOnDemand)), small)
+	require.Greater(t, estimate(machine("2", "16Gi", wire.CapacityTypeOnDemand)), small)
+	require.Less(t, estimate(machine("2", "8Gi", wire.CapacityTypeSpot)), small)
 	gpu := machine("2", "8Gi", wire.CapacityTypeOnDemand)
 	gpu.Resources["nvidia.com/gpu"] = resource.MustParse("1")
-	g.Expect(estimate(gpu)).To(BeNumerically(">", small))
+	require.Greater(t, estimate(gpu), small)
 	devices := machine("2", "8Gi", wire.CapacityTypeOnDemand)
 	devices.Devices = []capacity.Devices{{Driver: "gpu.nvidia.com", Count: 1}}
-	g.Expect(estimate(devices)).To(BeNumerically("~", estimate(gpu), 1e-9))
+	require.InDelta(t, estimate(gpu), estimate(devices), 1e-9)
 	gpu.Devices = []capacity.Devices{{Driver: "gpu.nvidia.com", Count: 1, Kind: "nvidia.com/gpu"}}
-	g.Expect(estimate(gpu)).To(BeNumerically("~", estimate(devices), 1e-9), "not counted twice")
+	require.InDelta(t, estimate(devices), estimate(gpu), 1e-9, "not counted twice")
 }
 
 func TestWhatOnlyNodesShowedDoesNotChangeTheEstimate(t *testing.T) {
-	g := NewWithT(t)
 	described := machine("2", "8Gi", wire.CapacityTypeOnDemand)
 	before, _ := estimates.Of(&clusterv1.MachineDeployment{}, described)
 	described.Sources = map[string]capacity.Source{}
@@ -300,12 +292,12 @@ func TestWhatOnlyNodesShowedDoesNotChangeTheEstimate(t *testing.T) {
 		described.Sources["capacity."+string(name)] = capacity.Source{Kind: capacity.FromNodes}
 	}
 	after, _ := estimates.Of(&clusterv1.MachineDeployment{}, described)
-	g.Expect(after.PerHour).To(BeNumerically("~", before.PerHour, 1e-9))
+	require.InDelta(t, before.PerHour, after.PerHour, 1e-9)
 	for _, name := range []string{"cpu", "memory"} {
 		described.Sources["capacity."+name] = capacity.Source{Kind: capacity.FromNodes}
 	}
 	after, _ = estimates.Of(&clusterv1.MachineDeployment{}, described)
-	g.Expect(after.PerHour).To(BeNumerically("~", before.PerHour, 1e-9), "CPU and memory, which have no other source, count")
+	require.InDelta(t, before.PerHour, after.PerHour, 1e-9, "CPU and memory, which have no other source, count")
 }
 
 func FuzzAnnotation(f *testing.F) {
