@@ -12,7 +12,8 @@ import (
 
 	"github.com/go-logr/logr"
 	"github.com/go-logr/logr/funcr"
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 
@@ -21,22 +22,23 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-const identity = "spiffe://" + fakeagent.TrustDomain + "/bigfleet"
+const (
+	identity = "spiffe://" + fakeagent.TrustDomain + "/bigfleet"
+	within   = 20 * time.Second
+)
 
 // The agent and BigFleet's shards are both reached with certificates, here of one authority.
 func TestTheCommandServesBigFleet(t *testing.T) {
-	g := NewWithT(t)
-	g.SetDefaultEventuallyTimeout(20 * time.Second)
 	authority, err := fakeagent.NewAuthority(time.Now())
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	folder := func(certificate, key []byte, err error) (string, tls.Certificate) {
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		dir := t.TempDir()
 		for name, content := range map[string][]byte{"tls.crt": certificate, "tls.key": key, "ca.crt": authority.PEM()} {
-			g.Expect(os.WriteFile(filepath.Join(dir, name), content, 0o600)).To(Succeed())
+			require.NoError(t, os.WriteFile(filepath.Join(dir, name), content, 0o600))
 		}
 		pair, err := tls.X509KeyPair(certificate, key)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		return dir, pair
 	}
 	client, pair := folder(authority.IssueClient(identity))
@@ -47,7 +49,7 @@ func TestTheCommandServesBigFleet(t *testing.T) {
 	agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "workers", Holder: "cluster-autoscaler-bigfleet"})
 	var config net.ListenConfig
 	listener, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	agent.ServeTLS(listener, &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{serverPair}, ClientCAs: authority.Pool()},
 		func(string) []fakeagent.Grant {
 			return []fakeagent.Grant{{Role: fakeagent.RoleAutoscaler, Clusters: []string{"default/workload"}}}
@@ -67,12 +69,11 @@ func TestTheCommandServesBigFleet(t *testing.T) {
 			"-cluster=default/workload", "-cluster-id=production", "-slots=4", "-state=" + filepath.Join(t.TempDir(), "state.db"),
 		}, logger)
 	}()
-	var address string
-	g.Eventually(addresses).Should(Receive(&address))
+	address := receive(t, addresses)
 
 	list := func(config *tls.Config) func() (int, error) {
 		conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(credentials.NewTLS(config)))
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		t.Cleanup(func() { _ = conn.Close() })
 		return func() (int, error) {
 			listed, err := protocol.NewClient(conn).List(t.Context(), &protocol.ListRequest{})
@@ -80,20 +81,34 @@ func TestTheCommandServesBigFleet(t *testing.T) {
 		}
 	}
 	shard := &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: authority.Pool(), Certificates: []tls.Certificate{pair}}
-	g.Eventually(list(shard)).Should(Equal(4))
+	listed := list(shard)
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		machines, err := listed()
+		require.NoError(c, err)
+		require.Equal(c, 4, machines)
+	}, within, 10*time.Millisecond)
 	_, err = list(&tls.Config{MinVersion: tls.VersionTLS13, RootCAs: authority.Pool()})()
-	g.Expect(err).To(HaveOccurred(), "without a certificate")
+	require.Error(t, err, "without a certificate")
 	stop()
-	g.Eventually(ended).Should(Receive(BeNil()))
+	require.NoError(t, receive(t, ended))
+}
+
+func receive[T any](t *testing.T, from <-chan T) (value T) {
+	t.Helper()
+	select {
+	case value = <-from:
+	case <-time.After(within):
+		require.Fail(t, "nothing was sent")
+	}
+	return value
 }
 
 func TestTheCommandRefusesToServeEveryone(t *testing.T) {
-	g := NewWithT(t)
 	cluster := []string{"-cluster=default/workload", "-cluster-id=*", "-state=" + filepath.Join(t.TempDir(), "state.db")}
-	g.Expect(start(t.Context(), append(cluster, "-listen=0.0.0.0:0"), logr.Discard())).To(MatchError(ContainSubstring("-serving-certificates")))
-	g.Expect(start(t.Context(), nil, logr.Discard())).To(MatchError(ContainSubstring("-cluster")))
+	require.ErrorContains(t, start(t.Context(), append(cluster, "-listen=0.0.0.0:0"), logr.Discard()), "-serving-certificates")
+	require.ErrorContains(t, start(t.Context(), nil, logr.Discard()), "-cluster")
 	listener, server, err := serve(t.Context(), "127.0.0.1:0", "", logr.Discard())
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	defer server.Stop()
-	g.Expect(listener.Close()).To(Succeed())
+	require.NoError(t, listener.Close())
 }

@@ -2,6 +2,7 @@ package bridge_test
 
 import (
 	"context"
+	"maps"
 	"net"
 	"path/filepath"
 	"strings"
@@ -9,13 +10,14 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 	"google.golang.org/grpc/test/bufconn"
-	"google.golang.org/protobuf/testing/protocmp"
+	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -29,6 +31,7 @@ import (
 const (
 	holder     = "cluster-autoscaler-bigfleet"
 	within     = 20 * time.Second
+	interval   = 10 * time.Millisecond
 	speculated = protocol.State_STATE_SPECULATIVE
 	creating   = protocol.State_STATE_CREATING
 	idle       = protocol.State_STATE_IDLE
@@ -41,7 +44,6 @@ const (
 
 // world is a fake agent, a bridge that calls it with the role autoscaler, and BigFleet, which calls the bridge.
 type world struct {
-	*WithT
 	t       *testing.T
 	agent   *fakeagent.Agent
 	options bridge.Options
@@ -53,11 +55,10 @@ func newWorld(t *testing.T, infrastructure fakeagent.Infrastructure) *world {
 	t.Helper()
 	agent := fakeagent.New(fakeagent.WithInfrastructure(infrastructure))
 	t.Cleanup(agent.Close)
-	w := &world{WithT: NewWithT(t), t: t, agent: agent, options: bridge.Options{
+	w := &world{t: t, agent: agent, options: bridge.Options{
 		Agent: agent.AutoscalerFor(fakeagent.DefaultCluster()), Cluster: fakeagent.DefaultCluster(), Holder: holder,
 		StateFile: filepath.Join(t.TempDir(), "state.db"), Slots: 3, SpotInterruption: 0.1, Clock: clock.RealClock{},
 	}}
-	w.SetDefaultEventuallyTimeout(within)
 	return w
 }
 
@@ -71,7 +72,7 @@ func (w *world) group(described *agentv1alpha1.NodeGroup) string {
 func (w *world) start() {
 	w.t.Helper()
 	b, err := bridge.New(w.options)
-	w.Expect(err).NotTo(HaveOccurred())
+	require.NoError(w.t, err)
 	listener, server := bufconn.Listen(1<<20), grpc.NewServer()
 	protocol.Register(server, b)
 	ctx, cancel := context.WithCancel(context.Background())
@@ -81,24 +82,34 @@ func (w *world) start() {
 	running.Go(func() { ended <- b.Run(ctx) })
 	conn, err := grpc.NewClient("passthrough:///bridge", grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return listener.DialContext(ctx) }))
-	w.Expect(err).NotTo(HaveOccurred())
+	require.NoError(w.t, err)
 	w.shard = protocol.NewClient(conn)
 	w.stop = sync.OnceFunc(func() {
 		_ = conn.Close()
 		server.Stop()
 		cancel()
 		running.Wait()
-		w.Expect(<-ended).To(Succeed())
-		w.Expect(b.Close()).To(Succeed())
+		require.NoError(w.t, <-ended)
+		require.NoError(w.t, b.Close())
 	})
 	w.t.Cleanup(w.stop)
-	w.Eventually(func() error { _, err := w.shard.List(w.t.Context(), &protocol.ListRequest{}); return err }).Should(Succeed())
+	w.eventually("the bridge answers", func() bool {
+		_, err := w.shard.List(w.t.Context(), &protocol.ListRequest{})
+		return err == nil
+	})
+}
+
+// eventually waits for a condition, which may fail the test.
+func (w *world) eventually(what string, condition func() bool) {
+	w.t.Helper()
+	err := wait.PollUntilContextTimeout(w.t.Context(), interval, within, true, func(context.Context) (bool, error) { return condition(), nil })
+	require.NoError(w.t, err, what)
 }
 
 func (w *world) list(r *protocol.ListRequest) *protocol.ListResponse {
 	w.t.Helper()
 	response, err := w.shard.List(w.t.Context(), r)
-	w.Expect(err).NotTo(HaveOccurred())
+	require.NoError(w.t, err)
 	return response
 }
 
@@ -106,30 +117,30 @@ func (w *world) list(r *protocol.ListRequest) *protocol.ListResponse {
 func (w *world) slot() string {
 	w.t.Helper()
 	var machines []*protocol.Machine
-	w.Eventually(func() []*protocol.Machine {
+	w.eventually("a machine could be had", func() bool {
 		machines = w.list(&protocol.ListRequest{States: []protocol.State{speculated}}).GetMachines()
-		return machines
-	}).ShouldNot(BeEmpty())
+		return len(machines) > 0
+	})
 	return machines[0].GetId()
 }
 
 func (w *world) get(id string) *protocol.Machine {
 	w.t.Helper()
 	m, err := w.shard.Get(w.t.Context(), &protocol.GetRequest{Id: id})
-	w.Expect(err).NotTo(HaveOccurred())
+	require.NoError(w.t, err)
 	return m
 }
 
 func (w *world) reaches(id string, state protocol.State) *protocol.Machine {
 	w.t.Helper()
-	w.Eventually(func() protocol.State { return w.get(id).GetState() }).Should(Equal(state))
+	w.eventually("machine "+id+" reaches "+state.String(), func() bool { return w.get(id).GetState() == state })
 	return w.get(id)
 }
 
 func (w *world) create(id string) *protocol.Accepted {
 	w.t.Helper()
 	accepted, err := w.shard.Create(w.t.Context(), &protocol.CreateRequest{Id: id})
-	w.Expect(err).NotTo(HaveOccurred())
+	require.NoError(w.t, err)
 	return accepted
 }
 
@@ -138,7 +149,7 @@ func (w *world) configure(id string) *protocol.Accepted {
 	accepted, err := w.shard.Configure(w.t.Context(), &protocol.ConfigureRequest{
 		Id: id, Cluster: "production", Bootstrap: []byte("#cloud-config"), Metadata: map[string]string{"priority": "7"},
 	})
-	w.Expect(err).NotTo(HaveOccurred())
+	require.NoError(w.t, err)
 	return accepted
 }
 
@@ -153,52 +164,55 @@ func TestAMachineLivesThroughAllStates(t *testing.T) {
 	id, cluster := w.slot(), fakeagent.DefaultCluster()
 
 	accepted := w.create(id)
-	w.Expect(accepted.GetMachine().GetState()).To(Equal(creating))
+	require.Equal(t, creating, accepted.GetMachine().GetState())
 	claim := w.claim(accepted.GetOperation())
-	w.Expect(claim.GetHolder()).To(Equal(holder))
-	w.Expect(claim.GetDisplayName()).To(Equal(id))
-	w.Expect(claim.GetNodeGroupId()).To(Equal(group))
-	w.Expect(w.get(id).GetHost()).To(BeNil())
+	require.Equal(t, holder, claim.GetHolder())
+	require.Equal(t, id, claim.GetDisplayName())
+	require.Equal(t, group, claim.GetNodeGroupId())
+	require.Nil(t, w.get(id).GetHost())
 	machine := w.agent.Provision(cluster, claim.GetClaimId(), "example://1")
-	w.Expect(w.reaches(id, idle).GetHost().GetName()).To(Equal("example://1"))
+	require.Equal(t, "example://1", w.reaches(id, idle).GetHost().GetName())
 
 	accepted = w.configure(id)
-	w.Expect(accepted.GetMachine().GetState()).To(Equal(configures))
-	w.Expect(accepted.GetMachine().GetCluster()).To(Equal("production"), "from the first moment on")
-	w.Expect(w.claim(accepted.GetOperation())).To(BeNil(), "the machine is there")
+	require.Equal(t, configures, accepted.GetMachine().GetState())
+	require.Equal(t, "production", accepted.GetMachine().GetCluster(), "from the first moment on")
+	require.Nil(t, w.claim(accepted.GetOperation()), "the machine is there")
 	w.agent.Join(cluster, machine.GetName(), "node-1")
 	m := w.reaches(id, configured)
-	w.Expect(m.GetCluster()).To(Equal("production"))
-	w.Expect(m.GetMetadata()).To(Equal(map[string]string{"priority": "7"}))
+	require.Equal(t, "production", m.GetCluster())
+	require.Equal(t, map[string]string{"priority": "7"}, m.GetMetadata())
 
 	accepted, err := w.shard.Drain(t.Context(), &protocol.DrainRequest{Id: id, GraceSeconds: 30})
-	w.Expect(err).NotTo(HaveOccurred())
-	w.Expect(accepted.GetMachine().GetState()).To(Equal(draining))
-	w.Expect(accepted.GetMachine().GetCluster()).To(Equal("production"))
-	w.Expect(w.claim(claim.GetClaimId()).GetPhase()).To(Equal(agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING))
-	w.Expect(w.claim(claim.GetClaimId()).GetDrained()).To(BeFalse(), "Cluster API has to drain the Node")
-	w.Consistently(func() protocol.State { return w.get(id).GetState() }, "200ms").Should(Equal(draining), "until the machine is gone")
+	require.NoError(t, err)
+	require.Equal(t, draining, accepted.GetMachine().GetState())
+	require.Equal(t, "production", accepted.GetMachine().GetCluster())
+	require.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, w.claim(claim.GetClaimId()).GetPhase())
+	require.False(t, w.claim(claim.GetClaimId()).GetDrained(), "Cluster API has to drain the Node")
+	require.Never(t, func() bool {
+		m, err := w.shard.Get(t.Context(), &protocol.GetRequest{Id: id})
+		return err != nil || m.GetState() != draining
+	}, 200*time.Millisecond, interval, "until the machine is gone")
 	w.agent.Terminate(cluster, machine.GetName())
 	m = w.reaches(id, idle)
-	w.Expect(m.GetCluster()).To(BeEmpty())
-	w.Expect(m.GetMetadata()).To(BeEmpty())
-	w.Expect(w.agent.NodeGroup(group).GetReplicas()).To(BeZero())
+	require.Empty(t, m.GetCluster())
+	require.Empty(t, m.GetMetadata())
+	require.Zero(t, w.agent.NodeGroup(group).GetReplicas())
 
 	again := w.configure(id).GetOperation()
-	w.Expect(w.claim(again).GetPhase()).To(Equal(agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND), "another machine, as the first is gone")
+	require.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, w.claim(again).GetPhase(), "another machine, as the first is gone")
 	machine = w.agent.Provision(cluster, again, "example://2")
 	w.agent.Join(cluster, machine.GetName(), "node-2")
-	w.Expect(w.reaches(id, configured).GetHost().GetName()).To(Equal("example://2"))
+	require.Equal(t, "example://2", w.reaches(id, configured).GetHost().GetName())
 	_, err = w.shard.Drain(t.Context(), &protocol.DrainRequest{Id: id})
-	w.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	w.agent.Terminate(cluster, machine.GetName())
 	w.reaches(id, idle)
 
 	accepted, err = w.shard.Delete(t.Context(), &protocol.DeleteRequest{Id: id})
-	w.Expect(err).NotTo(HaveOccurred())
-	w.Expect(accepted.GetMachine().GetState()).To(Equal(deleting))
-	w.Expect(w.reaches(id, speculated).GetHost()).To(BeNil())
-	w.Expect(w.agent.NodeGroup(group).GetReplicas()).To(BeZero())
+	require.NoError(t, err)
+	require.Equal(t, deleting, accepted.GetMachine().GetState())
+	require.Nil(t, w.reaches(id, speculated).GetHost())
+	require.Zero(t, w.agent.NodeGroup(group).GetReplicas())
 }
 
 func TestAMachineThatWasNeverConfiguredIsDeleted(t *testing.T) {
@@ -209,12 +223,12 @@ func TestAMachineThatWasNeverConfiguredIsDeleted(t *testing.T) {
 	claim := w.create(id).GetOperation()
 	w.reaches(id, idle)
 	_, err := w.shard.Delete(t.Context(), &protocol.DeleteRequest{Id: id})
-	w.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	w.reaches(id, speculated)
-	w.Expect(w.claim(claim).GetReason()).To(Equal("Released"))
-	w.Expect(w.agent.NodeGroup(group).GetReplicas()).To(BeEquivalentTo(1), "the user's is left")
+	require.Equal(t, "Released", w.claim(claim).GetReason())
+	require.EqualValues(t, 1, w.agent.NodeGroup(group).GetReplicas(), "the user's is left")
 
-	w.Expect(w.create(id).GetOperation()).NotTo(Equal(claim), "an ID of a claim is never used again")
+	require.NotEqual(t, claim, w.create(id).GetOperation(), "an ID of a claim is never used again")
 	w.reaches(id, idle)
 }
 
@@ -239,18 +253,18 @@ func TestACallIsRepeated(t *testing.T) {
 				w.stop()
 				w.start()
 			}
-			w.Expect(w.create(id).GetOperation()).To(Equal(first.GetOperation()))
+			require.Equal(t, first.GetOperation(), w.create(id).GetOperation())
 			w.reaches(id, idle)
-			w.Expect(w.create(id).GetOperation()).To(Equal(first.GetOperation()))
-			w.Expect(w.agent.NodeGroup(group).GetReplicas()).To(BeEquivalentTo(1))
+			require.Equal(t, first.GetOperation(), w.create(id).GetOperation())
+			require.EqualValues(t, 1, w.agent.NodeGroup(group).GetReplicas())
 
 			removal, err := w.shard.Delete(t.Context(), &protocol.DeleteRequest{Id: id})
-			w.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			w.reaches(id, speculated)
 			repeated, err := w.shard.Delete(t.Context(), &protocol.DeleteRequest{Id: id})
-			w.Expect(err).NotTo(HaveOccurred())
-			w.Expect(repeated.GetOperation()).To(Equal(removal.GetOperation()))
-			w.Expect(w.agent.NodeGroup(group).GetReplicas()).To(BeZero())
+			require.NoError(t, err)
+			require.Equal(t, removal.GetOperation(), repeated.GetOperation())
+			require.Zero(t, w.agent.NodeGroup(group).GetReplicas())
 		})
 	}
 }
@@ -280,15 +294,15 @@ func TestAStaleTokenIsFenced(t *testing.T) {
 		{"a", 3, -1, codes.FailedPrecondition},
 		{strings.Repeat("a", 1025), 1, 1, codes.InvalidArgument},
 	} {
-		w.Expect(call(id, c.shard, c.epoch, c.sequence)).To(Equal(c.want), "%+v", c)
+		require.Equal(t, c.want, call(id, c.shard, c.epoch, c.sequence), "%+v", c)
 	}
-	w.Expect(call("unknown", "a", 1, 1)).To(Equal(codes.NotFound), "tokens are counted for each machine")
-	w.Expect(call("unknown", "a", 1, 1)).To(Equal(codes.FailedPrecondition), "an old shard does not learn what exists")
-	w.Expect(w.agent.NodeGroup(group).GetReplicas()).To(BeEquivalentTo(1))
+	require.Equal(t, codes.NotFound, call("unknown", "a", 1, 1), "tokens are counted for each machine")
+	require.Equal(t, codes.FailedPrecondition, call("unknown", "a", 1, 1), "an old shard does not learn what exists")
+	require.EqualValues(t, 1, w.agent.NodeGroup(group).GetReplicas())
 
 	w.stop()
 	w.start()
-	w.Expect(call(id, "a", 3, 0)).To(Equal(codes.FailedPrecondition), "tokens survive a restart")
+	require.Equal(t, codes.FailedPrecondition, call(id, "a", 3, 0), "tokens survive a restart")
 	for _, err := range []error{
 		func() error {
 			_, err := w.shard.Configure(t.Context(), &protocol.ConfigureRequest{Id: id, Cluster: "c", Shard: "a", Epoch: 1})
@@ -303,7 +317,7 @@ func TestAStaleTokenIsFenced(t *testing.T) {
 			return err
 		}(),
 	} {
-		w.Expect(status.Code(err)).To(Equal(codes.FailedPrecondition))
+		require.Equal(t, codes.FailedPrecondition, status.Code(err))
 	}
 }
 
@@ -330,12 +344,12 @@ func TestTheAgentRefuses(t *testing.T) {
 			id := w.slot()
 			w.agent.Fail("CreateClaim", 1, c.err)
 			_, err := w.shard.Create(t.Context(), &protocol.CreateRequest{Id: id})
-			w.Expect(status.Code(err)).To(Equal(c.want))
+			require.Equal(t, c.want, status.Code(err))
 			_, err = w.shard.Get(t.Context(), &protocol.GetRequest{Id: id})
-			w.Expect(status.Code(err)).To(Equal(codes.NotFound), "BigFleet takes an error for the end of the machine")
-			w.Expect(w.list(&protocol.ListRequest{}).GetMachines()).To(BeEmpty(), "the node group is closed")
+			require.Equal(t, codes.NotFound, status.Code(err), "BigFleet takes an error for the end of the machine")
+			require.Empty(t, w.list(&protocol.ListRequest{}).GetMachines(), "the node group is closed")
 			now.Step(2 * time.Minute)
-			w.Eventually(func() int { return len(w.list(&protocol.ListRequest{}).GetMachines()) }).Should(Equal(3))
+			w.eventually("the node group is open again", func() bool { return len(w.list(&protocol.ListRequest{}).GetMachines()) == 3 })
 			other := w.slot()
 			w.create(other)
 			w.reaches(other, idle)
@@ -350,16 +364,16 @@ func TestACallInTheWrongStateIsRefused(t *testing.T) {
 	w.start()
 	id := w.slot()
 	_, err := w.shard.Drain(t.Context(), &protocol.DrainRequest{Id: id})
-	w.Expect(status.Code(err)).To(Equal(codes.Internal))
+	require.Equal(t, codes.Internal, status.Code(err))
 	_, err = w.shard.Configure(t.Context(), &protocol.ConfigureRequest{Id: id, Cluster: "production"})
-	w.Expect(status.Code(err)).To(Equal(codes.Internal))
+	require.Equal(t, codes.Internal, status.Code(err))
 	_, err = w.shard.Configure(t.Context(), &protocol.ConfigureRequest{Id: id, Cluster: "staging"})
-	w.Expect(status.Code(err)).To(Equal(codes.InvalidArgument))
+	require.Equal(t, codes.InvalidArgument, status.Code(err))
 	_, err = w.shard.Drain(t.Context(), &protocol.DrainRequest{Id: id, GraceSeconds: -1})
-	w.Expect(status.Code(err)).To(Equal(codes.InvalidArgument))
+	require.Equal(t, codes.InvalidArgument, status.Code(err))
 	_, err = w.shard.Create(t.Context(), &protocol.CreateRequest{})
-	w.Expect(status.Code(err)).To(Equal(codes.InvalidArgument))
-	w.Expect(w.get(id).GetState()).To(Equal(speculated))
+	require.Equal(t, codes.InvalidArgument, status.Code(err))
+	require.Equal(t, speculated, w.get(id).GetState())
 }
 
 func TestAMachineThatFailsIsReplacedByAnotherSlot(t *testing.T) {
@@ -370,23 +384,23 @@ func TestAMachineThatFailsIsReplacedByAnotherSlot(t *testing.T) {
 	w.start()
 	id := w.slot()
 	w.agent.GiveUp(fakeagent.DefaultCluster(), w.create(id).GetOperation(), "out of capacity")
-	w.Expect(w.reaches(id, failed).GetFailure()).To(ContainSubstring("out of capacity"))
-	w.Eventually(func() int {
-		return len(w.list(&protocol.ListRequest{States: []protocol.State{speculated}}).GetMachines())
-	}).Should(Equal(3))
+	require.Contains(t, w.reaches(id, failed).GetFailure(), "out of capacity")
+	w.eventually("another slot takes its place", func() bool {
+		return len(w.list(&protocol.ListRequest{States: []protocol.State{speculated}}).GetMachines()) == 3
+	})
 	_, err := w.shard.Create(t.Context(), &protocol.CreateRequest{Id: id})
-	w.Expect(status.Code(err)).To(Equal(codes.Internal), "it stays failed")
+	require.Equal(t, codes.Internal, status.Code(err), "it stays failed")
 
 	other := w.slot()
 	w.agent.Fail("CreateClaim", 1, agenterrors.ClaimEnded(&agentv1alpha1.Claim{Reason: "Late", Message: "it took too long"}))
 	w.create(other)
-	w.Expect(w.reaches(other, failed).GetFailure()).To(Equal("Late: it took too long"))
+	require.Equal(t, "Late: it took too long", w.reaches(other, failed).GetFailure())
 
 	now.Step(2 * time.Hour)
-	w.Eventually(func() codes.Code {
+	w.eventually("it is forgotten in the end", func() bool {
 		_, err := w.shard.Get(t.Context(), &protocol.GetRequest{Id: id})
-		return status.Code(err)
-	}).Should(Equal(codes.NotFound), "it is forgotten in the end")
+		return status.Code(err) == codes.NotFound
+	})
 }
 
 // A machine that is there cannot fail, in BigFleet's eyes. One that is lost is no longer listed.
@@ -409,12 +423,12 @@ func TestAMachineIsLost(t *testing.T) {
 				w.agent.Forget(fakeagent.DefaultCluster(), claim)
 				w.start()
 			}
-			w.Eventually(func() []*protocol.Machine {
-				return w.list(&protocol.ListRequest{States: []protocol.State{configured}}).GetMachines()
-			}).Should(BeEmpty())
+			w.eventually("the machine is no longer listed", func() bool {
+				return len(w.list(&protocol.ListRequest{States: []protocol.State{configured}}).GetMachines()) == 0
+			})
 			_, err := w.shard.Get(t.Context(), &protocol.GetRequest{Id: id})
-			w.Expect(status.Code(err)).To(Equal(codes.NotFound))
-			w.Eventually(func() int { return len(w.list(&protocol.ListRequest{}).GetMachines()) }).Should(Equal(3), "another slot takes its place")
+			require.Equal(t, codes.NotFound, status.Code(err))
+			w.eventually("another slot takes its place", func() bool { return len(w.list(&protocol.ListRequest{}).GetMachines()) == 3 })
 		})
 	}
 }
@@ -433,8 +447,8 @@ func TestAMachineOfAPausedClusterIsNotLost(t *testing.T) {
 	w.agent.SetPaused(fakeagent.DefaultCluster(), true)
 	w.start()
 	asked := w.agent.Calls("GetClaim")
-	w.Eventually(func() int { return w.agent.Calls("GetClaim") }).Should(BeNumerically(">", asked+1))
-	w.Expect(w.get(id).GetState()).To(Equal(idle))
+	w.eventually("the bridge goes on asking", func() bool { return w.agent.Calls("GetClaim") > asked+1 })
+	require.Equal(t, idle, w.get(id).GetState())
 }
 
 func TestWhatCanBeHad(t *testing.T) {
@@ -456,30 +470,30 @@ func TestWhatCanBeHad(t *testing.T) {
 		}
 		return counts
 	}
-	w.Expect(offered()).To(Equal(map[string]int{"c5": 3, "small": 1}))
+	require.Equal(t, map[string]int{"c5": 3, "small": 1}, offered())
 	for _, m := range w.list(&protocol.ListRequest{}).GetMachines() {
 		if m.GetInstanceType() != "c5" {
-			w.Expect(m.GetInterruption()).To(BeZero())
+			require.Zero(t, m.GetInterruption())
 			continue
 		}
-		w.Expect(m.GetZone()).To(Equal("zone-a"))
-		w.Expect(m.GetCapacityType()).To(Equal(protocol.CapacityType_CAPACITY_TYPE_SPOT))
-		w.Expect(m.GetHourlyPrice()).To(Equal(0.25))
-		w.Expect(m.GetInterruption()).To(Equal(0.1))
-		w.Expect(m.GetCapacity().GetAmounts()).To(Equal(map[string]string{"cpu": "4", "memory": "16Gi", "gpu": "1"}))
-		w.Expect(m.GetAllocatable().GetAmounts()).To(Equal(map[string]string{"cpu": "3900m", "memory": "15Gi", "gpu": "1"}))
-		w.Expect(m.GetLabels()).To(Equal(map[string]string{"team": "a", "kubernetes.io/arch": "amd64", "kubernetes.io/os": "linux"}))
+		require.Equal(t, "zone-a", m.GetZone())
+		require.Equal(t, protocol.CapacityType_CAPACITY_TYPE_SPOT, m.GetCapacityType())
+		require.InDelta(t, 0.25, m.GetHourlyPrice(), 0)
+		require.InDelta(t, 0.1, m.GetInterruption(), 0)
+		require.Equal(t, map[string]string{"cpu": "4", "memory": "16Gi", "gpu": "1"}, m.GetCapacity().GetAmounts())
+		require.Equal(t, map[string]string{"cpu": "3900m", "memory": "15Gi", "gpu": "1"}, m.GetAllocatable().GetAmounts())
+		require.Equal(t, map[string]string{"team": "a", "kubernetes.io/arch": "amd64", "kubernetes.io/os": "linux"}, m.GetLabels())
 	}
 	before := w.list(&protocol.ListRequest{}).GetRevision()
 
 	w.agent.UpdateNodeGroup(spot, func(g *agentv1alpha1.NodeGroup) { g.Price.PerHour = 0.5 })
 	w.agent.UpdateNodeGroup(small, func(g *agentv1alpha1.NodeGroup) { g.MaxSize = new(int32(1)) })
-	w.Eventually(offered).Should(Equal(map[string]int{"c5": 3}))
+	w.eventually("the full node group is no longer offered", func() bool { return maps.Equal(offered(), map[string]int{"c5": 3}) })
 	changes := w.list(&protocol.ListRequest{Since: before}).GetMachines()
-	w.Expect(changes).To(HaveLen(3))
-	w.Expect(changes[0].GetHourlyPrice()).To(Equal(0.5))
+	require.Len(t, changes, 3)
+	require.InDelta(t, 0.5, changes[0].GetHourlyPrice(), 0)
 	w.agent.RemoveNodeGroup(spot)
-	w.Eventually(offered).Should(BeEmpty())
+	w.eventually("nothing is offered any more", func() bool { return len(offered()) == 0 })
 }
 
 func TestChangesSinceARevision(t *testing.T) {
@@ -487,8 +501,8 @@ func TestChangesSinceARevision(t *testing.T) {
 	w.group(&agentv1alpha1.NodeGroup{Name: "workers"})
 	w.start()
 	revision := w.list(&protocol.ListRequest{}).GetRevision()
-	w.Expect(w.list(&protocol.ListRequest{Since: revision}).GetMachines()).To(BeEmpty())
-	w.Expect(w.list(&protocol.ListRequest{Limit: 2}).GetMachines()).To(HaveLen(2))
+	require.Empty(t, w.list(&protocol.ListRequest{Since: revision}).GetMachines())
+	require.Len(t, w.list(&protocol.ListRequest{Limit: 2}).GetMachines(), 2)
 	changed := map[string]bool{}
 	for range 3 {
 		id := w.slot()
@@ -496,21 +510,21 @@ func TestChangesSinceARevision(t *testing.T) {
 		w.reaches(id, idle)
 		changed[id] = true
 	}
-	w.Expect(changed).To(HaveLen(3))
+	require.Len(t, changed, 3)
 	for range 3 { // one at a time, none twice
 		response := w.list(&protocol.ListRequest{Since: revision, Limit: 1})
-		w.Expect(response.GetMachines()).To(HaveLen(1))
-		w.Expect(changed).To(HaveKey(response.GetMachines()[0].GetId()))
+		require.Len(t, response.GetMachines(), 1)
+		require.Contains(t, changed, response.GetMachines()[0].GetId())
 		delete(changed, response.GetMachines()[0].GetId())
 		revision = response.GetRevision()
 	}
-	w.Expect(w.list(&protocol.ListRequest{Since: revision}).GetMachines()).To(BeEmpty())
+	require.Empty(t, w.list(&protocol.ListRequest{Since: revision}).GetMachines())
 	for _, unknown := range [][]byte{[]byte("junk"), append(revision, '0'), {0, 255}} {
-		w.Expect(w.list(&protocol.ListRequest{Since: unknown}).GetMachines()).To(HaveLen(3), "%q", unknown)
+		require.Len(t, w.list(&protocol.ListRequest{Since: unknown}).GetMachines(), 3, "%q", unknown)
 	}
 	w.stop()
 	w.start()
-	w.Expect(w.list(&protocol.ListRequest{Since: revision}).GetMachines()).To(HaveLen(3), "a revision of another run")
+	require.Len(t, w.list(&protocol.ListRequest{Since: revision}).GetMachines(), 3, "a revision of another run")
 }
 
 // What BigFleet wants to find again is stored.
@@ -524,21 +538,22 @@ func TestABindingSurvivesARestart(t *testing.T) {
 	operation := w.configure(id).GetOperation()
 	before := w.reaches(id, configured)
 	_, err := bridge.New(w.options)
-	w.Expect(err).To(MatchError(ContainSubstring("state.db")), "a second bridge")
+	require.ErrorContains(t, err, "state.db", "a second bridge")
 	w.stop()
 	w.start()
-	w.Expect(w.get(id)).To(BeComparableTo(before, protocmp.Transform()))
-	w.Expect(w.configure(id).GetOperation()).To(Equal(operation))
+	after := w.get(id)
+	require.True(t, proto.Equal(before, after), "%v became %v", before, after)
+	require.Equal(t, operation, w.configure(id).GetOperation())
 }
 
 func TestNothingIsServedBeforeTheAgentWasHeard(t *testing.T) {
 	w := newWorld(t, fakeagent.Infrastructure{})
 	w.agent.SetSynced(false)
 	b, err := bridge.New(w.options)
-	w.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	defer b.Close() //nolint:errcheck // The test is over.
 	_, err = b.List(t.Context(), &protocol.ListRequest{})
-	w.Expect(status.Code(err)).To(Equal(codes.Unavailable))
+	require.Equal(t, codes.Unavailable, status.Code(err))
 	_, err = b.Create(t.Context(), &protocol.CreateRequest{Id: "x"})
-	w.Expect(status.Code(err)).To(Equal(codes.Unavailable))
+	require.Equal(t, codes.Unavailable, status.Code(err))
 }
