@@ -6,7 +6,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	autoscalingv1 "k8s.io/api/autoscaling/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -24,11 +25,10 @@ import (
 // exempt. Every write is a dry run, which also passes admission.
 func TestTheHubRefusesUnintendedWrites(t *testing.T) {
 	shows(t, "admission: no user lowers replicas below what is claimed or edits the ledger, and the agent writes only what it needs")
-	g := NewWithT(t)
 	useCrowd(t)
 	scale(t, "crowd", 1)
 	await(t, 3*time.Minute, running(1))
-	g.Expect(crowdDeployment(t).Annotations).To(HaveKeyWithValue(agentv1.ClaimedAnnotation, "1"))
+	require.Equal(t, "1", crowdDeployment(t).Annotations[agentv1.ClaimedAnnotation])
 
 	tool := administrator(t, "git-sync")
 	agent := impersonate(t, "system:serviceaccount:karpenter-capi-system:capi-agent", "system:serviceaccounts", "system:authenticated")
@@ -36,8 +36,8 @@ func TestTheHubRefusesUnintendedWrites(t *testing.T) {
 	machine := func() client.Object { return &listCrowd(t)[0] }
 	set := func() client.Object {
 		var sets clusterv1.MachineSetList
-		g.Expect(w.Hub.List(t.Context(), &sets, client.InNamespace(sandbox.ClusterNamespace),
-			client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: "crowd"})).To(Succeed())
+		require.NoError(t, w.Hub.List(t.Context(), &sets, client.InNamespace(sandbox.ClusterNamespace),
+			client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: "crowd"}))
 		return &sets.Items[0]
 	}
 	const (
@@ -84,10 +84,11 @@ func TestTheHubRefusesUnintendedWrites(t *testing.T) {
 	for replicas, says := range map[int32]string{0: "spec.replicas: 1 machines of this node group are claimed", 1: "", 5: ""} {
 		t.Run(fmt.Sprintf("a tool scales to %d", replicas), func(t *testing.T) {
 			to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: replicas}}
+			md := crowdDeployment(t)
 			// The API server's informer of the policy's parameters lags slightly.
-			NewWithT(t).Eventually(func(g Gomega) {
-				refuses(g, tool.SubResource("scale").Update(t.Context(), crowdDeployment(t), client.WithSubResourceBody(to), client.DryRunAll), says)
-			}).WithTimeout(soon).Should(Succeed())
+			require.EventuallyWithT(t, func(c *assert.CollectT) {
+				refuses(c, tool.SubResource("scale").Update(t.Context(), md, client.WithSubResourceBody(to), client.DryRunAll), says)
+			}, soon, 10*time.Millisecond)
 		})
 	}
 	t.Run("a tool replaces the MachineDeployment", func(t *testing.T) {
@@ -99,17 +100,17 @@ func TestTheHubRefusesUnintendedWrites(t *testing.T) {
 
 func expectRefusal(t *testing.T, err error, says string) {
 	t.Helper()
-	refuses(NewWithT(t), err, says)
+	refuses(t, err, says)
 }
 
 // refuses verifies that a request was refused with these words, or, if there are none, not at all.
-func refuses(g Gomega, err error, says string) {
+func refuses(t require.TestingT, err error, says string) {
 	if says == "" {
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		return
 	}
-	g.Expect(apierrors.IsForbidden(err)).To(BeTrue(), "%v", err)
-	g.Expect(err).To(MatchError(ContainSubstring(says)))
+	require.True(t, apierrors.IsForbidden(err), "%v", err)
+	require.ErrorContains(t, err, says)
 }
 
 // administrator returns a client of the hub for a user who may do everything, but is not in

@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -38,7 +38,6 @@ func TestAClusterAutoscalerScales(t *testing.T) {
 		t.Skip("not in the short run: it takes minutes")
 	}
 	const floor, nodes = 2, 20
-	g := NewWithT(t)
 	killed[t.Name()] = true
 	leaveAsFound(t)
 	apply(t, w.Hub, manifests.ScaledHub)
@@ -47,23 +46,23 @@ func TestAClusterAutoscalerScales(t *testing.T) {
 	users := uidsOf(machinesOf(t, "scaled"))
 
 	certFile, keyFile, err := w.Sandbox.AgentCertificate("autoscaler", sandbox.AutoscalerIdentity)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	conn, err := scaler.Dial(w.Sandbox.State().AgentAddress, certFile, keyFile, w.Sandbox.State().Paths.AgentCA)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close() })
 	provider := externalgrpc.NewCloudProviderClient(conn)
 	groups, err := provider.NodeGroups(within(t, soon), &externalgrpc.NodeGroupsRequest{})
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(groups.GetNodeGroups()).To(HaveLen(1), "no group of Karpenter")
+	require.NoError(t, err)
+	require.Len(t, groups.GetNodeGroups(), 1, "no group of Karpenter")
 	group := groups.GetNodeGroups()[0]
-	g.Expect(group.GetId()).To(Equal(sandbox.ClusterNamespace + "/scaled"))
-	g.Expect(group.GetMaxSize()).To(BeEquivalentTo(30 - floor))
+	require.Equal(t, sandbox.ClusterNamespace+"/scaled", group.GetId())
+	require.EqualValues(t, 30-floor, group.GetMaxSize())
 	target := func() int {
 		response, err := provider.NodeGroupTargetSize(within(t, soon), &externalgrpc.NodeGroupTargetSizeRequest{Id: group.GetId()})
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		return int(response.GetTargetSize())
 	}
-	g.Expect(target()).To(BeZero(), "the user's Machines are not the autoscaler's")
+	require.Zero(t, target(), "the user's Machines are not the autoscaler's")
 
 	var deleted func() []string
 	if binary != "" {
@@ -98,13 +97,13 @@ func TestAClusterAutoscalerScales(t *testing.T) {
 	poll(t, 2*time.Minute, nodesRun("scaled", floor+nodes))
 	figure("up in %.0f s", time.Since(began).Seconds())
 	claims := claimsOf(t, "scaled")
-	g.Expect(claims).To(HaveLen(nodes))
+	require.Len(t, claims, nodes)
 	own := lo.Map(claims, func(c agentv1.MachineClaim, _ int) types.UID {
-		g.Expect(c.Spec.Holder).To(Equal(agentv1.ClusterAutoscaler))
-		g.Expect(c.Status.Machine).NotTo(BeNil())
+		require.Equal(t, agentv1.ClusterAutoscaler, c.Spec.Holder)
+		require.NotNil(t, c.Status.Machine)
 		return c.Status.Machine.UID
 	})
-	g.Expect(lo.Intersect(own, users)).To(BeEmpty())
+	require.Empty(t, lo.Intersect(own, users))
 	providerIDs := lo.FilterMap(machinesOf(t, "scaled"), func(m clusterv1.Machine, _ int) (string, bool) {
 		return m.Spec.ProviderID, slices.Contains(own, m.UID)
 	})
@@ -112,7 +111,7 @@ func TestAClusterAutoscalerScales(t *testing.T) {
 	_, err = provider.NodeGroupDeleteNodes(within(t, soon), &externalgrpc.NodeGroupDeleteNodesRequest{
 		Id: group.GetId(), Nodes: []*externalgrpc.ExternalGrpcNode{{ProviderID: foreign.Spec.ProviderID, Name: foreign.Name}},
 	})
-	g.Expect(err).To(MatchError(ContainSubstring("FailedPrecondition")), "a Machine of the user")
+	require.ErrorContains(t, err, "FailedPrecondition", "a Machine of the user")
 
 	began = time.Now()
 	scale(t, "scaled", 0)
@@ -125,11 +124,11 @@ func TestAClusterAutoscalerScales(t *testing.T) {
 	poll(t, soon, func(context.Context) (string, error) {
 		return lo.Ternary(target() == 0, "", "the target size to be 0"), nil
 	})
-	g.Expect(uidsOf(machinesOf(t, "scaled"))).To(ConsistOf(users), "exactly the autoscaler's Machines were removed")
+	require.ElementsMatch(t, users, uidsOf(machinesOf(t, "scaled")), "exactly the autoscaler's Machines were removed")
 	if deleted != nil {
 		// A node that was made while another one came may have been unneeded, and gone, before.
-		g.Expect(deleted()).To(ContainElements(providerIDs))
-		g.Expect(deleted()).NotTo(ContainElement(foreign.Spec.ProviderID))
+		require.Subset(t, deleted(), providerIDs)
+		require.NotContains(t, deleted(), foreign.Spec.ProviderID)
 	}
 }
 
@@ -198,20 +197,19 @@ func userNode(t *testing.T, machine types.UID) *corev1.Node {
 // configuration of docs/cluster-autoscaler.md and shorter times.
 func runAutoscaler(t *testing.T, binary, certFile, keyFile string) {
 	t.Helper()
-	g := NewWithT(t)
 	state := w.Sandbox.State()
 	config := filepath.Join(t.TempDir(), "cloud-config.yaml")
-	g.Expect(os.WriteFile(config, fmt.Appendf(nil, "address: %s\nkey: %s\ncert: %s\ncacert: %s\ngrpc_timeout: 30s\n",
-		state.AgentAddress, keyFile, certFile, state.Paths.AgentCA), 0o600)).To(Succeed())
+	require.NoError(t, os.WriteFile(config, fmt.Appendf(nil, "address: %s\nkey: %s\ncert: %s\ncacert: %s\ngrpc_timeout: 30s\n",
+		state.AgentAddress, keyFile, certFile, state.Paths.AgentCA), 0o600))
 	log, err := os.Create(filepath.Join(state.Paths.Logs, "cluster-autoscaler.log"))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	cmd := exec.CommandContext(t.Context(), binary,
 		"--cloud-provider=externalgrpc", "--cloud-config="+config, "--kubeconfig="+state.Paths.SpokeKubeconfig, "--leader-elect=false",
 		"--namespace=default", "--address=127.0.0.1:"+freePort(t), "--scan-interval=2s", "--v=4", "--scale-down-unneeded-time=5s",
 		"--scale-down-delay-after-add=5s", "--scale-down-delay-after-delete=0s", "--initial-node-group-backoff-duration=5s",
 		"--max-node-provision-time=5m")
 	cmd.Stdout, cmd.Stderr = log, log
-	g.Expect(cmd.Start()).To(Succeed())
+	require.NoError(t, cmd.Start())
 	t.Cleanup(func() {
 		_ = cmd.Process.Kill() // it may have exited
 		_ = cmd.Wait()

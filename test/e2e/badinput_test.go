@@ -3,9 +3,12 @@ package e2e_test
 import (
 	"context"
 	"fmt"
+	"slices"
+	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	eventsv1 "k8s.io/api/events/v1"
@@ -42,18 +45,17 @@ func TestBadDescriptionsOfNodeGroupsAreReportedAndDoNotAffectOthers(t *testing.T
 		{"neither instance type nor capacity", "broken-silent", []string{capacityPrefix + "cpu]", capacityPrefix + "memory]"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			g := NewWithT(t)
 			for _, field := range tc.fields {
 				poll(t, soon, conditionSays(tc.nodeClass, shimv1.ConditionNodeGroupsValid, field))
 				poll(t, soon, eventSays("MachineDeployment", tc.nodeClass, field))
 			}
 			group := described(t, tc.nodeClass)
 			for _, field := range tc.fields {
-				g.Expect(group.GetProblems()).To(ContainElement(And(
-					HaveField("Field", field), HaveField("Message", Not(BeEmpty())),
-				)))
+				require.True(t, slices.ContainsFunc(group.GetProblems(), func(p *agentv1alpha1.Problem) bool {
+					return p.GetField() == field && p.GetMessage() != ""
+				}), "%s: %v", field, group.GetProblems())
 			}
-			g.Expect(group.GetInstanceType()).To(Equal(tc.nodeClass), "the MachineDeployment's name stands in")
+			require.Equal(t, tc.nodeClass, group.GetInstanceType(), "the MachineDeployment's name stands in")
 		})
 	}
 
@@ -64,11 +66,10 @@ func TestBadDescriptionsOfNodeGroupsAreReportedAndDoNotAffectOthers(t *testing.T
 	})
 
 	t.Run("pods of the others get their nodes", func(t *testing.T) {
-		g := NewWithT(t)
 		var class shimv1.ClusterAPINodeClass
-		g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
-		g.Expect(w.Spoke.Get(t.Context(), client.ObjectKey{Name: "default"}, &class)).To(Succeed())
-		g.Expect(class.Status.Problems).To(BeZero())
+		require.NoError(t, w.AwaitNodePool(within(t, soon), "default"))
+		require.NoError(t, w.Spoke.Get(t.Context(), client.ObjectKey{Name: "default"}, &class))
+		require.Zero(t, class.Status.Problems)
 		goHome(t, "web")
 		scale(t, "web", 1)
 		await(t, soon, running(1))
@@ -102,46 +103,42 @@ func TestBadCallsAreRefusedWithTheFieldNamed(t *testing.T) {
 		{"a candidate that is no node group's id", func(r *agentv1alpha1.CreateClaimRequest) { r.Candidates = []string{"small"} }, "candidates[0]"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			g := NewWithT(t)
 			request := valid()
 			tc.change(request)
 			_, err := admin.Claims.CreateClaim(within(t, soon), request)
-			g.Expect(agenterrors.IsInvalidArgument(err)).To(BeTrue(), "%v", err)
-			g.Expect(agenterrors.FieldViolations(err)).To(ContainElement(HaveField("Field", tc.field)))
+			require.True(t, agenterrors.IsInvalidArgument(err), "%v", err)
+			fields := lo.Map(agenterrors.FieldViolations(err), func(v agenterrors.FieldViolation, _ int) string { return v.Field })
+			require.Contains(t, fields, tc.field)
 		})
 	}
 	t.Run("a Cluster that does not exist", func(t *testing.T) {
-		g := NewWithT(t)
 		request := valid()
 		request.Cluster = elsewhere
 		_, err := admin.Claims.CreateClaim(within(t, soon), request)
-		g.Expect(status.Code(err)).To(Equal(codes.NotFound), "%v", err)
-		g.Expect(err).To(MatchError(ContainSubstring("fleet/nowhere")))
+		require.Equal(t, codes.NotFound, status.Code(err), "%v", err)
+		require.ErrorContains(t, err, "fleet/nowhere")
 	})
 	t.Run("a Cluster that is not the caller's, whether it exists or not", func(t *testing.T) {
-		g := NewWithT(t)
 		request := valid()
 		request.Cluster = elsewhere
 		_, err := shim.Claims.CreateClaim(within(t, soon), request)
-		g.Expect(agenterrors.IsPermissionDenied(err)).To(BeTrue(), "%v", err)
+		require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
 	})
 	t.Run("a writing call of who may only read", func(t *testing.T) {
 		_, err := reader.Claims.CreateClaim(within(t, soon), valid())
-		NewWithT(t).Expect(agenterrors.IsPermissionDenied(err)).To(BeTrue(), "%v", err)
+		require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
 	})
 	t.Run("a holder that is not the caller's", func(t *testing.T) {
-		g := NewWithT(t)
 		request := valid()
 		request.Holder = "cluster-autoscaler"
 		_, err := shim.Claims.CreateClaim(within(t, soon), request)
-		g.Expect(agenterrors.IsPermissionDenied(err)).To(BeTrue(), "%v", err)
-		g.Expect(err).To(MatchError(ContainSubstring("cluster-autoscaler")))
+		require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+		require.ErrorContains(t, err, "cluster-autoscaler")
 	})
 	t.Run("a node group that does not exist", func(t *testing.T) {
-		g := NewWithT(t)
 		_, err := shim.Claims.CreateClaim(within(t, soon), valid())
-		g.Expect(err).To(HaveOccurred())
-		g.Expect(err).To(MatchError(ContainSubstring("nowhere")))
+		require.Error(t, err)
+		require.ErrorContains(t, err, "nowhere")
 	})
 }
 
@@ -161,7 +158,7 @@ func conditionSays(nodeClass, kind, text string) func(context.Context) (string, 
 		if condition == nil {
 			return fmt.Sprintf("ClusterAPINodeClass %s to have the condition %s", nodeClass, kind), nil
 		}
-		if matched, _ := ContainSubstring(text).Match(condition.Message); condition.IsFalse() && matched {
+		if condition.IsFalse() && strings.Contains(condition.Message, text) {
 			return "", nil
 		}
 		return fmt.Sprintf("the condition %s of ClusterAPINodeClass %s to be False and to name %s: it is %s, %q",
@@ -187,7 +184,7 @@ func eventIn(c client.Client, kind, name, text string) func(context.Context) (st
 		}
 		for i := range events.Items {
 			e := &events.Items[i]
-			if matched, _ := ContainSubstring(text).Match(e.Note); matched && e.Regarding.Kind == kind && e.Regarding.Name == name {
+			if strings.Contains(e.Note, text) && e.Regarding.Kind == kind && e.Regarding.Name == name {
 				return "", nil
 			}
 		}

@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
@@ -38,7 +38,6 @@ func TestBigFleetGetsItsMachines(t *testing.T) {
 		group, holder = "bigfleet", "cluster-autoscaler-bigfleet"
 		floor, nodes  = 2, 3
 	)
-	g := NewWithT(t)
 	leaveAsFound(t)
 	copiesOf(t, w.Hub, manifests.ScaledHub, "scaled", group, annotated(agentv1.HolderAnnotation, holder))
 	copiesOf(t, w.Spoke, manifests.ScaledWorkload, "scaled", group, nil)
@@ -46,7 +45,7 @@ func TestBigFleetGetsItsMachines(t *testing.T) {
 	users := uidsOf(machinesOf(t, group))
 
 	certificate, key, err := w.Sandbox.AgentCertificate("bigfleet", sandbox.AutoscalerIdentity)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	options := bridge.Options{
 		Agent:   agentAs(t, certificate, key),
 		Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName},
@@ -70,7 +69,7 @@ func TestBigFleetGetsItsMachines(t *testing.T) {
 		t.Helper()
 		for _, id := range ids {
 			_, err := one(within(t, soon), id)
-			g.Expect(err).NotTo(HaveOccurred(), "%s %s", what, id)
+			require.NoError(t, err, "%s %s", what, id)
 		}
 	}
 
@@ -91,50 +90,50 @@ func TestBigFleetGetsItsMachines(t *testing.T) {
 	poll(t, 4*time.Minute, podsRun(group, floor+nodes))
 
 	own := lo.Map(claimsOf(t, group), func(c agentv1.MachineClaim, _ int) types.UID {
-		g.Expect(c.Spec.Holder).To(Equal(holder))
-		g.Expect(c.Status.Machine).NotTo(BeNil())
+		require.Equal(t, holder, c.Spec.Holder)
+		require.NotNil(t, c.Status.Machine)
 		return c.Status.Machine.UID
 	})
-	g.Expect(own).To(HaveLen(nodes))
-	g.Expect(lo.Intersect(own, users)).To(BeEmpty())
+	require.Len(t, own, nodes)
+	require.Empty(t, lo.Intersect(own, users))
 	hosts := lo.Map(ids, func(id string, _ int) string {
 		m, err := shard.Get(within(t, soon), &protocol.GetRequest{Id: id})
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		return m.GetHost().GetName()
 	})
-	g.Expect(hosts).To(ConsistOf(lo.FilterMap(machinesOf(t, group), func(m clusterv1.Machine, _ int) (string, bool) {
+	providerIDs := lo.FilterMap(machinesOf(t, group), func(m clusterv1.Machine, _ int) (string, bool) {
 		return m.Spec.ProviderID, lo.Contains(own, m.UID)
-	})))
+	})
+	require.ElementsMatch(t, providerIDs, hosts)
 	_, err = shard.Drain(within(t, soon), &protocol.DrainRequest{Id: ids[0], Shard: "shard-0", Epoch: 1, Sequence: 1})
-	g.Expect(status.Code(err)).To(Equal(codes.FailedPrecondition), "a token of before")
+	require.Equal(t, codes.FailedPrecondition, status.Code(err), "a token of before")
 
 	began = time.Now()
 	call("drain", func(ctx context.Context, id string) (*protocol.Accepted, error) {
 		return shard.Drain(ctx, &protocol.DrainRequest{Id: id, GraceSeconds: 30, Shard: "shard-0", Epoch: 1, Sequence: next()})
 	})
 	poll(t, 4*time.Minute, are(protocol.State_STATE_IDLE))
-	g.Expect(uidsOf(machinesOf(t, group))).To(ConsistOf(users), "exactly BigFleet's Machines were removed")
+	require.ElementsMatch(t, users, uidsOf(machinesOf(t, group)), "exactly BigFleet's Machines were removed")
 	call("delete", func(ctx context.Context, id string) (*protocol.Accepted, error) {
 		return shard.Delete(ctx, &protocol.DeleteRequest{Id: id, Shard: "shard-0", Epoch: 1, Sequence: next()})
 	})
 	poll(t, soon, are(protocol.State_STATE_SPECULATIVE))
 	figure("down in %.0f s", time.Since(began).Seconds())
-	g.Expect(claimsOf(t, group)).To(BeEmpty())
+	require.Empty(t, claimsOf(t, group))
 	scale(t, group, 0)
 	poll(t, 2*time.Minute, nodesRun(group, floor))
-	g.Expect(uidsOf(machinesOf(t, group))).To(ConsistOf(users))
+	require.ElementsMatch(t, users, uidsOf(machinesOf(t, group)))
 }
 
 // runBridge serves the bridge to BigFleet until stop, which may be called twice, or the end of the test.
 func runBridge(t *testing.T, options bridge.Options) (shard protocol.ProviderClient, stop func()) {
 	t.Helper()
-	g := NewWithT(t)
 	b, err := bridge.New(options)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	conn, err := grpc.NewClient(listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	server := grpc.NewServer()
 	protocol.Register(server, b)
 	ctx, cancel := context.WithCancel(context.Background())
@@ -142,9 +141,9 @@ func runBridge(t *testing.T, options bridge.Options) (shard protocol.ProviderCli
 	stop = sync.OnceFunc(func() {
 		server.Stop()
 		cancel()
-		g.Expect(<-served).To(Succeed())
-		g.Expect(<-ran).To(Succeed())
-		g.Expect(b.Close()).To(Succeed())
+		require.NoError(t, <-served)
+		require.NoError(t, <-ran)
+		require.NoError(t, b.Close())
 		_ = conn.Close() // nothing is left to lose
 	})
 	t.Cleanup(stop)

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -33,7 +33,6 @@ func TestNodeClaimsGoWithTheirMachines(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: about numbers")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 	const failing = "failing" // a group of its own, as it cools down
 	copies(t, w.Hub, manifests.CrowdHub, failing, of("SimMachineTemplate", func(o *unstructured.Unstructured) {
@@ -41,7 +40,7 @@ func TestNodeClaimsGoWithTheirMachines(t *testing.T) {
 	}))
 	copies(t, w.Spoke, manifests.CrowdSpoke, failing, nil)
 	copies(t, w.Spoke, manifests.CrowdWorkload, failing, nil)
-	g.Expect(w.AwaitNodePool(within(t, soon), failing)).To(Succeed())
+	require.NoError(t, w.AwaitNodePool(within(t, soon), failing))
 	goHome(t, failing, "crowd")
 	hub := cached(t, w.Sandbox.HubConfig())
 
@@ -64,9 +63,9 @@ func TestNodeClaimsGoWithTheirMachines(t *testing.T) {
 		return lo.Ternary(went.Reached(journey.Gone), "", "the NodeClaim of the claim that has failed to go")
 	})
 	figure("hub shows failed to NodeClaim deleted: %v", rounded(max(0, went.At(journey.Deleting).Sub(shown))))
-	g.Expect(failed.Status.Message).To(ContainSubstring("no host has room"))
-	g.Expect(went.At(journey.Deleting)).To(BeTemporally(">=", failed.Status.FailedAt.Time), "not before it has failed")
-	g.Expect(went.Reached(journey.Registered)).To(BeFalse())
+	require.Contains(t, failed.Status.Message, "no host has room")
+	require.GreaterOrEqual(t, went.At(journey.Deleting), failed.Status.FailedAt.Time, "not before it has failed")
+	require.False(t, went.Reached(journey.Registered))
 	scale(t, failing, 0)
 	await(t, soon, nothingLives)
 
@@ -74,10 +73,10 @@ func TestNodeClaimsGoWithTheirMachines(t *testing.T) {
 	scale(t, "crowd", pods)
 	await(t, 2*time.Minute, running(pods))
 	drained := w.Recorder.State().Live()
-	g.Expect(drained).To(HaveLen(pods))
+	require.Len(t, drained, pods)
 	for _, j := range drained {
 		nodeClaim := &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: j.NodeClaim}}
-		g.Expect(w.Spoke.Delete(t.Context(), nodeClaim)).To(Succeed())
+		require.NoError(t, w.Spoke.Delete(t.Context(), nodeClaim))
 	}
 	gone := map[string]time.Time{} // by the name of the instance, which is the Machine's
 	var early []string
@@ -105,12 +104,12 @@ func TestNodeClaimsGoWithTheirMachines(t *testing.T) {
 		}
 		return lo.Ternary(left == 0, "", fmt.Sprintf("%d of %d instances and NodeClaims to go", left, pods)), nil
 	})
-	g.Expect(early).To(BeEmpty(), "NodeClaims that have gone before their instances")
+	require.Empty(t, early, "NodeClaims that have gone before their instances")
 	outlived := lo.FilterMap(w.Recorder.State().Journeys, func(j journey.Journey, _ int) (time.Duration, bool) {
 		at, noted := gone[j.Machine]
 		return max(0, j.At(journey.Gone).Sub(at)), noted
 	})
-	g.Expect(outlived).To(HaveLen(pods))
+	require.Len(t, outlived, pods)
 	slices.Sort(outlived)
 	figure("instance gone after a drain to NodeClaim gone: median %v, max %v (n=%d)", rounded(outlived[pods/2]), rounded(outlived[pods-1]), pods)
 	await(t, 2*time.Minute, running(pods))
@@ -123,7 +122,6 @@ func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: about numbers")
 	}
-	g := NewWithT(t)
 	leaveAsFound(t)
 	const (
 		nodes   = 20
@@ -143,7 +141,7 @@ func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 	copies(t, w.Hub, manifests.CrowdHub, byClaim, slowly)
 	copies(t, w.Spoke, manifests.CrowdSpoke, byClaim, nil)
 	copies(t, w.Spoke, manifests.CrowdWorkload, byClaim, nil)
-	g.Expect(w.AwaitNodePool(within(t, soon), byClaim)).To(Succeed())
+	require.NoError(t, w.AwaitNodePool(within(t, soon), byClaim))
 	goHome(t, byClaim)
 	spoke := cached(t, w.Sandbox.SpokeConfig())
 	up := func(group string, want int) time.Duration {
@@ -161,7 +159,7 @@ func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 	}
 	resize := func(replicas int) {
 		md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: byHand}}
-		g.Expect(w.Hub.Patch(t.Context(), md, mergePatch(fmt.Sprintf(`{"spec":{"replicas":%d}}`, replicas)))).To(Succeed())
+		require.NoError(t, w.Hub.Patch(t.Context(), md, mergePatch(fmt.Sprintf(`{"spec":{"replicas":%d}}`, replicas))))
 	}
 	resize(nodes)
 	alone := up(byHand, nodes)
@@ -178,7 +176,7 @@ func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 	})
 	figure("%d Nodes up after %.1f s; by hand after %.1f s", nodes, claimed.Seconds(), alone.Seconds())
 	made := w.Recorder.State().Journeys[known:]
-	g.Expect(made).To(HaveLen(nodes), "one NodeClaim for each pod, and no more")
+	require.Len(t, made, nodes, "one NodeClaim for each pod, and no more")
 	for _, stage := range []journey.Stage{
 		journey.Created, journey.Launched, journey.Bound, journey.Provisioned, journey.Registered, journey.Initialized,
 	} {
@@ -190,9 +188,9 @@ func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 		for earlier, later := range map[journey.Stage]journey.Stage{
 			journey.Created: journey.Provisioned, journey.Provisioned: journey.Registered, journey.Registered: journey.Initialized,
 		} {
-			g.Expect(j.Reached(earlier) && j.Reached(later)).To(BeTrue(), "%s", j)
+			require.True(t, j.Reached(earlier) && j.Reached(later), "%s", j)
 			// Two recorders' watches, of hub and spoke, may be this far apart.
-			g.Expect(j.At(later)).To(BeTemporally(">=", j.At(earlier), time.Second), "%s", j)
+			require.GreaterOrEqual(t, j.At(later).Add(time.Second), j.At(earlier), "%s", j)
 		}
 	}
 }

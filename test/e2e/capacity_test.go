@@ -8,8 +8,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -39,7 +39,7 @@ func sizes(t *testing.T, what string) (figure func(format string, args ...any)) 
 	apply(t, w.Hub, manifests.SizesHub)
 	apply(t, w.Spoke, manifests.SizesSpoke, manifests.SizesWorkload)
 	for _, pool := range []string{"sizes", "sizes-any"} {
-		NewWithT(t).Expect(w.AwaitNodePool(within(t, soon), pool)).To(Succeed())
+		require.NoError(t, w.AwaitNodePool(within(t, soon), pool))
 	}
 	for _, group := range []string{"sizes-small", "sizes-small-spot", "sizes-big"} {
 		poll(t, soon, selected(group, "an estimated price", func(s shimv1.SelectedNodeGroup) bool {
@@ -86,7 +86,7 @@ func patchGroup(t *testing.T, group, patch string) {
 	ctx, cancel := context.WithTimeout(context.Background(), soon)
 	defer cancel()
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: group}}
-	NewWithT(t).Expect(w.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, []byte(patch)))).To(Succeed())
+	require.NoError(t, w.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, []byte(patch))))
 }
 
 // described returns a node group as reported by the agent.
@@ -95,7 +95,7 @@ func described(t *testing.T, group string) *agentv1alpha1.NodeGroup {
 	state := w.Sandbox.State()
 	answer, err := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey).NodeGroups.GetNodeGroup(within(t, soon),
 		&agentv1alpha1.GetNodeGroupRequest{Cluster: theCluster(), Id: sandbox.ClusterNamespace + "/" + group})
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return answer.GetNodeGroup()
 }
 
@@ -133,8 +133,7 @@ prices:
 - {instanceType: sizes-big, perHour: 0.5}
 `},
 	}
-	g := NewWithT(t)
-	g.Expect(w.Hub.Create(within(t, soon), list)).To(Succeed())
+	require.NoError(t, w.Hub.Create(within(t, soon), list))
 	t.Cleanup(func() {
 		if err := w.Hub.Delete(context.Background(), list); err != nil {
 			t.Error(err)
@@ -146,9 +145,9 @@ prices:
 		}))
 	}
 	big := described(t, "sizes-big")
-	g.Expect(big.GetPrice().GetPerHour()).To(Equal(0.5))
-	g.Expect(big.GetPrice().GetCurrency()).To(Equal("EUR"))
-	g.Expect(big.GetSources()["price"].GetKind()).To(Equal(agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST))
+	require.InDelta(t, 0.5, big.GetPrice().GetPerHour(), 0)
+	require.Equal(t, "EUR", big.GetPrice().GetCurrency())
+	require.Equal(t, agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST, big.GetSources()["price"].GetKind())
 	// Karpenter re-evaluates what it found to be optimal only when pods come or go.
 	scale(t, "narrow", 2)
 	await(t, consolidated, onOneNodeOf("sizes-big", 2))
@@ -156,7 +155,6 @@ prices:
 
 func TestANodeOverlayChangesTheChoice(t *testing.T) {
 	sizes(t, "price: a NodeOverlay on top of the estimate changes the choice")
-	g := NewWithT(t)
 	overlay := &unstructured.Unstructured{Object: map[string]any{
 		"apiVersion": "karpenter.sh/v1alpha1", "kind": "NodeOverlay", "metadata": map[string]any{"name": "cheap-big"},
 		"spec": map[string]any{
@@ -166,7 +164,7 @@ func TestANodeOverlayChangesTheChoice(t *testing.T) {
 			"price": "0.0001",
 		},
 	}}
-	g.Expect(w.Spoke.Create(within(t, soon), overlay)).To(Succeed())
+	require.NoError(t, w.Spoke.Create(within(t, soon), overlay))
 	t.Cleanup(func() {
 		if err := w.Spoke.Delete(context.Background(), overlay); err != nil {
 			t.Error(err)
@@ -188,11 +186,10 @@ func TestANodeOverlayChangesTheChoice(t *testing.T) {
 
 func TestGroupsOfOneInstanceTypeAreMergedAndDifferencesReported(t *testing.T) {
 	sizes(t, "instance types: groups of one type are merged, and machines that differ are reported")
-	g := NewWithT(t)
 	var class shimv1.ClusterAPINodeClass
-	g.Expect(w.Spoke.Get(within(t, soon), client.ObjectKey{Name: "sizes"}, &class)).To(Succeed())
-	g.Expect(class.Status.NodeGroups).To(Equal(int32(3)))
-	g.Expect(class.Status.InstanceTypes).To(Equal(int32(2)), "one on demand and spot")
+	require.NoError(t, w.Spoke.Get(within(t, soon), client.ObjectKey{Name: "sizes"}, &class))
+	require.Equal(t, int32(3), class.Status.NodeGroups)
+	require.Equal(t, int32(2), class.Status.InstanceTypes, "one on demand and spot")
 
 	annotate(t, "sizes-small", cpuAnnotation, `"8"`)
 	poll(t, soon, conditionSays("sizes", shimv1.ConditionNodeGroupsValid,
@@ -212,21 +209,20 @@ func TestANodeCarriesWhatItsGroupPromises(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
-	g := NewWithT(t)
 	leaveAsFound(t)
 	apply(t, w.Hub, manifests.LabelledHub)
 	apply(t, w.Spoke, manifests.LabelledSpoke)
-	g.Expect(w.AwaitNodePool(within(t, soon), "labelled")).To(Succeed())
+	require.NoError(t, w.AwaitNodePool(within(t, soon), "labelled"))
 	promised := described(t, "labelled")
-	g.Expect(promised.GetProblems()).To(BeEmpty())
-	g.Expect(promised.GetZone()).To(Equal("zone-b"))
-	g.Expect(promised.GetTaints()).To(HaveLen(1))
+	require.Empty(t, promised.GetProblems())
+	require.Equal(t, "zone-b", promised.GetZone())
+	require.Len(t, promised.GetTaints(), 1)
 	for _, key := range []string{"fleet.example.com/rack", "node.cluster.x-k8s.io/team", "node-role.kubernetes.io/worker"} {
-		g.Expect(promised.GetNodeLabels()).To(HaveKey(key))
+		require.Contains(t, promised.GetNodeLabels(), key)
 	}
 	inTheHub := []string{"fleet.example.com/stays-in-the-hub", "fleet.example.com/owner", "cluster.x-k8s.io/deployment-name"}
 	for _, key := range inTheHub {
-		g.Expect(promised.GetNodeLabels()).NotTo(HaveKey(key))
+		require.NotContains(t, promised.GetNodeLabels(), key)
 	}
 
 	// On its own Nodes, Karpenter sets what was promised. This Node only has what the kubelet and
@@ -312,7 +308,6 @@ func TestWhatNodesShowIsLearned(t *testing.T) {
 
 func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 	sizes(t, "availability: max size, pause and quota are in the node class with reason and message")
-	g := NewWithT(t)
 	available := func(s shimv1.SelectedNodeGroup) bool { return s.Available }
 	refused := func(reason string) func(shimv1.SelectedNodeGroup) bool {
 		return func(s shimv1.SelectedNodeGroup) bool { return !s.Available && s.Reason == reason && s.Message != "" }
@@ -327,7 +322,7 @@ func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 	poll(t, soon, selected("sizes-small-spot", "no room while it is paused", refused("Paused")))
 	poll(t, soon, selected("sizes-big", "no room for its max size", refused("AtMaxSize")))
 	poll(t, soon, selected("sizes-small", "room", available))
-	g.Expect(described(t, "sizes-big").GetAvailability().GetReason()).To(Equal(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE))
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, described(t, "sizes-big").GetAvailability().GetReason())
 	annotate(t, "sizes-small-spot", clusterv1.PausedAnnotation, "null")
 	poll(t, soon, selected("sizes-small-spot", "room again", available))
 
@@ -335,7 +330,7 @@ func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 		ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "machines"},
 		Spec:       corev1.ResourceQuotaSpec{Hard: corev1.ResourceList{"count/machines.cluster.x-k8s.io": resource.MustParse("0")}},
 	}
-	g.Expect(w.Hub.Create(within(t, soon), quota)).To(Succeed())
+	require.NoError(t, w.Hub.Create(within(t, soon), quota))
 	t.Cleanup(func() {
 		if err := client.IgnoreNotFound(w.Hub.Delete(context.Background(), quota)); err != nil {
 			t.Error(err)
@@ -343,9 +338,9 @@ func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 	})
 	// The sandbox's hub has no controller that computes quotas.
 	quota.Status = corev1.ResourceQuotaStatus{Hard: quota.Spec.Hard, Used: quota.Spec.Hard}
-	g.Expect(w.Hub.Status().Update(within(t, soon), quota)).To(Succeed())
+	require.NoError(t, w.Hub.Status().Update(within(t, soon), quota))
 	poll(t, soon, selected("sizes-small", "no room for the quota", refused("QuotaExceeded")))
-	g.Expect(w.Hub.Delete(within(t, soon), quota)).To(Succeed())
+	require.NoError(t, w.Hub.Delete(within(t, soon), quota))
 	poll(t, soon, selected("sizes-small", "room again", available))
 }
 
@@ -354,12 +349,11 @@ func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
 	figure := sizes(t, "snapshot: a change in the hub is in the shim's")
 	const rounds, bound = 20, 500 * time.Millisecond
-	g := NewWithT(t)
 	spoke, err := client.NewWithWatch(w.Sandbox.SpokeConfig(), client.Options{Scheme: world.Scheme()})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	ctx := within(t, 2*time.Minute)
 	watch, err := spoke.Watch(ctx, &shimv1.ClusterAPINodeClassList{}, client.MatchingFields{"metadata.name": "sizes"})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	defer watch.Stop()
 	until := func(valid bool) {
 		t.Helper()
@@ -368,7 +362,7 @@ func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
 			case <-ctx.Done():
 				t.Fatalf("the condition %s never became %t", shimv1.ConditionNodeGroupsValid, valid)
 			case event, open := <-watch.ResultChan():
-				g.Expect(open).To(BeTrue(), "the watch ended")
+				require.True(t, open, "the watch ended")
 				class, ok := event.Object.(*shimv1.ClusterAPINodeClass)
 				if ok && class.StatusConditions().Get(shimv1.ConditionNodeGroupsValid).IsTrue() == valid {
 					return
@@ -390,5 +384,5 @@ func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
 	}
 	slices.Sort(took)
 	figure("median %s, longest %s, of %d", rounded(took[rounds/2]), rounded(took[rounds-1]), rounds)
-	g.Expect(took[rounds/2]).To(BeNumerically("<", bound))
+	require.Less(t, took[rounds/2], bound)
 }

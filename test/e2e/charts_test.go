@@ -10,8 +10,8 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -42,16 +42,15 @@ func TestChartsAreAcceptedByTheClustersTheyAreFor(t *testing.T) {
 		}
 		for _, values := range files {
 			t.Run(tc.chart+"/"+strings.TrimSuffix(filepath.Base(values), "-values.yaml"), func(t *testing.T) {
-				g := NewWithT(t)
 				checked := 0
 				for _, object := range template(t, tc.chart, tc.release, tc.namespace, values) {
 					if lo.Contains(operatorsGroups, object.GroupVersionKind().Group) {
 						continue
 					}
-					g.Expect(dryRun(t, tc.cluster, object)).To(Succeed(), "%s %s", object.GetKind(), object.GetName())
+					require.NoError(t, dryRun(t, tc.cluster, object), "%s %s", object.GetKind(), object.GetName())
 					checked++
 				}
-				g.Expect(checked).To(BeNumerically(">", 3))
+				require.Greater(t, checked, 3)
 			})
 		}
 	}

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -31,7 +31,6 @@ func TestAClusterGoesWhoseShimAndSpokeAreGone(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: waits for instances that give up an API server")
 	}
-	g := NewWithT(t)
 	h := startHub(t, "e2e-deleted")
 	h.run(t, h.source, 3, 3)
 	h.hold(t, h.source, true)
@@ -51,15 +50,15 @@ func TestAClusterGoesWhoseShimAndSpokeAreGone(t *testing.T) {
 	for _, component := range []string{
 		sandbox.Shim, sandbox.SpokeKwok, sandbox.SpokeScheduler, sandbox.SpokeControllerManager, sandbox.SpokeAPIServer, sandbox.SpokeEtcd,
 	} {
-		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
+		require.NoError(t, h.source.Sandbox.StopComponent(component))
 	}
 	h.hold(t, h.source, false)
 	began := time.Now()
 	cluster := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}}
-	g.Expect(h.source.Hub.Delete(within(t, soon), cluster)).To(Succeed())
+	require.NoError(t, h.source.Hub.Delete(within(t, soon), cluster))
 	poll(t, deletedWithin, h.clusterIsGone)
 	figure("it was gone after %.0f s", time.Since(began).Seconds())
-	g.Expect(h.faults()).To(BeEmpty())
+	require.Empty(t, h.faults())
 }
 
 // clusterIsGone is a condition for poll: nothing that the Cluster owns is left in the hub.
@@ -92,7 +91,6 @@ func (h hubs) clusterIsGone(ctx context.Context) (string, error) {
 // assigned one of the team's machines.
 func (h hubs) hangs(t *testing.T, more func()) (machine string) {
 	t.Helper()
-	g := NewWithT(t)
 	names := func(ctx context.Context) ([]string, error) {
 		var instances simv1.SimMachineList
 		err := h.source.Hub.List(ctx, &instances, client.InNamespace(sandbox.ClusterNamespace))
@@ -103,10 +101,10 @@ func (h hubs) hangs(t *testing.T, more func()) (machine string) {
 	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "west"}}
 	set := func(value string) {
 		patch := mergePatch(`{"spec":{"template":{"spec":{"stuckAt":` + value + `}}}}`)
-		g.Expect(h.source.Hub.Patch(within(t, soon), template, patch)).To(Succeed())
+		require.NoError(t, h.source.Hub.Patch(within(t, soon), template, patch))
 	}
 	before, err := names(within(t, soon))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	set(`"Join"`)
 	more()
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourcev1 "k8s.io/api/resource/v1"
@@ -33,7 +33,6 @@ func TestPodsGetDevices(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: needs a sandbox of its own")
 	}
-	g := NewWithT(t)
 	inSandbox(t, sandbox.Options{Name: "e2e-devices", DynamicResources: true})
 	leaveAsFound(t)
 	const prefix = "capacity.cluster-autoscaler.kubernetes.io/"
@@ -43,7 +42,7 @@ func TestPodsGetDevices(t *testing.T) {
 	annotate(t, "devices", prefix+"gpu-count", strconv.Quote(strconv.Itoa(devicesPerNode)))
 	copies(t, w.Spoke, manifests.CrowdSpoke, "devices", nil)
 	copies(t, w.Spoke, manifests.CrowdWorkload, "devices", nil)
-	g.Expect(w.AwaitNodePool(within(t, soon), "devices")).To(Succeed())
+	require.NoError(t, w.AwaitNodePool(within(t, soon), "devices"))
 	goHome(t, "devices")
 
 	ours := resourcev1.DeviceSelector{CEL: &resourcev1.CELDeviceSelector{Expression: fmt.Sprintf("device.driver == %q", deviceDriver)}}
@@ -57,29 +56,29 @@ func TestPodsGetDevices(t *testing.T) {
 		}}}}},
 	}
 	for _, o := range []client.Object{class, template} {
-		g.Expect(w.Spoke.Create(t.Context(), o)).To(Succeed())
+		require.NoError(t, w.Spoke.Create(t.Context(), o))
 	}
 	deployment := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "devices"}}
-	g.Expect(w.Spoke.Patch(t.Context(), deployment, mergePatch(`{"spec":{"template":{"spec":{
+	require.NoError(t, w.Spoke.Patch(t.Context(), deployment, mergePatch(`{"spec":{"template":{"spec":{
 		"resourceClaims":[{"name":"gpu","resourceClaimTemplateName":"one-gpu"}],
-		"containers":[{"name":"app","image":"app","resources":{"claims":[{"name":"gpu"}],"requests":{"cpu":"100m"}}}]}}}}`))).To(Succeed())
+		"containers":[{"name":"app","image":"app","resources":{"claims":[{"name":"gpu"}],"requests":{"cpu":"100m"}}}]}}}}`)))
 	driveDevices(t)
 
 	const pods = 3
 	scale(t, "devices", pods)
 	await(t, 3*time.Minute, running(pods))
-	g.Expect(where()).To(Equal(map[string]int{"devices": 2}), "not the cheaper group, which has none")
+	require.Equal(t, map[string]int{"devices": 2}, where(), "not the cheaper group, which has none")
 	figure("%d pods on %d Nodes of %d devices", pods, len(w.Recorder.State().Live()), devicesPerNode)
 	await(t, soon, func(s journey.State) string {
 		late, found := lo.Find(s.Live(), func(j journey.Journey) bool { return !j.Reached(journey.Initialized) })
 		return lo.Ternary(found, late.NodeClaim+" to be initialized", "")
 	})
-	g.Expect(made("devices")).To(Equal(2))
+	require.Equal(t, 2, made("devices"))
 	var claims resourcev1.ResourceClaimList
-	g.Expect(w.Spoke.List(t.Context(), &claims, client.InNamespace("default"))).To(Succeed())
-	g.Expect(claims.Items).To(HaveLen(pods))
+	require.NoError(t, w.Spoke.List(t.Context(), &claims, client.InNamespace("default")))
+	require.Len(t, claims.Items, pods)
 	for _, c := range claims.Items {
-		g.Expect(c.Status.Allocation).NotTo(BeNil(), c.Name)
+		require.NotNil(t, c.Status.Allocation, c.Name)
 	}
 }
 

@@ -19,8 +19,8 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	"k8s.io/klog/v2"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -300,6 +300,28 @@ func poll(t *testing.T, d time.Duration, condition func(context.Context) (string
 	}
 }
 
+// throughout makes the checks at each interval, for as long as d.
+func throughout(t *testing.T, d, interval time.Duration, checks func()) {
+	t.Helper()
+	over, tick := time.After(d), time.Tick(interval)
+	for {
+		checks()
+		select {
+		case <-over:
+			return
+		case <-tick:
+		}
+	}
+}
+
+// settle fails the test if an invariant is still violated after d.
+func settle(t *testing.T, in *world.World, d time.Duration) {
+	t.Helper()
+	violations, err := in.Checker.Settle(within(t, d))
+	require.NoError(t, err)
+	require.Empty(t, violations, invariants.Describe(violations))
+}
+
 // apply applies files. At the end of the test it deletes their objects and waits until they are
 // gone.
 func apply(t *testing.T, c client.Client, files ...string) {
@@ -352,13 +374,12 @@ func goHome(t *testing.T, deployments ...string) {
 // agentAs returns a client of the agent that authenticates with a certificate.
 func agentAs(t *testing.T, certificate, key string) *agentclient.Client {
 	t.Helper()
-	g := NewWithT(t)
 	state := w.Sandbox.State()
 	c, err := agentclient.New(agentclient.Options{
 		Address: state.AgentAddress,
 		TLS:     &agentclient.TLS{CertFile: certificate, KeyFile: key, CAFile: state.Paths.AgentCA},
 	})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := c.Close(); err != nil {
 			t.Error(err)

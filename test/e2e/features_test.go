@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -106,7 +106,6 @@ func TestAStaticNodePoolHasItsNodesAndOneWithoutRoomStallsNoOther(t *testing.T) 
 	if testing.Short() {
 		t.Skip("not in the short run: needs a feature gate")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 	copies(t, w.Hub, manifests.CrowdHub, "static", annotated(clusterv1.AutoscalerMaxSizeAnnotation, "3"))
 	copies(t, w.Spoke, manifests.CrowdSpoke, "static", static(2))
@@ -119,14 +118,14 @@ func TestAStaticNodePoolHasItsNodesAndOneWithoutRoomStallsNoOther(t *testing.T) 
 	})
 	size := func(nodes int) {
 		t.Helper()
-		g.Expect(sizePool(within(t, soon), "static", nodes)).To(Succeed())
+		require.NoError(t, sizePool(within(t, soon), "static", nodes))
 	}
 	await(t, 2*time.Minute, initialized("static", 2))
 	size(3)
 	await(t, 2*time.Minute, initialized("static", 3))
 	size(1)
 	await(t, 2*time.Minute, initialized("static", 1))
-	g.Expect(made("static")).To(Equal(3))
+	require.Equal(t, 3, made("static"))
 
 	size(6) // there is room for three of them
 	await(t, 2*time.Minute, initialized("static", 3))
@@ -145,7 +144,7 @@ func TestAStaticNodePoolHasItsNodesAndOneWithoutRoomStallsNoOther(t *testing.T) 
 	})
 	tries := made("static") - before
 	figure("%d NodeClaims made in vain in %.0f s", tries, time.Since(began).Seconds())
-	g.Expect(tries).To(BeNumerically("<=", 3*5), "three at a time, every half minute")
+	require.LessOrEqual(t, tries, 3*5, "three at a time, every half minute")
 
 	annotate(t, "static", clusterv1.AutoscalerMaxSizeAnnotation, `"6"`)
 	began = time.Now()
@@ -158,7 +157,6 @@ func TestAStandaloneNodeClaimGetsAMachine(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 	claim := &karpenterv1.NodeClaim{
 		ObjectMeta: metav1.ObjectMeta{Name: "by-hand"},
@@ -169,11 +167,11 @@ func TestAStandaloneNodeClaimGetsAMachine(t *testing.T) {
 			},
 		},
 	}
-	g.Expect(w.Spoke.Create(t.Context(), claim)).To(Succeed())
+	require.NoError(t, w.Spoke.Create(t.Context(), claim))
 	t.Cleanup(func() { _ = client.IgnoreNotFound(w.Spoke.Delete(context.Background(), claim)) })
 	await(t, 2*time.Minute, initialized("", 1))
-	g.Expect(crowdReplicas(t)).To(BeEquivalentTo(1))
-	g.Expect(w.Spoke.Delete(t.Context(), claim)).To(Succeed())
+	require.EqualValues(t, 1, crowdReplicas(t))
+	require.NoError(t, w.Spoke.Delete(t.Context(), claim))
 	await(t, 2*time.Minute, nothingLives)
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		err := w.Spoke.Get(ctx, client.ObjectKeyFromObject(claim), claim)
@@ -187,16 +185,15 @@ func TestNodesThatExpireAreReplacedOnce(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "crowd"}}
-	g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"template":{"spec":{"expireAfter":"2m"}}}}`))).To(Succeed())
+	require.NoError(t, w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"template":{"spec":{"expireAfter":"2m"}}}}`)))
 	known := len(w.Recorder.State().Journeys)
 	mine := func() []journey.Journey { return w.Recorder.State().Journeys[known:] }
 	scale(t, "crowd", 3)
 	await(t, soon, running(3))
 	first := lo.SliceToMap(mine(), func(j journey.Journey) (types.UID, bool) { return j.UID, true })
-	g.Expect(first).To(HaveLen(3))
+	require.Len(t, first, 3)
 	poll(t, 5*time.Minute, func(context.Context) (string, error) {
 		expired := lo.CountBy(mine(), func(j journey.Journey) bool { return first[j.UID] && j.Reached(journey.Gone) })
 		return lo.Ternary(expired == 3, "", fmt.Sprintf("3 NodeClaims to expire: %d have", expired)), nil
@@ -204,7 +201,7 @@ func TestNodesThatExpireAreReplacedOnce(t *testing.T) {
 	await(t, 2*time.Minute, running(3))
 	await(t, 2*time.Minute, crowdRuns(3))
 	figure("%d NodeClaims made", len(mine()))
-	g.Expect(mine()).To(HaveLen(6), "each is replaced by one, long before that expires")
+	require.Len(t, mine(), 6, "each is replaced by one, long before that expires")
 }
 
 // group creates a copy of the crowd's node group for a node class, with its own name as its
@@ -244,7 +241,6 @@ func TestASpotNodeIsReplacedByACheaperOneOnce(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: needs a feature gate")
 	}
-	g := NewWithT(t)
 	leaveAsFound(t)
 	group(t, "spots", "spots-dear", "spot", "9", "3")
 	requirePool(t, "spots", map[string]any{"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"spot"}})
@@ -264,7 +260,7 @@ func TestASpotNodeIsReplacedByACheaperOneOnce(t *testing.T) {
 	poll(t, 2*time.Minute, func(context.Context) (string, error) {
 		return lo.Ternary(time.Since(settled) > 45*time.Second, "", "some time to pass"), nil
 	})
-	g.Expect(made("spots")).To(Equal(2))
+	require.Equal(t, 2, made("spots"))
 }
 
 func TestMinValuesAreKept(t *testing.T) {
@@ -272,7 +268,6 @@ func TestMinValuesAreKept(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
-	g := NewWithT(t)
 	leaveAsFound(t)
 	group(t, "varied", "varied-a", "on-demand", "1", "3")
 	requirePool(t, "varied", map[string]any{"key": corev1.LabelInstanceTypeStable, "operator": "Exists", "minValues": int64(2)})
@@ -285,19 +280,19 @@ func TestMinValuesAreKept(t *testing.T) {
 		})
 		return lo.Ternary(told, "", "an event of the NodePool's that names minValues"), err
 	})
-	g.Expect(made("varied")).To(BeZero())
+	require.Zero(t, made("varied"))
 	group(t, "varied", "varied-b", "on-demand", "2", "3")
 	await(t, 2*time.Minute, running(1))
-	g.Expect(where()).To(Equal(map[string]int{"varied-a": 1}), "the cheaper of the two")
+	require.Equal(t, map[string]int{"varied-a": 1}, where(), "the cheaper of the two")
 	var claims karpenterv1.NodeClaimList
-	g.Expect(w.Spoke.List(t.Context(), &claims, client.MatchingLabels{karpenterv1.NodePoolLabelKey: "varied"})).To(Succeed())
-	g.Expect(claims.Items).To(HaveLen(1))
+	require.NoError(t, w.Spoke.List(t.Context(), &claims, client.MatchingLabels{karpenterv1.NodePoolLabelKey: "varied"}))
+	require.Len(t, claims.Items, 1)
 	types, ok := lo.Find(claims.Items[0].Spec.Requirements, func(r karpenterv1.NodeSelectorRequirementWithMinValues) bool {
 		return r.Key == corev1.LabelInstanceTypeStable
 	})
-	g.Expect(ok).To(BeTrue())
-	g.Expect(types.Values).To(ConsistOf("varied-a", "varied-b"))
-	g.Expect(types.MinValues).To(HaveValue(Equal(2)))
+	require.True(t, ok)
+	require.ElementsMatch(t, []string{"varied-a", "varied-b"}, types.Values)
+	require.Equal(t, new(2), types.MinValues)
 }
 
 func TestReservedMachinesAreUsedFirst(t *testing.T) {
@@ -305,14 +300,13 @@ func TestReservedMachinesAreUsedFirst(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 	group(t, "mixed", "mixed-reserved", "reserved", "3", "2")
 	group(t, "mixed", "mixed-ondemand", "on-demand", "1", "10")
 	requirePool(t, "mixed", map[string]any{"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"reserved", "on-demand"}})
 	scale(t, "mixed", 3)
 	await(t, 2*time.Minute, running(3))
-	g.Expect(where()).To(Equal(map[string]int{"mixed-reserved": 2, "mixed-ondemand": 1}))
+	require.Equal(t, map[string]int{"mixed-reserved": 2, "mixed-ondemand": 1}, where())
 	planned := made("mixed")
 	scale(t, "mixed", 2) // one of three pods is removed: the others fit on the reserved machines
 	await(t, 2*time.Minute, func(s journey.State) string {
@@ -332,7 +326,6 @@ func TestACapacityBufferKeepsNodesReady(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: needs a feature gate")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 	scale(t, "crowd", 1)
 	await(t, soon, running(1))
@@ -343,7 +336,7 @@ func TestACapacityBufferKeepsNodesReady(t *testing.T) {
 			"replicas": int64(2), "scalableRef": map[string]any{"apiGroup": "apps", "kind": "Deployment", "name": "crowd"},
 		},
 	}}
-	g.Expect(manifests.ApplyObjects(t.Context(), w.Spoke, buffer)).To(Succeed())
+	require.NoError(t, manifests.ApplyObjects(t.Context(), w.Spoke, buffer))
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), soon)
 		defer cancel()
@@ -357,7 +350,7 @@ func TestACapacityBufferKeepsNodesReady(t *testing.T) {
 	await(t, soon, running(3))
 	figure("2 more pods ran after %.1f s", time.Since(began).Seconds())
 	await(t, 2*time.Minute, initialized("crowd", 5))
-	g.Expect(manifests.DeleteObjects(within(t, soon), w.Spoke, buffer)).To(Succeed())
+	require.NoError(t, manifests.DeleteObjects(within(t, soon), w.Spoke, buffer))
 	await(t, 2*time.Minute, initialized("crowd", 3))
 }
 
@@ -368,7 +361,6 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: needs a sandbox of its own")
 	}
-	g := NewWithT(t)
 	inSandbox(t, sandbox.Options{
 		Name: "e2e-fixed", FeatureGates: []string{"NodeRepair", "TerminateFirstDrift", "TerminateFirstRepair"},
 		ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
@@ -379,8 +371,9 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 	annotate(t, "crowd", clusterv1.AutoscalerMaxSizeAnnotation, strconv.Quote(strconv.Itoa(size)))
 	patchGroup(t, "crowd", `{"spec":{"rollout":{"strategy":{"type":"OnDelete"}},"template":{"spec":{"version":"`+versionBefore+`"}}}}`)
 	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "crowd"}}
-	g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"disruption":{"budgets":[{"nodes":"2"}]},"template":{"spec":{"requirements":[
-		{"key":"karpenter.sh/capacity-type","operator":"In","values":["reserved"]}]}}}}`))).To(Succeed())
+	reserved := mergePatch(`{"spec":{"disruption":{"budgets":[{"nodes":"2"}]},"template":{"spec":{"requirements":[
+		{"key":"karpenter.sh/capacity-type","operator":"In","values":["reserved"]}]}}}}`)
+	require.NoError(t, w.Spoke.Patch(t.Context(), pool, reserved))
 	scale(t, "crowd", size)
 	await(t, 2*time.Minute, running(size))
 	// Core may plan twice with the single free machine, for a pod and for the replacement of
@@ -391,7 +384,7 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 	var most int
 	atMost := func() {
 		most = max(most, len(listCrowd(t)))
-		g.Expect(most).To(BeNumerically("<=", size), "Machines")
+		require.LessOrEqual(t, most, size, "Machines")
 	}
 
 	// drift changes the specification of Nodes, and waits until each was replaced once.
@@ -406,15 +399,15 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 		})
 		await(t, 2*time.Minute, running(size))
 		await(t, 2*time.Minute, crowdRuns(size))
-		g.Expect(got()-before).To(Equal(size), "each is replaced once")
+		require.Equal(t, size, got()-before, "each is replaced once")
 		figure("%s: %d Nodes drifted, replaced in %.0f s", what, size, time.Since(began).Seconds())
 	}
 	drift("NodePool", func() {
 		change := mergePatch(`{"spec":{"template":{"metadata":{"labels":{"fleet.example.com/generation":"2"}}}}}`)
-		g.Expect(w.Spoke.Patch(t.Context(), pool, change)).To(Succeed())
+		require.NoError(t, w.Spoke.Patch(t.Context(), pool, change))
 	})
 	drift("template", func() { patchGroup(t, "crowd", `{"spec":{"template":{"spec":{"version":"`+versionAfter+`"}}}}`) })
-	g.Expect(versions(t, "crowd")).To(Equal(map[string]int{versionAfter: size}))
+	require.Equal(t, map[string]int{versionAfter: size}, versions(t, "crowd"))
 	figure("%d NodeClaims refused", made("crowd")-got())
 
 	sick := listCrowd(t)[0]
@@ -425,6 +418,6 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 		return lo.Ternary(!lo.Contains(uidsOf(listCrowd(t)), sick.UID), "", "Machine "+sick.Name+" to be replaced"), nil
 	})
 	awaitReplaced(t, &sick, size)
-	g.Expect(got()).To(Equal(3*size + 1))
+	require.Equal(t, 3*size+1, got())
 	figure("1 repaired in %.0f s, never more than %d Machines", time.Since(began).Seconds(), most)
 }

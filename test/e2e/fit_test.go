@@ -10,7 +10,7 @@ import (
 	texttemplate "text/template"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -94,7 +94,7 @@ func TestPodsFitTheNodesThatWerePlannedForThem(t *testing.T) {
 	apply(t, w.Spoke, manifests.FitSpoke)
 	for set := range fitSets {
 		pool := fitObjects(t, fitPool, map[string]any{"Name": fitPoolName(set), "Kubelet": fitKubelets[set%len(fitKubelets)]})
-		NewWithT(t).Expect(manifests.ApplyObjects(within(t, soon), w.Spoke, pool...)).To(Succeed())
+		require.NoError(t, manifests.ApplyObjects(within(t, soon), w.Spoke, pool...))
 		t.Cleanup(func() {
 			if err := w.Spoke.Delete(context.Background(), pool[0]); err != nil {
 				t.Error(err)
@@ -116,27 +116,25 @@ func fitPoolName(set int) string { return fmt.Sprintf("fit-%d", set) }
 
 func fitObjects(t *testing.T, from *texttemplate.Template, values map[string]any) []*unstructured.Unstructured {
 	t.Helper()
-	g := NewWithT(t)
 	var text bytes.Buffer
-	g.Expect(from.Execute(&text, values)).To(Succeed())
+	require.NoError(t, from.Execute(&text, values))
 	objects, err := manifests.Parse(text.Bytes())
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return objects
 }
 
 func fitRound(t *testing.T, random *rand.Rand, round int) (pods, nodes int) {
 	t.Helper()
-	g := NewWithT(t)
 	ctx := within(t, 2*placedWithin+settleWithin)
 	groups := fitCatalogue(t, random, round)
-	g.Expect(manifests.ApplyObjects(ctx, w.Hub, groups...)).To(Succeed())
+	require.NoError(t, manifests.ApplyObjects(ctx, w.Hub, groups...))
 	for set := range fitSets {
-		g.Expect(w.AwaitNodePool(ctx, fitPoolName(set))).To(Succeed())
+		require.NoError(t, w.AwaitNodePool(ctx, fitPoolName(set)))
 	}
 	wanted := map[string]int{}
 	for set := range fitSets {
 		for _, pod := range fitSet(random, fitPoolName(set), fmt.Sprintf("fit-%d-%d", round, set)) {
-			g.Expect(w.Spoke.Create(ctx, pod)).To(Succeed())
+			require.NoError(t, w.Spoke.Create(ctx, pod))
 			wanted[fitPoolName(set)]++
 			pods++
 		}
@@ -144,28 +142,28 @@ func fitRound(t *testing.T, random *rand.Rand, round int) (pods, nodes int) {
 	await(t, placedWithin, running(pods))
 
 	var claims karpenterv1.NodeClaimList
-	g.Expect(w.Spoke.List(ctx, &claims)).To(Succeed())
+	require.NoError(t, w.Spoke.List(ctx, &claims))
 	planned := map[string]int{}
 	for i := range claims.Items {
 		planned[claims.Items[i].Labels[karpenterv1.NodePoolLabelKey]] += int(claims.Items[i].Spec.Resources.Requests.Pods().Value())
 	}
-	g.Expect(planned).To(Equal(wanted), "the pods that NodeClaims were made for, by NodePool")
+	require.Equal(t, wanted, planned, "the pods that NodeClaims were made for, by NodePool")
 	nodes = len(claims.Items)
 
-	g.Expect(w.Spoke.DeleteAllOf(ctx, &corev1.Pod{}, client.InNamespace("default"), client.HasLabels{fitLabel})).To(Succeed())
-	g.Expect(w.Spoke.DeleteAllOf(ctx, &karpenterv1.NodeClaim{})).To(Succeed())
+	require.NoError(t, w.Spoke.DeleteAllOf(ctx, &corev1.Pod{}, client.InNamespace("default"), client.HasLabels{fitLabel}))
+	require.NoError(t, w.Spoke.DeleteAllOf(ctx, &karpenterv1.NodeClaim{}))
 	await(t, placedWithin, noMachines)
 	for _, object := range slices.Backward(groups) {
-		g.Expect(w.Hub.Delete(ctx, object)).To(Succeed())
+		require.NoError(t, w.Hub.Delete(ctx, object))
 	}
-	g.Expect(world.Poll(ctx, func(ctx context.Context) (string, error) {
+	require.NoError(t, world.Poll(ctx, func(ctx context.Context) (string, error) {
 		for _, object := range groups {
 			if err := w.Hub.Get(ctx, client.ObjectKeyFromObject(object), object.DeepCopy()); client.IgnoreNotFound(err) != nil || err == nil {
 				return object.GetKind() + " " + object.GetName() + " to be gone", client.IgnoreNotFound(err)
 			}
 		}
 		return "", nil
-	})).To(Succeed())
+	}))
 	return pods, nodes
 }
 

@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
@@ -27,22 +27,21 @@ func TestPodsBecomeNodesAlthoughShimAndAgentAreKilled(t *testing.T) {
 	killed[t.Name()] = true
 	leaveAsFound(t)
 	result := runScenario(t, true)
-	NewWithT(t).Expect(result.Killed).To(Equal(2))
+	require.Equal(t, 2, result.Killed)
 }
 
 func runScenario(t *testing.T, chaos bool) scenario.Result {
 	t.Helper()
-	g := NewWithT(t)
 	began := time.Now()
 	tell := func(format string, args ...any) {
 		say("%7.1f s  %s", time.Since(began).Seconds(), fmt.Sprintf(format, args...))
 	}
 	result, err := scenario.Run(t.Context(), w, scenario.Options{Chaos: chaos, Title: tell, Note: tell})
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(result.Pods).To(Equal(scenario.Full.TotalPods()))
-	g.Expect(result.Nodes).To(Equal(scenario.Full.TotalNodes()-1), "one is the user's own")
-	g.Expect(result.Consolidated).To(BeNumerically(">=", scenario.Full.TotalNodes()-scenario.Reduced.TotalNodes()))
-	g.Expect(result.FinalReplicas).To(Equal(map[string]int32{"small-a": 1, "large-b": 0, "small-b-spot": 0}))
+	require.NoError(t, err)
+	require.Equal(t, scenario.Full.TotalPods(), result.Pods)
+	require.Equal(t, scenario.Full.TotalNodes()-1, result.Nodes, "one is the user's own")
+	require.GreaterOrEqual(t, result.Consolidated, scenario.Full.TotalNodes()-scenario.Reduced.TotalNodes())
+	require.Equal(t, map[string]int32{"small-a": 1, "large-b": 0, "small-b-spot": 0}, result.FinalReplicas)
 	return result
 }
 
@@ -51,14 +50,13 @@ func TestManifestsOfThePeersUsersWorkUnchanged(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
-	g := NewWithT(t)
 	leaveAsFound(t)
 	apply(t, w.Hub, manifests.PeerHub)
 	apply(t, w.Spoke, manifests.PeerSpoke, manifests.PeerWorkload)
-	g.Expect(w.AwaitNodePool(within(t, soon), "peer")).To(Succeed())
+	require.NoError(t, w.AwaitNodePool(within(t, soon), "peer"))
 	goHome(t, "scale-up")
 	scale(t, "scale-up", 3)
 	await(t, 2*time.Minute, running(3))
 	nodes := lo.CountValuesBy(w.Recorder.State().Live(), func(j journey.Journey) string { return j.NodePool + " from " + j.Group })
-	g.Expect(nodes).To(Equal(map[string]int{"peer from peer-md-0": 3}), "the pods keep away from each other")
+	require.Equal(t, map[string]int{"peer from peer-md-0": 3}, nodes, "the pods keep away from each other")
 }

@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -24,7 +24,6 @@ func TestPodsRunOnTheFloor(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: the shim reports its Nodes once a minute")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 	const floor, pods = 2, 3
 	began := time.Now()
@@ -49,7 +48,7 @@ func TestPodsRunOnTheFloor(t *testing.T) {
 	figure("its Nodes took pods %.0f s after they were asked for", time.Since(began).Seconds())
 	theirs := listCrowd(t)
 	for i := range theirs {
-		g.Expect(theirs[i].Annotations).To(HaveKey(agentv1.FloorAnnotation))
+		require.Contains(t, theirs[i].Annotations, agentv1.FloorAnnotation)
 		pod := &corev1.Pod{
 			ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: fmt.Sprintf("floor-%d", i), Labels: map[string]string{"app": "floor"}},
 			Spec: corev1.PodSpec{
@@ -58,7 +57,7 @@ func TestPodsRunOnTheFloor(t *testing.T) {
 				Containers:                    []corev1.Container{{Name: "app", Image: "registry.k8s.io/pause:3.10"}},
 			},
 		}
-		g.Expect(w.Spoke.Create(t.Context(), pod)).To(Succeed())
+		require.NoError(t, w.Spoke.Create(t.Context(), pod))
 		t.Cleanup(func() { _ = w.Spoke.Delete(context.Background(), pod) })
 	}
 	poll(t, soon, podsRun("floor", floor))
@@ -67,22 +66,22 @@ func TestPodsRunOnTheFloor(t *testing.T) {
 	scale(t, "crowd", pods)
 	await(t, 2*time.Minute, running(floor+pods))
 	await(t, soon, crowdRuns(floor+pods))
-	g.Expect(made("crowd")).To(Equal(before + pods))
+	require.Equal(t, before+pods, made("crowd"))
 	group := described(t, "crowd")
-	g.Expect(group.GetFloorReplicas()).To(Equal(int32(floor)))
+	require.Equal(t, int32(floor), group.GetFloorReplicas())
 	paths := w.Sandbox.State().Paths
 	response, err := agentAs(t, paths.ReaderCertificate, paths.ReaderKey).Machines.ListMachines(within(t, soon),
 		&agentv1alpha1.ListMachinesRequest{Cluster: theCluster(), NodeGroupId: group.GetId()})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	owners := lo.CountValuesBy(response.GetMachines(), func(m *agentv1alpha1.Machine) agentv1alpha1.MachineOwner { return m.GetOwner() })
-	g.Expect(owners).To(Equal(map[agentv1alpha1.MachineOwner]int{
+	require.Equal(t, map[agentv1alpha1.MachineOwner]int{
 		agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR: floor, agentv1alpha1.MachineOwner_MACHINE_OWNER_CLAIM: pods,
-	}))
+	}, owners)
 	scale(t, "crowd", 0)
 	await(t, 3*time.Minute, crowdRuns(floor))
-	g.Consistently(func(g Gomega) {
-		g.Expect(uidsOf(listCrowd(t))).To(ConsistOf(uidsOf(theirs)))
-	}).WithTimeout(spareGrace + 15*time.Second).WithPolling(time.Second).Should(Succeed())
+	throughout(t, spareGrace+15*time.Second, time.Second, func() {
+		require.ElementsMatch(t, uidsOf(theirs), uidsOf(listCrowd(t)))
+	})
 	poll(t, soon, podsRun("floor", floor))
 }
 

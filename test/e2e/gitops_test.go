@@ -8,8 +8,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -38,29 +38,27 @@ func TestReplicasWrittenBelowWhatIsClaimedFreezeTheGroup(t *testing.T) {
 		t.Skip("not in the short run: waits for longer than a spare is kept")
 	}
 	const floor, pods, written = 1, 3, 2
-	g := NewWithT(t)
 	useCrowd(t)
 	patchGroup(t, "crowd", fmt.Sprintf(`{"spec":{"replicas":%d}}`, floor))
 	await(t, 2*time.Minute, crowdRuns(floor))
 	scale(t, "crowd", pods)
 	await(t, 3*time.Minute, running(pods))
 	await(t, soon, crowdRuns(floor+pods))
-	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+	settle(t, w, settleWithin)
 
 	stopSyncing := syncReplicas(t, written)
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		var md clusterv1.MachineDeployment
 		err := w.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: "crowd"}, &md)
 		why := md.Annotations[agentv1.ReplicasLoweredAnnotation]
-		named, _ := ContainSubstring(gitOps).Match(why)
-		return lo.Ternary(named, "", fmt.Sprintf("the annotation %s to name %s: it is %q", agentv1.ReplicasLoweredAnnotation, gitOps, why)), err
+		return lo.Ternary(strings.Contains(why, gitOps), "",
+			fmt.Sprintf("the annotation %s to name %s: it is %q", agentv1.ReplicasLoweredAnnotation, gitOps, why)), err
 	})
 	poll(t, soon, warned("crowd", "ReplicasLoweredBelowClaims", gitOps))
 	poll(t, soon, selectedBy("crowd", "crowd", "no room while it is frozen", func(s shimv1.SelectedNodeGroup) bool {
 		return !s.Available && s.Reason == "ReplicasLowered" && s.Message != ""
 	}))
-	g.Expect(described(t, "crowd").GetAvailability().GetReason()).
-		To(Equal(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED))
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED, described(t, "crowd").GetAvailability().GetReason())
 
 	// Cluster API removes the Machines in excess of the written replicas. Nothing else is removed,
 	// and replicas are not raised back.
@@ -69,21 +67,23 @@ func TestReplicasWrittenBelowWhatIsClaimedFreezeTheGroup(t *testing.T) {
 		return lo.Ternary(left <= written, "", fmt.Sprintf("Cluster API to leave %d of %d Machines", written, left)), nil
 	})
 	left := crowdMachines(t)
-	g.Consistently(func(g Gomega) {
-		g.Expect(crowdReplicas(t)).To(BeNumerically("<=", written), "replicas are not raised back")
-		g.Expect(crowdDeployment(t).Annotations).To(HaveKey(agentv1.ReplicasLoweredAnnotation))
-		g.Expect(crowdMachines(t)).To(ConsistOf(left))
-		g.Expect(releasedUnclaimed(t)).To(BeEmpty())
-	}).WithTimeout(spareGrace + 15*time.Second).WithPolling(500 * time.Millisecond).Should(Succeed())
+	throughout(t, spareGrace+15*time.Second, 500*time.Millisecond, func() {
+		require.LessOrEqual(t, crowdReplicas(t), int32(written), "replicas are not raised back")
+		require.Contains(t, crowdDeployment(t).Annotations, agentv1.ReplicasLoweredAnnotation)
+		require.ElementsMatch(t, left, crowdMachines(t))
+		require.Empty(t, releasedUnclaimed(t))
+	})
 	stopSyncing()
 
 	annotate(t, "crowd", agentv1.ReplicasLoweredAnnotation, "null")
 	await(t, 5*time.Minute, running(pods))
 	await(t, 2*time.Minute, crowdRuns(floor+pods))
-	g.Expect(invariants.Floor(crowdDeployment(t))).To(Equal(int32(floor)), "the user has what the user had before")
-	g.Expect(crowdDeployment(t).Annotations).NotTo(HaveKey(agentv1.ReplicasLoweredAnnotation))
+	has, err := invariants.Floor(crowdDeployment(t))
+	require.NoError(t, err)
+	require.Equal(t, int32(floor), has, "the user has what the user had before")
+	require.NotContains(t, crowdDeployment(t).Annotations, agentv1.ReplicasLoweredAnnotation)
 	poll(t, soon, selectedBy("crowd", "crowd", "room again", func(s shimv1.SelectedNodeGroup) bool { return s.Available }))
-	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+	settle(t, w, settleWithin)
 }
 
 // A number that is never below what is claimed costs a machine each time it is written back.
@@ -93,7 +93,6 @@ func TestReplicasThatAreWrittenBackFreezeTheGroup(t *testing.T) {
 		t.Skip("not in the short run: a variant of the test above")
 	}
 	const floor, written = 7, 8
-	g := NewWithT(t)
 	useCrowd(t)
 	patchGroup(t, "crowd", fmt.Sprintf(`{"spec":{"replicas":%d}}`, floor))
 	await(t, 2*time.Minute, crowdRuns(floor))
@@ -116,15 +115,17 @@ func TestReplicasThatAreWrittenBackFreezeTheGroup(t *testing.T) {
 	poll(t, soon, frozen)
 	poll(t, soon, warned("crowd", "ReplicasWrittenBack", gitOps))
 	left, _ := invariants.Floor(crowdDeployment(t))
-	g.Consistently(func(g Gomega) {
-		g.Expect(crowdReplicas(t)).To(BeEquivalentTo(written))
-		g.Expect(invariants.Floor(crowdDeployment(t))).To(Equal(left))
-	}).WithTimeout(15 * time.Second).WithPolling(500 * time.Millisecond).Should(Succeed())
+	throughout(t, 15*time.Second, 500*time.Millisecond, func() {
+		require.EqualValues(t, written, crowdReplicas(t))
+		has, err := invariants.Floor(crowdDeployment(t))
+		require.NoError(t, err)
+		require.Equal(t, left, has)
+	})
 	stopSyncing()
 
 	annotate(t, "crowd", agentv1.ReplicasLoweredAnnotation, "null")
 	poll(t, soon, selectedBy("crowd", "crowd", "room again", func(s shimv1.SelectedNodeGroup) bool { return s.Available }))
-	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+	settle(t, w, settleWithin)
 }
 
 // syncReplicas repeatedly writes the crowd's replicas, like a GitOps controller whose manifest sets
@@ -178,8 +179,8 @@ func warned(group, reason, text string) func(context.Context) (string, error) {
 			return "", err
 		}
 		found := lo.ContainsBy(events.Items, func(e eventsv1.Event) bool {
-			named, _ := ContainSubstring(text).Match(e.Note)
-			return named && e.Type == corev1.EventTypeWarning && e.Reason == reason && e.Regarding.Kind == "MachineDeployment" && e.Regarding.Name == group
+			return strings.Contains(e.Note, text) && e.Type == corev1.EventTypeWarning && e.Reason == reason &&
+				e.Regarding.Kind == "MachineDeployment" && e.Regarding.Name == group
 		})
 		return lo.Ternary(found, "", fmt.Sprintf("a Warning %s about %s that names %s", reason, group, text)), nil
 	}

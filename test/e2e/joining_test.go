@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -32,10 +32,9 @@ const plannings = 3
 // Cluster API removes, and keeps Cluster API from removing it.
 func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
 	shows(t, "pods get one Node each although Cluster API is late to initialize it")
-	g := NewWithT(t)
 	useCrowd(t)
 	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
-	g.Expect(w.Hub.Patch(t.Context(), template, mergePatch(`{"spec":{"template":{"spec":{"stuckAt":"Join"}}}}`))).To(Succeed())
+	require.NoError(t, w.Hub.Patch(t.Context(), template, mergePatch(`{"spec":{"template":{"spec":{"stuckAt":"Join"}}}}`)))
 
 	const pods = 8
 	known := len(w.Recorder.State().Journeys)
@@ -49,7 +48,7 @@ func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	g.Expect(pause(t.Context(), `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":""}}}`)).To(Succeed())
+	require.NoError(t, pause(t.Context(), `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":""}}}`))
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		return "", eachMachine(ctx, "crowd", func(m *clusterv1.Machine) error {
 			return lo.Ternary(conditions.IsTrue(m, clusterv1.PausedCondition), nil, errors.New("Machine "+m.Name+" to be paused"))
@@ -57,29 +56,29 @@ func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
 	})
 
 	var instances simv1.SimMachineList
-	g.Expect(w.Hub.List(t.Context(), &instances, client.InNamespace(sandbox.ClusterNamespace))).To(Succeed())
+	require.NoError(t, w.Hub.List(t.Context(), &instances, client.InNamespace(sandbox.ClusterNamespace)))
 	for i := range instances.Items {
-		g.Expect(w.Hub.Patch(t.Context(), &instances.Items[i], mergePatch(`{"spec":{"stuckAt":null}}`))).To(Succeed())
+		require.NoError(t, w.Hub.Patch(t.Context(), &instances.Items[i], mergePatch(`{"spec":{"stuckAt":null}}`)))
 	}
 	await(t, soon, reached(pods, journey.Registered))
 	before, err := timesPlanned(t.Context())
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	poll(t, 2*soon, func(ctx context.Context) (string, error) {
 		now, err := timesPlanned(ctx)
 		return lo.Ternary(now >= before+plannings, "", fmt.Sprintf("Karpenter to look %d times at the pods: it did %d times", plannings, now-before)), err
 	})
 	state := w.Recorder.State()
-	g.Expect(state.Journeys[known:]).To(HaveLen(pods), "one NodeClaim for each pod, and no more")
-	g.Expect(lo.Filter(state.Live(), func(j journey.Journey, _ int) bool { return j.Reached(journey.Initialized) })).To(BeEmpty())
+	require.Len(t, state.Journeys[known:], pods, "one NodeClaim for each pod, and no more")
+	require.Empty(t, lo.Filter(state.Live(), func(j journey.Journey, _ int) bool { return j.Reached(journey.Initialized) }))
 	var nodes corev1.NodeList
-	g.Expect(w.Spoke.List(t.Context(), &nodes, client.MatchingLabels{corev1.LabelInstanceTypeStable: "crowd"})).To(Succeed())
+	require.NoError(t, w.Spoke.List(t.Context(), &nodes, client.MatchingLabels{corev1.LabelInstanceTypeStable: "crowd"}))
 	for _, node := range nodes.Items {
-		g.Expect(node.Spec.Taints).To(ContainElement(clusterv1.NodeUninitializedTaint))
+		require.Contains(t, node.Spec.Taints, clusterv1.NodeUninitializedTaint)
 	}
 
-	g.Expect(pause(t.Context(), `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":null}}}`)).To(Succeed())
+	require.NoError(t, pause(t.Context(), `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":null}}}`))
 	await(t, 2*time.Minute, running(pods))
-	g.Expect(w.Recorder.State().Journeys[known:]).To(HaveLen(pods), "no Node is replaced either")
+	require.Len(t, w.Recorder.State().Journeys[known:], pods, "no Node is replaced either")
 }
 
 func mergePatch(patch string) client.Patch {

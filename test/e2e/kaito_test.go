@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -37,33 +37,32 @@ func TestAWorkspaceOfKAITOGetsItsMachines(t *testing.T) {
 		}),
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := NewWithT(t)
 			leaveAsFound(t)
 			copies(t, w.Hub, manifests.KaitoHub, "a100", nil)
 			copies(t, w.Spoke, manifests.KaitoWorkload, "phi-4", nil)
 			copies(t, w.Spoke, manifests.KaitoSpoke, "gpus", change)
-			g.Expect(w.AwaitNodePool(within(t, soon), pool)).To(Succeed())
+			require.NoError(t, w.AwaitNodePool(within(t, soon), pool))
 			before, began := made(pool), time.Now()
 			scale(t, "phi-4", 3)
 			await(t, 3*time.Minute, initialized(pool, 2))
 			await(t, 2*time.Minute, running(2))
 			figure("%s: two pods ran after %.0f s", name, time.Since(began).Seconds())
 			var nodes corev1.NodeList
-			g.Expect(w.Spoke.List(t.Context(), &nodes, client.MatchingLabels{karpenterv1.NodePoolLabelKey: pool})).To(Succeed())
+			require.NoError(t, w.Spoke.List(t.Context(), &nodes, client.MatchingLabels{karpenterv1.NodePoolLabelKey: pool}))
 			for _, n := range nodes.Items {
-				g.Expect(n.Labels).To(HaveKeyWithValue("karpenter.kaito.sh/workspace-name", "phi-4"))
-				g.Expect(n.Labels).To(HaveKeyWithValue(corev1.LabelInstanceTypeStable, "Standard_NC24ads_A100_v4"))
-				g.Expect(n.Labels[placement]).To(Equal(lo.Ternary(change != nil, regional, "")))
-				g.Expect(n.Spec.Taints).To(ContainElement(corev1.Taint{Key: "sku", Value: "gpu", Effect: corev1.TaintEffectNoSchedule}))
+				require.Equal(t, "phi-4", n.Labels["karpenter.kaito.sh/workspace-name"])
+				require.Equal(t, "Standard_NC24ads_A100_v4", n.Labels[corev1.LabelInstanceTypeStable])
+				require.Equal(t, lo.Ternary(change != nil, regional, ""), n.Labels[placement])
+				require.Contains(t, n.Spec.Taints, corev1.Taint{Key: "sku", Value: "gpu", Effect: corev1.TaintEffectNoSchedule})
 			}
 
-			g.Expect(sizePool(within(t, soon), pool, 3)).To(Succeed())
+			require.NoError(t, sizePool(within(t, soon), pool, 3))
 			await(t, 3*time.Minute, initialized(pool, 3))
 			await(t, 2*time.Minute, running(3))
-			g.Expect(made(pool)-before).To(Equal(3), "one NodeClaim for each replica")
+			require.Equal(t, 3, made(pool)-before, "one NodeClaim for each replica")
 
 			scale(t, "phi-4", 0)
-			g.Expect(w.Spoke.Delete(within(t, soon), &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: pool}})).To(Succeed())
+			require.NoError(t, w.Spoke.Delete(within(t, soon), &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: pool}}))
 			await(t, 3*time.Minute, initialized(pool, 0))
 			poll(t, soon, func(ctx context.Context) (string, error) {
 				err := w.Spoke.Get(ctx, client.ObjectKey{Name: pool}, &karpenterv1.NodePool{})

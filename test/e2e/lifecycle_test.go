@@ -12,8 +12,8 @@ import (
 	"text/tabwriter"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -28,7 +28,6 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
@@ -231,7 +230,6 @@ func TestNodesSurviveWhateverIsDoneToThem(t *testing.T) {
 		lives = lo.Reject(lives, func(l *life, _ int) bool { return strings.HasPrefix(l.deed.name, "the instance is lost") })
 		lives = lo.Filter(lives, func(_ *life, i int) bool { return i%6 == 1 })
 	}
-	g := NewWithT(t)
 	inSandbox(t, sandbox.Options{Name: "e2e-life", AgentArgs: []string{"--failure-cool-down=5s"}})
 	hub, spoke := cached(t, w.Sandbox.HubConfig()), cached(t, w.Sandbox.SpokeConfig())
 	paths := w.Sandbox.State().Paths
@@ -248,17 +246,15 @@ func TestNodesSurviveWhateverIsDoneToThem(t *testing.T) {
 			return nil
 		})
 	}
-	g.Expect(going.Wait()).To(Succeed())
+	require.NoError(t, going.Wait())
 	tellLives(lives)
 	for _, l := range lives {
 		if l.err != nil {
 			t.Errorf("%s: %s while it is %s: %v", l.name, l.deed.name, l.stage.name, l.err)
 		}
 	}
-	violations, err := w.Checker.Settle(within(t, settleWithin))
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(violations).To(BeEmpty(), invariants.Describe(violations))
-	g.Expect(faultsInLogs(w, append(lo.Times(agents, sandbox.AgentName), sandbox.Shim)...)).To(BeEmpty())
+	settle(t, w, settleWithin)
+	require.Empty(t, faultsInLogs(w, append(lo.Times(agents, sandbox.AgentName), sandbox.Shim)...))
 	figure("%d scenarios", len(lives))
 }
 
@@ -274,9 +270,8 @@ func tellLives(lives []*life) {
 // cached returns a cache of a cluster's objects for the duration of the test.
 func cached(t *testing.T, config *rest.Config) client.Reader {
 	t.Helper()
-	g := NewWithT(t)
 	reads, err := cache.New(config, cache.Options{Scheme: world.Scheme()})
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	ctx, stop := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	t.Cleanup(func() {

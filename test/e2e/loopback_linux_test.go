@@ -9,41 +9,42 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 )
 
 func TestEveryServerListensOnLoopbackOnly(t *testing.T) {
 	shows(t, "every server listens on loopback only")
-	g := NewWithT(t)
 	var all []netip.AddrPort
 	for _, component := range w.Sandbox.State().Components {
 		listening, err := listeners(component.PID)
-		g.Expect(err).NotTo(HaveOccurred(), component.Name)
+		require.NoError(t, err, component.Name)
 		for _, address := range listening {
-			g.Expect(address.Addr().IsLoopback()).To(BeTrue(), "%s listens on %s", component.Name, address)
+			require.True(t, address.Addr().IsLoopback(), "%s listens on %s", component.Name, address)
 		}
 		all = append(all, listening...)
 	}
-	g.Expect(len(all)).To(BeNumerically(">", len(w.Sandbox.State().Components)), "the test has to see what it is looking for")
+	require.Greater(t, len(all), len(w.Sandbox.State().Components), "the test has to see what it is looking for")
 }
 
 // This tests the detection itself: a socket that listens on all interfaces is detected as such.
 func TestListenersAreSeen(t *testing.T) {
-	g := NewWithT(t)
 	var config net.ListenConfig
 	listener, err := config.Listen(t.Context(), "tcp", ":0")
-	g.Expect(err).NotTo(HaveOccurred())
-	t.Cleanup(func() { g.Expect(listener.Close()).To(Succeed()) })
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, listener.Close()) })
 	address, err := netip.ParseAddrPort(listener.Addr().String())
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(listeners(os.Getpid())).To(ContainElement(And(
-		HaveField("Port()", address.Port()), HaveField("Addr().IsLoopback()", BeFalse()),
-	)))
+	require.NoError(t, err)
+	listening, err := listeners(os.Getpid())
+	require.NoError(t, err)
+	require.True(t, slices.ContainsFunc(listening, func(a netip.AddrPort) bool {
+		return a.Port() == address.Port() && !a.Addr().IsLoopback()
+	}), "%v", listening)
 }
 
 // listeners returns the TCP addresses on which a process listens.

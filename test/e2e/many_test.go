@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -48,21 +48,20 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: five hundred Nodes")
 	}
-	g := NewWithT(t)
 	h := startHub(t, "e2e-many", func(o *sandbox.Options) { o.AuditHub = true })
-	g.Expect(manifests.Apply(within(t, soon), h.source.Hub, manifests.MoveHub)).To(Succeed())
-	g.Expect(manifests.Apply(within(t, soon), h.source.Spoke, manifests.MoveSpoke)).To(Succeed())
-	g.Expect(h.source.AwaitNodePool(within(t, soon), "move")).To(Succeed())
+	require.NoError(t, manifests.Apply(within(t, soon), h.source.Hub, manifests.MoveHub))
+	require.NoError(t, manifests.Apply(within(t, soon), h.source.Spoke, manifests.MoveSpoke))
+	require.NoError(t, h.source.AwaitNodePool(within(t, soon), "move"))
 	for _, name := range []string{"east", "west"} {
 		md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: name}}
 		patch := mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"%d"}},"spec":{"replicas":%d}}`,
 			clusterv1.AutoscalerMaxSizeAnnotation, many, many))
-		g.Expect(h.source.Hub.Patch(within(t, soon), md, patch)).To(Succeed())
+		require.NoError(t, h.source.Hub.Patch(within(t, soon), md, patch))
 	}
-	g.Expect(h.source.Recorder.Await(within(t, 15*time.Minute), func(s journey.State) string {
+	require.NoError(t, h.source.Recorder.Await(within(t, 15*time.Minute), func(s journey.State) string {
 		machines := lo.SumBy(s.Groups, func(g journey.Group) int { return g.Machines })
 		return lo.Ternary(machines == 2*many, everyMachineRuns(s), fmt.Sprintf("%d Machines to be made: %d are", 2*many, machines))
-	})).To(Succeed())
+	}))
 	h.source.Checker.Expected = func() invariants.Expected {
 		return invariants.Expected{Shares: map[string]invariants.Share{"east": {}, "west": {}}}
 	}
@@ -76,12 +75,12 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 		return lo.Ternary(marked == 2*many, "", fmt.Sprintf("%d Machines to be marked as the floor's: %d are", 2*many, marked)), nil
 	})
 	log, err := cost.Open(h.source.Sandbox.State().Paths.HubAudit)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 
 	began := time.Now()
 	class := &shimv1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "move"}}
 	patch := mergePatch(`{"spec":{"adoption":{"machines":"All","nodesPerMinute":6000}}}`)
-	g.Expect(h.source.Spoke.Patch(within(t, soon), class, patch)).To(Succeed())
+	require.NoError(t, h.source.Spoke.Patch(within(t, soon), class, patch))
 	poll(t, manyWithin, h.adopted)
 	took := time.Since(began)
 	figure("without NodeClaims: %.0f s, %.2f writes each", took.Seconds(), writes(t, log))
@@ -91,25 +90,25 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 	h.expectAdopted(t, before)
 
 	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
-		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
+		require.NoError(t, h.source.Sandbox.StopComponent(component))
 	}
-	g.Expect(peer.Disguise(within(t, 10*time.Minute), h.source)).To(Succeed())
+	require.NoError(t, peer.Disguise(within(t, 10*time.Minute), h.source))
 	left, err := invariants.Read(within(t, soon), h.source.Hub, h.source.Spoke, world.Cluster)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	for i := range left.Nodes {
-		g.Expect(isDisguised(&left.Nodes[i])).To(BeTrue(), "what the shim wrote on Node %s is gone", left.Nodes[i].Name)
+		require.True(t, isDisguised(&left.Nodes[i]), "what the shim wrote on Node %s is gone", left.Nodes[i].Name)
 	}
 	for i := range left.NodeClaims {
-		g.Expect(isDisguised(&left.NodeClaims[i])).To(BeTrue(), "what the shim wrote on NodeClaim %s is gone", left.NodeClaims[i].Name)
+		require.True(t, isDisguised(&left.NodeClaims[i]), "what the shim wrote on NodeClaim %s is gone", left.NodeClaims[i].Name)
 	}
 	watching := watchSpoke(t, h.source)
 	for _, component := range lo.Times(agents, sandbox.AgentName) {
-		g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), component)).To(Succeed())
+		require.NoError(t, h.source.Sandbox.StartComponent(within(t, settleWithin), component))
 	}
 	_, err = log.Next(cost.AgentUser)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	began = time.Now()
-	g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.Shim)).To(Succeed())
+	require.NoError(t, h.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.Shim))
 	poll(t, manyWithin, h.adopted)
 	poll(t, manyWithin, h.nodesAdopted)
 	took = time.Since(began)
@@ -117,11 +116,11 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 	poll(t, soon, h.holds(before))
 	h.settle(t)
 	h.expectAdopted(t, before)
-	g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
+	require.Empty(t, watching.Incidents(), "what happened to what ran in the spoke")
 	is := h.holdings(t, h.source)
-	g.Expect(is.nodes).To(Equal(before.nodes))
-	g.Expect(is.replicas).To(Equal(before.replicas))
-	g.Expect(h.faults()).To(BeEmpty())
+	require.Equal(t, before.nodes, is.nodes)
+	require.Equal(t, before.replicas, is.replicas)
+	require.Empty(t, h.faults())
 }
 
 // adopted is satisfied once each of the Machines has a claim, and the claim's NodeClaim has the
@@ -165,13 +164,12 @@ func isDisguised(object client.Object) bool {
 // test if there were too many.
 func writes(t *testing.T, log *cost.Log) float64 {
 	t.Helper()
-	g := NewWithT(t)
 	requests, err := log.Next(cost.AgentUser)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	n := lo.CountBy(requests, func(r cost.Request) bool {
 		shared := strings.HasPrefix(r.Resource, "machinedeployments") || strings.HasPrefix(r.Resource, "spokes") || r.Resource == "events"
 		return r.Writes() && !r.Refused() && !shared
 	})
-	g.Expect(n).To(BeNumerically("<=", writesEach*2*many))
+	require.LessOrEqual(t, n, writesEach*2*many)
 	return float64(n) / (2 * many)
 }

@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -29,14 +29,13 @@ func TestAShimWithTheKubeconfigOfAnotherSpokeHarmsNeither(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: it takes two spokes of its own")
 	}
-	g := NewWithT(t)
 	first := startHub(t, "e2e-mixed")
 	second := joinHub(t, "e2e-mixed-second", "e2e-mixed")
 	first.run(t, first.source, 2, 1)
 	second.runSecond(t, 1, 1)
 	before := map[*hubs]holdings{&first: first.holdings(t, first.source), &second: second.holdings(t, second.source)}
 	for spoke := range before {
-		g.Expect(spoke.source.Sandbox.StopComponent(sandbox.Shim)).To(Succeed())
+		require.NoError(t, spoke.source.Sandbox.StopComponent(sandbox.Shim))
 	}
 	watching := lo.Map([]hubs{first, second}, func(h hubs, _ int) func() []string { return watchSpoke(t, h.source).Incidents })
 	unharmed := func() []string {
@@ -62,7 +61,7 @@ func TestAShimWithTheKubeconfigOfAnotherSpokeHarmsNeither(t *testing.T) {
 		return lo.Ternary(reachable.Reason == "AgentRefused", "",
 			fmt.Sprintf("the node class to say that the agent refuses the shim: it says %s: %s", reachable.Reason, reachable.Message)), err
 	})
-	g.Expect(unharmed()).To(BeEmpty())
+	require.Empty(t, unharmed())
 	stop()
 
 	t.Log("with the first spoke's certificate")
@@ -80,20 +79,22 @@ func TestAShimWithTheKubeconfigOfAnotherSpokeHarmsNeither(t *testing.T) {
 		told, err := eventsAbout(ctx, second.source.Spoke, "ClusterAPINodeClass", "move", "LiveSetRefused")
 		return lo.Ternary(len(told) > 0, "", "the node class to say it, too"), err
 	})
-	g.Consistently(unharmed).WithTimeout(3 * syncInterval).WithPolling(time.Second).Should(BeEmpty())
+	throughout(t, 3*syncInterval, time.Second, func() {
+		require.Empty(t, unharmed())
+	})
 	stop()
 
 	for spoke := range before {
-		g.Expect(spoke.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.Shim)).To(Succeed())
+		require.NoError(t, spoke.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.Shim))
 	}
 	for spoke, had := range before {
 		poll(t, settleWithin, spoke.holds(had))
 		spoke.settle(t)
 	}
-	g.Expect(unharmed()).To(BeEmpty())
+	require.Empty(t, unharmed())
 	var nodeClaims karpenterv1.NodeClaimList
-	g.Expect(second.source.Spoke.List(t.Context(), &nodeClaims)).To(Succeed())
-	g.Expect(nodeClaims.Items).To(HaveLen(len(before[&second].claims)))
+	require.NoError(t, second.source.Spoke.List(t.Context(), &nodeClaims))
+	require.Len(t, nodeClaims.Items, len(before[&second].claims))
 	second.empty(t)
 	first.goes(t)
 }
@@ -102,11 +103,10 @@ func TestAShimWithTheKubeconfigOfAnotherSpokeHarmsNeither(t *testing.T) {
 // variables, until the returned function is called or the test ends.
 func (h hubs) mixUp(t *testing.T, other hubs, env ...string) (stop func()) {
 	t.Helper()
-	g := NewWithT(t)
 	ctx, cancel := context.WithCancel(context.Background())
 	cmd := h.source.Sandbox.ShimCommand(ctx)
 	theirs := filepath.Join(other.source.Sandbox.State().Paths.Dir, "karpenter.kubeconfig")
-	g.Expect(theirs).To(BeARegularFile())
+	require.FileExists(t, theirs)
 	cmd.Env = append(cmd.Env, slices.Concat([]string{
 		"KUBECONFIG=" + theirs,
 		"METRICS_BIND_ADDRESS=127.0.0.1:0", "METRICS_SECURE=false", "HEALTH_PROBE_BIND_ADDRESS=127.0.0.1:0",
@@ -116,7 +116,7 @@ func (h hubs) mixUp(t *testing.T, other hubs, env ...string) (stop func()) {
 	cmd.WaitDelay = soon
 	var said bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &said, &said
-	g.Expect(cmd.Start()).To(Succeed())
+	require.NoError(t, cmd.Start())
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)

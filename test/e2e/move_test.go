@@ -12,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -53,7 +53,6 @@ const (
 func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
 	figure := shows(t, "a move to another hub, with agents and shim running, loses no Node, no claim and no machine")
 	nodes := lo.Ternary(testing.Short(), 6, 50)
-	g := NewWithT(t)
 	h := startHubs(t, "e2e-move")
 	before, bystander := h.fill(t, nodes)
 	destroyed := providerLogs(t, h.source, "instance stops")
@@ -64,28 +63,29 @@ func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
 	figure("clusterctl moved %d Machines in %.0f s", nodes+own, time.Since(began).Seconds())
 	// A user points the shim to the target some time later. Meanwhile it sends its claims to the
 	// source, and requests them there.
-	g.Consistently(bystander.Incidents).WithTimeout(2*syncInterval+gracePeriod).WithPolling(500*time.Millisecond).Should(BeEmpty(),
-		"what happened to what ran in the spoke, while the shim called the source's agents")
+	throughout(t, 2*syncInterval+gracePeriod, 500*time.Millisecond, func() {
+		require.Empty(t, bystander.Incidents(), "what happened to what ran in the spoke, while the shim called the source's agents")
+	})
 	figure("and all was as before %.0f s later", h.takeOver(t, before, bystander).Seconds())
 	poll(t, soon, h.sourceIsEmpty)
-	g.Expect(destroyed()).To(BeEmpty(), "instances that the source destroyed")
-	g.Expect(made()).To(BeEmpty(), "instances that the target made")
+	require.Empty(t, destroyed(), "instances that the source destroyed")
+	require.Empty(t, made(), "instances that the target made")
 
 	h.grow(t, nodes, bystander)
 	grown := h.holdings(t, h.target)
-	g.Expect(grown.replicas).To(Equal(map[string]int32{"east": int32(nodes/2 + more + own), "west": int32(nodes/2 + more)}))
+	require.Equal(t, map[string]int32{"east": int32(nodes/2 + more + own), "west": int32(nodes/2 + more)}, grown.replicas)
 
 	h.shrink(t, nodes)
 	shrunk := h.holdings(t, h.target)
-	g.Expect(shrunk.replicas).To(Equal(before.replicas))
+	require.Equal(t, before.replicas, shrunk.replicas)
 	// A new claim may have been assigned an unclaimed machine, and the one made for it has since
 	// become the team's.
-	g.Expect(lo.Keys(shrunk.nodes)).To(ConsistOf(slices.Concat(nodesWithPods(t, h.target), grown.unclaimed)),
+	require.ElementsMatch(t, slices.Concat(nodesWithPods(t, h.target), grown.unclaimed), lo.Keys(shrunk.nodes),
 		"the Nodes that are left: those with pods, and those without a claim")
 	for node, uid := range shrunk.nodes {
-		g.Expect(grown.nodes[node]).To(Equal(uid), "Node %s was made again", node)
+		require.Equal(t, uid, grown.nodes[node], "Node %s was made again", node)
 	}
-	g.Expect(h.faults()).To(BeEmpty())
+	require.Empty(t, h.faults())
 }
 
 // TestAMoveCarriesReleasesAndEndedClaims moves while a machine is being removed. `clusterctl move`
@@ -95,18 +95,15 @@ func TestAMoveCarriesReleasesAndEndedClaims(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: the test above moves as well")
 	}
-	g := NewWithT(t)
 	h := startHubs(t, "e2e-move-releases")
 	h.run(t, h.source, 3, 0)
 	h.scale(t, 2, 0)
-	g.Expect(h.source.Recorder.Await(within(t, 2*time.Minute), func(s journey.State) string {
+	require.NoError(t, h.source.Recorder.Await(within(t, 2*time.Minute), func(s journey.State) string {
 		return lo.Ternary(len(s.Live()) == 2, "", fmt.Sprintf("2 NodeClaims to be left: %d are", len(s.Live())))
-	})).To(Succeed())
-	violations, err := h.source.Checker.Settle(within(t, settleWithin))
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(violations).To(BeEmpty(), invariants.Describe(violations))
+	}))
+	settle(t, h.source, settleWithin)
 	ended := h.claims(t, h.source, agentv1.PhaseEnded)
-	g.Expect(ended).To(HaveLen(1), "the claim of the pod that went is remembered")
+	require.Len(t, ended, 1, "the claim of the pod that went is remembered")
 
 	// The ReplicaSet chooses which of the two is removed.
 	h.hold(t, h.source, true)
@@ -123,10 +120,10 @@ func TestAMoveCarriesReleasesAndEndedClaims(t *testing.T) {
 		return lo.Ternary(instance.Status.StoppedAt != nil, "", "the instance of the released claim to be stopped"), err
 	})
 	bound := h.claims(t, h.source, agentv1.PhaseBound)
-	g.Expect(bound).To(HaveLen(1))
+	require.Len(t, bound, 1)
 
 	h.move(t)
-	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.State().AgentAddress)).To(Succeed())
+	require.NoError(t, h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.State().AgentAddress))
 
 	machine := client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: releasing.Status.Machine.Name}
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {
@@ -148,18 +145,18 @@ func TestAMoveCarriesReleasesAndEndedClaims(t *testing.T) {
 	})
 	h.settle(t)
 	left := h.holdings(t, h.target)
-	g.Expect(left.replicas).To(Equal(map[string]int32{"east": own + 1, "west": 0}))
-	g.Expect(left.claims[bound[0].Spec.ClaimID].machine).To(Equal(bound[0].Status.Machine.Name), "the claim that was not released")
-	g.Expect(left.claims).To(HaveLen(1))
+	require.Equal(t, map[string]int32{"east": own + 1, "west": 0}, left.replicas)
+	require.Equal(t, bound[0].Status.Machine.Name, left.claims[bound[0].Spec.ClaimID].machine, "the claim that was not released")
+	require.Len(t, left.claims, 1)
 
 	for _, claim := range []agentv1.MachineClaim{ended[0], releasing} {
 		_, err := h.agent(t).Claims.CreateClaim(within(t, soon), &agentv1alpha1.CreateClaimRequest{
 			Cluster: theCluster(), ClaimId: claim.Spec.ClaimID, Holder: invariants.Holder, DisplayName: claim.Spec.DisplayName,
 			Candidates: []string{sandbox.ClusterNamespace + "/east"},
 		})
-		g.Expect(status.Code(err)).To(Equal(codes.Aborted), "the claim of %s had ended, and its id was taken again: %v", claim.Spec.DisplayName, err)
+		require.Equal(t, codes.Aborted, status.Code(err), "the claim of %s had ended, and its id was taken again: %v", claim.Spec.DisplayName, err)
 	}
-	g.Expect(h.faults()).To(BeEmpty())
+	require.Empty(t, h.faults())
 }
 
 // hubs are a spoke with its hub, and a hub to which its Cluster is moved. Two agents serve each
@@ -258,24 +255,21 @@ func whoseMachines() invariants.Expected {
 // rest.
 func (h hubs) run(t *testing.T, in *world.World, east, west int) {
 	t.Helper()
-	NewWithT(t).Expect(manifests.Apply(within(t, soon), in.Hub, manifests.MoveHub)).To(Succeed())
+	require.NoError(t, manifests.Apply(within(t, soon), in.Hub, manifests.MoveHub))
 	h.occupy(t, in, east, west)
 }
 
 // occupy creates pods for each node group, and waits until they run and everything is at rest.
 func (h hubs) occupy(t *testing.T, in *world.World, east, west int) {
 	t.Helper()
-	g := NewWithT(t)
 	for _, file := range []string{manifests.MoveSpoke, manifests.MoveWorkload} {
-		g.Expect(manifests.Apply(within(t, soon), in.Spoke, file)).To(Succeed())
+		require.NoError(t, manifests.Apply(within(t, soon), in.Spoke, file))
 	}
-	g.Expect(in.AwaitNodePool(within(t, soon), "move")).To(Succeed())
+	require.NoError(t, in.AwaitNodePool(within(t, soon), "move"))
 	h.scale(t, east, west)
-	g.Expect(in.Recorder.Await(within(t, 5*time.Minute), running(east+west))).To(Succeed())
-	g.Expect(in.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns)).To(Succeed())
-	violations, err := in.Checker.Settle(within(t, settleWithin))
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(violations).To(BeEmpty(), invariants.Describe(violations))
+	require.NoError(t, in.Recorder.Await(within(t, 5*time.Minute), running(east+west)))
+	require.NoError(t, in.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns))
+	settle(t, in, settleWithin)
 }
 
 // fill runs pods in the source, half of them in each node group, and returns their holdings and
@@ -284,7 +278,7 @@ func (h hubs) fill(t *testing.T, nodes int) (before holdings, watching *bystande
 	t.Helper()
 	h.run(t, h.source, nodes/2, nodes/2)
 	before = h.holdings(t, h.source)
-	NewWithT(t).Expect(before.claims).To(HaveLen(nodes), "a claim for each pod")
+	require.Len(t, before.claims, nodes, "a claim for each pod")
 	return before, watchSpoke(t, h.source)
 }
 
@@ -292,30 +286,29 @@ func (h hubs) fill(t *testing.T, nodes int) (before holdings, watching *bystande
 // returns how long that took.
 func (h hubs) takeOver(t *testing.T, before holdings, watching *bystander.Bystander) time.Duration {
 	t.Helper()
-	g := NewWithT(t)
-	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.State().AgentAddress)).To(Succeed())
+	require.NoError(t, h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.State().AgentAddress))
 	began := time.Now()
 	poll(t, 2*settleWithin, h.holds(before))
-	g.Expect(h.target.AwaitNodePool(within(t, soon), "move")).To(Succeed())
+	require.NoError(t, h.target.AwaitNodePool(within(t, soon), "move"))
 	h.settle(t)
 	took := time.Since(began)
 	// As long as the agent keeps unclaimed machines, plus the shim's next claim sync.
-	g.Consistently(watching.Incidents).WithTimeout(spareGrace+syncInterval).WithPolling(500*time.Millisecond).Should(BeEmpty(),
-		"what happened to what ran in the spoke")
-	g.Expect(h.holdings(t, h.target)).To(Equal(before), "claims with their Machines, provider IDs, replicas, Nodes")
+	throughout(t, spareGrace+syncInterval, 500*time.Millisecond, func() {
+		require.Empty(t, watching.Incidents(), "what happened to what ran in the spoke")
+	})
+	require.Equal(t, before, h.holdings(t, h.target), "claims with their Machines, provider IDs, replicas, Nodes")
 	return took
 }
 
 // grow adds pods to each Deployment, given the present total.
 func (h hubs) grow(t *testing.T, pods int, watching *bystander.Bystander) {
 	t.Helper()
-	g := NewWithT(t)
 	h.scale(t, pods/2+more, pods/2+more)
-	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), running(pods+2*more))).To(Succeed())
+	require.NoError(t, h.target.Recorder.Await(within(t, 3*time.Minute), running(pods+2*more)))
 	// This includes the machine that replaces one assigned to a new claim.
-	g.Expect(h.target.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns)).To(Succeed())
+	require.NoError(t, h.target.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns))
 	h.settle(t)
-	g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke, when pods were added")
+	require.Empty(t, watching.Incidents(), "what happened to what ran in the spoke, when pods were added")
 }
 
 // shrink leaves this many pods, half of them in each Deployment, and waits until they have exactly
@@ -323,12 +316,12 @@ func (h hubs) grow(t *testing.T, pods int, watching *bystander.Bystander) {
 func (h hubs) shrink(t *testing.T, pods int) {
 	t.Helper()
 	h.scale(t, pods/2, pods/2)
-	NewWithT(t).Expect(h.target.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+	require.NoError(t, h.target.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
 		if missing := running(pods)(s); missing != "" {
 			return missing
 		}
 		return lo.Ternary(len(s.Live()) == pods, "", fmt.Sprintf("%d NodeClaims to be left: %d are", pods, len(s.Live())))
-	})).To(Succeed())
+	}))
 	h.settle(t)
 }
 
@@ -360,10 +353,9 @@ func (h hubs) move(t *testing.T) {
 // settle waits until nothing violates an invariant in the target.
 func (h hubs) settle(t *testing.T) {
 	t.Helper()
-	g := NewWithT(t)
 	violations, err := h.target.Checker.Settle(within(t, settleWithin))
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(violations).To(BeEmpty(), "in the target:\n"+invariants.Describe(violations))
+	require.NoError(t, err)
+	require.Empty(t, violations, "in the target:\n"+invariants.Describe(violations))
 }
 
 // holdings record ownership by names that a move preserves.
@@ -478,12 +470,11 @@ func (h hubs) claims(t *testing.T, of *world.World, phase agentv1.Phase) []agent
 // hold makes every instance hang when it is told to stop, or no longer hang.
 func (h hubs) hold(t *testing.T, in *world.World, stuck bool) {
 	t.Helper()
-	g := NewWithT(t)
 	var instances simv1.SimMachineList
-	g.Expect(in.Hub.List(t.Context(), &instances, client.InNamespace(sandbox.ClusterNamespace))).To(Succeed())
+	require.NoError(t, in.Hub.List(t.Context(), &instances, client.InNamespace(sandbox.ClusterNamespace)))
 	patch := mergePatch(lo.Ternary(stuck, `{"spec":{"stuckAt":"Termination"}}`, `{"spec":{"stuckAt":null}}`))
 	for i := range instances.Items {
-		g.Expect(in.Hub.Patch(t.Context(), &instances.Items[i], patch)).To(Succeed())
+		require.NoError(t, in.Hub.Patch(t.Context(), &instances.Items[i], patch))
 	}
 }
 

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -29,11 +29,10 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: its sandbox is onboarded by the command as well")
 	}
-	g := NewWithT(t)
 	leaveAsFound(t)
 	apply(t, w.Hub, manifests.FleetHub)
 	apply(t, w.Spoke, manifests.FleetSpoke, manifests.FleetWorkload)
-	g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
+	require.NoError(t, w.AwaitNodePool(within(t, soon), "default"))
 	// Otherwise two Nodes would be consolidated into one.
 	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "default"}}
 	budget := func(nodes string) error {
@@ -41,7 +40,7 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 		defer cancel()
 		return w.Spoke.Patch(ctx, pool, mergePatch(`{"spec":{"disruption":{"budgets":[{"nodes":"`+nodes+`"}]}}}`))
 	}
-	g.Expect(budget("0")).To(Succeed())
+	require.NoError(t, budget("0"))
 	goHome(t, "web", "batch")
 	t.Cleanup(func() { // before the pods are removed
 		if err := budget("100%"); err != nil {
@@ -50,14 +49,14 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 	})
 	scale(t, "web", 2)
 	await(t, 2*time.Minute, running(2))
-	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+	settle(t, w, settleWithin)
 	nodes, nodeClaims := uids(t, &corev1.NodeList{}), uids(t, &karpenterv1.NodeClaimList{})
 	paths := w.Sandbox.State().Paths
 	var cluster clusterv1.Cluster
-	g.Expect(w.Hub.Get(within(t, soon), world.Cluster, &cluster)).To(Succeed())
+	require.NoError(t, w.Hub.Get(within(t, soon), world.Cluster, &cluster))
 	certificate, key, err := w.Sandbox.AgentCertificate("earlier",
 		sandbox.ClusterIdentity(world.Cluster.Namespace, world.Cluster.Name, cluster.Labels[agentv1.OnboardingLabel]))
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	earlier := agentAs(t, certificate, key)
 	list := func(ctx context.Context) error {
 		_, err := earlier.NodeGroups.ListNodeGroups(ctx, &agentv1alpha1.ListNodeGroupsRequest{
@@ -65,20 +64,20 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 		})
 		return err
 	}
-	g.Expect(list(within(t, soon))).To(Succeed())
+	require.NoError(t, list(within(t, soon)))
 
 	said, err := w.Sandbox.Onboard(within(t, soon), "--again", "--dry-run", "--spoke-kubeconfig="+paths.SpokeKubeconfig)
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(said).To(ContainSubstring("would onboard fleet/spoke"))
-	g.Expect(list(within(t, soon))).To(Succeed(), "a dry run does nothing")
+	require.NoError(t, err)
+	require.Contains(t, said, "would onboard fleet/spoke")
+	require.NoError(t, list(within(t, soon)), "a dry run does nothing")
 
 	// The shim is not touched: its certificate ends at once, and the command provides the bootstrap
 	// certificate for the next one.
 	shim := w.Status(sandbox.Shim)
 	began := time.Now()
 	said, err = w.Sandbox.Onboard(within(t, soon), "--again", "--spoke-kubeconfig="+paths.SpokeKubeconfig)
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(said).To(ContainSubstring("fleet/spoke is onboarded"))
+	require.NoError(t, err)
+	require.Contains(t, said, "fleet/spoke is onboarded")
 	poll(t, 2*time.Minute, connectedSince(began))
 	figure("connected %.0f s after the command began", time.Since(began).Seconds())
 	poll(t, soon, func(ctx context.Context) (string, error) {
@@ -89,18 +88,18 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 	})
 	scale(t, "batch", 1)
 	await(t, 2*time.Minute, running(3))
-	g.Expect(uids(t, &corev1.NodeList{})).To(ContainElements(nodes))
-	g.Expect(uids(t, &karpenterv1.NodeClaimList{})).To(ContainElements(nodeClaims))
+	require.Subset(t, uids(t, &corev1.NodeList{}), nodes)
+	require.Subset(t, uids(t, &karpenterv1.NodeClaimList{}), nodeClaims)
 
 	began = time.Now()
 	_, err = w.Sandbox.Onboard(within(t, soon), "--again", "--cluster-resource-set")
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	poll(t, 2*time.Minute, connectedSince(began))
 	figure("and %.0f s after the second one, by a ClusterResourceSet", time.Since(began).Seconds())
 	scale(t, "web", 3)
 	await(t, 2*time.Minute, running(4))
-	g.Expect(uids(t, &corev1.NodeList{})).To(ContainElements(nodes))
-	g.Expect(w.Status(sandbox.Shim).PID).To(Equal(shim.PID))
+	require.Subset(t, uids(t, &corev1.NodeList{}), nodes)
+	require.Equal(t, shim.PID, w.Status(sandbox.Shim).PID)
 }
 
 // lifetime is the default lifetime of the certificates.

@@ -6,8 +6,9 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -59,17 +60,16 @@ func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
 			if testing.Short() {
 				t.Skip("not in the short run: an outage takes its time")
 			}
-			g := NewWithT(t)
 			leaveAsFound(t)
 			apply(t, w.Hub, manifests.FleetHub)
 			apply(t, w.Spoke, manifests.FleetSpoke, manifests.FleetWorkload)
-			g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
+			require.NoError(t, w.AwaitNodePool(within(t, soon), "default"))
 			goHome(t, "web", "batch")
 			// One node has room for a second pod of web.
 			scale(t, "web", 1)
 			await(t, 2*time.Minute, running(1))
 			await(t, soon, everyMachineRuns)
-			g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+			settle(t, w, settleWithin)
 			nodeClaims, nodes := uids(t, &karpenterv1.NodeClaimList{}), uids(t, &corev1.NodeList{})
 			shim := w.Status(sandbox.Shim)
 			connected := follow(t)
@@ -82,36 +82,38 @@ func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
 				}
 			})
 			went := time.Now() // when the first of them does
-			g.Expect(test.turn(within(t, soon), true)).To(Succeed())
+			require.NoError(t, test.turn(within(t, soon), true))
 			away := time.Now()
 
-			g.Eventually(connected).WithTimeout(noticedWithin).WithPolling(50*time.Millisecond).Should(BeZero(), "all streams to the agents")
+			require.EventuallyWithT(t, func(c *assert.CollectT) {
+				require.Zero(c, connected())
+			}, noticedWithin, 50*time.Millisecond, "all streams to the agents")
 			figure("noticed after %.1f s", time.Since(away).Seconds())
 			// Pods that fit are scheduled.
 			scale(t, "web", 2)
 			await(t, soon, running(2))
 
 			poll(t, soon, conditionSays("default", shimv1.ConditionAgentReachable, test.says))
-			g.Expect(time.Since(went)).To(BeNumerically(">=", gracePeriod), "a short silence is no news")
+			require.GreaterOrEqual(t, time.Since(went), gracePeriod, "a short silence is no news")
 			poll(t, soon, conditionSays("default", "Ready", shimv1.ConditionAgentReachable))
 			// Pods that need a node wait.
 			scale(t, "batch", 1)
 
-			g.Consistently(func(g Gomega) {
-				g.Expect(uids(t, &karpenterv1.NodeClaimList{})).To(ConsistOf(nodeClaims), "none is created that cannot be served")
-				g.Expect(uids(t, &corev1.NodeList{})).To(ConsistOf(nodes))
+			throughout(t, max(0, outage-time.Since(away)), 500*time.Millisecond, func() {
+				require.ElementsMatch(t, nodeClaims, uids(t, &karpenterv1.NodeClaimList{}), "none is created that cannot be served")
+				require.ElementsMatch(t, nodes, uids(t, &corev1.NodeList{}))
 				now := w.Status(sandbox.Shim)
-				g.Expect(now.PID).To(Equal(shim.PID), "the shim lives")
-				g.Expect(now.Ready).To(BeTrue(), "the shim is healthy")
-				g.Expect(deleted(t)).To(BeEmpty())
-			}).WithTimeout(max(0, outage-time.Since(away))).WithPolling(500 * time.Millisecond).Should(Succeed())
+				require.Equal(t, shim.PID, now.PID, "the shim lives")
+				require.True(t, now.Ready, "the shim is healthy")
+				require.Empty(t, deleted(t))
+			})
 
-			g.Expect(test.turn(within(t, soon), false)).To(Succeed())
-			g.Eventually(connected).WithTimeout(soon).Should(Equal(agents), "by itself")
-			g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
+			require.NoError(t, test.turn(within(t, soon), false))
+			require.EventuallyWithT(t, func(c *assert.CollectT) { require.Equal(c, agents, connected()) }, soon, 10*time.Millisecond, "by itself")
+			require.NoError(t, w.AwaitNodePool(within(t, soon), "default"))
 			await(t, 2*time.Minute, running(3))
-			g.Expect(uids(t, &corev1.NodeList{})).To(ContainElements(nodes))
-			g.Expect(lo.Filter(w.Recorder.State().Live(), func(j journey.Journey, _ int) bool { return j.Reached(journey.Deleting) })).To(BeEmpty())
+			require.Subset(t, uids(t, &corev1.NodeList{}), nodes)
+			require.Empty(t, lo.Filter(w.Recorder.State().Live(), func(j journey.Journey, _ int) bool { return j.Reached(journey.Deleting) }))
 		})
 	}
 }

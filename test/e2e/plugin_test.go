@@ -12,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -35,7 +35,6 @@ func TestThePluginSaysWhy(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 	plugin := newPlugin(t)
 
@@ -48,7 +47,7 @@ func TestThePluginSaysWhy(t *testing.T) {
 			}}},
 		},
 	}
-	g.Expect(w.Spoke.Create(within(t, soon), unfit)).To(Succeed())
+	require.NoError(t, w.Spoke.Create(within(t, soon), unfit))
 	t.Cleanup(func() {
 		if err := client.IgnoreNotFound(w.Spoke.Delete(context.Background(), unfit, client.GracePeriodSeconds(0))); err != nil {
 			t.Error(err)
@@ -57,15 +56,15 @@ func TestThePluginSaysWhy(t *testing.T) {
 	plugin.eventually("pod", unfit.Name, "blocked", "No node group fits the pod", "the pod requests 64 of cpu")
 
 	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
-	g.Expect(w.Hub.Patch(within(t, soon), template, mergePatch(`{"spec":{"template":{"spec":{"stuckAt":"Boot"}}}}`))).To(Succeed())
+	require.NoError(t, w.Hub.Patch(within(t, soon), template, mergePatch(`{"spec":{"template":{"spec":{"stuckAt":"Boot"}}}}`)))
 	boot := func() {
 		ctx, cancel := context.WithTimeout(context.Background(), soon)
 		defer cancel()
 		var instances simv1.SimMachineList
-		g.Expect(w.Hub.List(ctx, &instances, client.InNamespace(sandbox.ClusterNamespace))).To(Succeed())
+		require.NoError(t, w.Hub.List(ctx, &instances, client.InNamespace(sandbox.ClusterNamespace)))
 		for i := range instances.Items {
 			patched := w.Hub.Patch(ctx, &instances.Items[i], mergePatch(`{"spec":{"stuckAt":null}}`))
-			g.Expect(client.IgnoreNotFound(patched)).To(Succeed())
+			require.NoError(t, client.IgnoreNotFound(patched))
 		}
 	}
 	t.Cleanup(boot) // else a failure costs minutes, because the machine would have to be given up first
@@ -75,26 +74,26 @@ func TestThePluginSaysWhy(t *testing.T) {
 	pod := crowdPod(t)
 	for _, entry := range [][2]string{{"pod", pod}, {"nodeclaim", waiting.NodeClaim}, {"machine", waiting.Machine}} {
 		said := plugin.eventually(entry[0], entry[1], "waiting", "Machine "+waiting.Machine+" waits for its infrastructure", "booting")
-		g.Expect(said.objects()).To(ContainElements("NodeClaim", "Claim", "NodeGroup", "Machine", "Infrastructure", "Node"), entry[0])
+		require.Subset(t, said.objects(), []string{"NodeClaim", "Claim", "NodeGroup", "Machine", "Infrastructure", "Node"}, entry[0])
 	}
 	say("%s", plugin.run("why", "pod", pod))
-	g.Expect(plugin.run("why", "machine", waiting.Machine, "--hub-kubeconfig="+w.Sandbox.State().Paths.HubKubeconfig)).
-		To(MatchRegexp(`Hub +Machine fleet/`+waiting.Machine+` +InfrastructureReady is False`), "with what the hub's own objects say")
+	require.Regexp(t, `Hub +Machine fleet/`+waiting.Machine+` +InfrastructureReady is False`,
+		plugin.run("why", "machine", waiting.Machine, "--hub-kubeconfig="+w.Sandbox.State().Paths.HubKubeconfig), "with what the hub's own objects say")
 
 	boot()
 	poll(t, 2*time.Minute, podsRun("crowd", 1))
 	said := plugin.eventually("pod", pod, "ok", "The pod runs on Node")
-	g.Expect(said.objects()).To(ContainElements("Pod", "NodeClaim", "Claim", "NodeGroup", "Machine", "Node"))
+	require.Subset(t, said.objects(), []string{"Pod", "NodeClaim", "Claim", "NodeGroup", "Machine", "Node"})
 	node := w.Recorder.State().Live()[0].Node
 	plugin.eventually("node", node, "ok", "Nothing is wrong with it")
 	slowest := lo.Max(plugin.took)
 	figure("an answer took at most %v (n=%d)", rounded(slowest), len(plugin.took))
-	g.Expect(slowest).To(BeNumerically("<", slow*answerWithin))
+	require.Less(t, slowest, slow*answerWithin)
 
-	g.Expect(plugin.run("groups")).To(MatchRegexp(`fleet/crowd +crowd +- +on-demand +1 +0 +120 `))
-	g.Expect(plugin.run("claims")).To(ContainSubstring(waiting.NodeClaim))
-	g.Expect(plugin.run("spokes", "--hub-kubeconfig="+w.Sandbox.State().Paths.HubKubeconfig)).To(ContainSubstring("True (Synchronized)"))
-	g.Expect(plugin.run("adopt")).NotTo(BeEmpty())
+	require.Regexp(t, `fleet/crowd +crowd +- +on-demand +1 +0 +120 `, plugin.run("groups"))
+	require.Contains(t, plugin.run("claims"), waiting.NodeClaim)
+	require.Contains(t, plugin.run("spokes", "--hub-kubeconfig="+w.Sandbox.State().Paths.HubKubeconfig), "True (Synchronized)")
+	require.NotEmpty(t, plugin.run("adopt"))
 }
 
 // crowdPod returns the name of a pod of the crowd.

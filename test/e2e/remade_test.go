@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -27,15 +27,14 @@ func TestNothingIsLostWithTheCRDOfMachineClaims(t *testing.T) {
 		t.Skip("not in the short run: waits as long as machines without a claim are kept")
 	}
 	const inGroup = 5
-	g := NewWithT(t)
 	h := startHub(t, "e2e-crd")
 	h.run(t, h.source, inGroup, inGroup)
 	// One machine has not joined yet, and joins while there are no claims. Another one is made
 	// then.
 	hangs := h.hangs(t, func() { h.scale(t, inGroup, inGroup+1) })
 	before := h.holdings(t, h.source)
-	g.Expect(before.claims).To(HaveLen(2*inGroup + 1))
-	g.Expect(h.source.Sandbox.StopComponent(sandbox.ClusterAPI)).To(Succeed())
+	require.Len(t, before.claims, 2*inGroup+1)
+	require.NoError(t, h.source.Sandbox.StopComponent(sandbox.ClusterAPI))
 	h.scale(t, inGroup, inGroup+2)
 	poll(t, soon, func(context.Context) (string, error) {
 		waiting := len(h.claims(t, h.source, agentv1.PhasePending))
@@ -47,8 +46,8 @@ func TestNothingIsLostWithTheCRDOfMachineClaims(t *testing.T) {
 	crd := &unstructured.Unstructured{}
 	crd.SetGroupVersionKind(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"})
 	key := client.ObjectKey{Name: "machineclaims.agent.karpenter.cluster.x-k8s.io"}
-	g.Expect(h.source.Hub.Get(within(t, soon), key, crd)).To(Succeed())
-	g.Expect(h.source.Hub.Delete(within(t, soon), crd)).To(Succeed())
+	require.NoError(t, h.source.Hub.Get(within(t, soon), key, crd))
+	require.NoError(t, h.source.Hub.Delete(within(t, soon), crd))
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {
 		err := h.source.Hub.Get(ctx, key, crd.DeepCopy())
 		if apierrors.IsNotFound(err) {
@@ -56,13 +55,13 @@ func TestNothingIsLostWithTheCRDOfMachineClaims(t *testing.T) {
 		}
 		return "the CRD to be gone", err
 	})
-	g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.ClusterAPI)).To(Succeed())
+	require.NoError(t, h.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.ClusterAPI))
 	h.joins(t, hangs)
 	nothingHappens := func() {
-		g.Consistently(func(g Gomega) {
-			g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
-			g.Expect(destroyed()).To(BeEmpty(), "instances")
-		}).WithTimeout(quiet).WithPolling(time.Second).Should(Succeed())
+		throughout(t, quiet, time.Second, func() {
+			require.Empty(t, watching.Incidents(), "what happened to what ran in the spoke")
+			require.Empty(t, destroyed(), "instances")
+		})
 	}
 	nothingHappens()
 
@@ -71,24 +70,24 @@ func TestNothingIsLostWithTheCRDOfMachineClaims(t *testing.T) {
 	again.SetName(crd.GetName())
 	again.SetLabels(crd.GetLabels())
 	again.SetAnnotations(crd.GetAnnotations())
-	g.Expect(h.source.Hub.Create(within(t, soon), again)).To(Succeed())
+	require.NoError(t, h.source.Hub.Create(within(t, soon), again))
 	began := time.Now()
 	poll(t, unheard, h.holds(before))
 	figure("the claims were there again after %.0f s", time.Since(began).Seconds())
-	g.Expect(h.source.Recorder.Await(within(t, unheard), running(2*inGroup+2))).To(Succeed())
-	g.Expect(h.source.Recorder.Await(within(t, unheard), everyMachineRuns)).To(Succeed())
+	require.NoError(t, h.source.Recorder.Await(within(t, unheard), running(2*inGroup+2)))
+	require.NoError(t, h.source.Recorder.Await(within(t, unheard), everyMachineRuns))
 	h.settle(t)
 	nothingHappens()
 
 	now := h.holdings(t, h.source)
 	before.replicas["west"]++
-	g.Expect(now.replicas).To(Equal(before.replicas))
+	require.Equal(t, before.replicas, now.replicas)
 	for id, had := range before.claims {
 		has := now.claims[id]
-		g.Expect([]string{has.nodeClaim, has.group, has.machine}).To(Equal([]string{had.nodeClaim, had.group, had.machine}), "claim %s", id)
+		require.Equal(t, []string{had.nodeClaim, had.group, had.machine}, []string{has.nodeClaim, has.group, has.machine}, "claim %s", id)
 	}
-	g.Expect(now.claims).To(HaveLen(len(before.claims) + 1))
-	g.Expect(h.faultsBut(crdTerminates.MatchString)).To(BeEmpty())
+	require.Len(t, now.claims, len(before.claims)+1)
+	require.Empty(t, h.faultsBut(crdTerminates.MatchString))
 }
 
 // crdTerminates matches the API server's error for the creation of a MachineClaim meanwhile.

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -33,7 +33,6 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: needs a sandbox of its own")
 	}
-	g := NewWithT(t)
 	inSandbox(t, sandbox.Options{
 		Name: "e2e-repair", FeatureGates: []string{"NodeRepair"}, ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
 	})
@@ -54,10 +53,10 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 			}},
 		},
 	}
-	g.Expect(w.Hub.Create(t.Context(), check)).To(Succeed())
+	require.NoError(t, w.Hub.Create(t.Context(), check))
 	t.Cleanup(func() { _ = w.Hub.Delete(context.Background(), check) })
 	machines := listCrowd(t)
-	g.Expect(machines).To(HaveLen(pods))
+	require.Len(t, machines, pods)
 	before := made("crowd")
 	disrupted := func() []string {
 		return lo.FilterMap(w.Recorder.State().Journeys, func(j journey.Journey, _ int) (string, bool) { return j.Disrupted, j.Disrupted != "" })
@@ -65,7 +64,7 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 
 	vetoed, repaired := machines[0], machines[1]
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: vetoed.Status.NodeRef.Name}}
-	g.Expect(w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey))).To(Succeed())
+	require.NoError(t, w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey)))
 	sicken(t, &vetoed, corev1.ConditionFalse)
 	// Core publishes one such event about a Node every two minutes, and may already have published
 	// that it was not initialized yet.
@@ -81,33 +80,33 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	poll(t, soon, func(context.Context) (string, error) {
 		return lo.Ternary(time.Since(forbidden) > 2*repairAfter, "", "what is forbidden not to happen late"), nil
 	})
-	g.Expect(uidsOf(listCrowd(t))).To(ContainElement(vetoed.UID), "it must not be repaired")
-	g.Expect(made("crowd")).To(Equal(before))
+	require.Contains(t, uidsOf(listCrowd(t)), vetoed.UID, "it must not be repaired")
+	require.Equal(t, before, made("crowd"))
 	sicken(t, &vetoed, corev1.ConditionTrue)
 
 	sicken(t, &repaired, corev1.ConditionFalse)
 	began := time.Now()
 	awaitReplaced(t, &repaired, pods)
 	figure("Karpenter's repair took %.0f s", time.Since(began).Seconds())
-	g.Expect(made("crowd")).To(Equal(before+1), "one new Node for one that was unhealthy")
-	g.Expect(disrupted()).To(ConsistOf("Unhealthy"))
+	require.Equal(t, before+1, made("crowd"), "one new Node for one that was unhealthy")
+	require.Equal(t, []string{"Unhealthy"}, disrupted())
 
 	// From here on the MachineHealthCheck includes all Machines, and is faster.
-	g.Expect(w.Hub.Patch(t.Context(), check, mergePatch(`{"spec":{"selector":{"matchExpressions":null}}}`))).To(Succeed())
+	require.NoError(t, w.Hub.Patch(t.Context(), check, mergePatch(`{"spec":{"selector":{"matchExpressions":null}}}`)))
 	kept, remediated := machines[2], machines[3]
-	g.Expect(w.Hub.Patch(t.Context(), &kept, forbidding(clusterv1.MachineSkipRemediationAnnotation))).To(Succeed())
+	require.NoError(t, w.Hub.Patch(t.Context(), &kept, forbidding(clusterv1.MachineSkipRemediationAnnotation)))
 	for _, m := range []*clusterv1.Machine{&kept, &remediated} { // so that only the MachineHealthCheck does it
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.Status.NodeRef.Name}}
-		g.Expect(w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey))).To(Succeed())
+		require.NoError(t, w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey)))
 	}
 	sicken(t, &kept, corev1.ConditionFalse)
 	sicken(t, &remediated, corev1.ConditionFalse)
 	began = time.Now()
 	awaitReplaced(t, &remediated, pods)
 	figure("the MachineHealthCheck's took %.0f s", time.Since(began).Seconds())
-	g.Expect(made("crowd")).To(Equal(before + 2))
-	g.Expect(disrupted()).To(ConsistOf("Unhealthy"), "that of Karpenter's own repair")
-	g.Expect(uidsOf(listCrowd(t))).To(ContainElements(kept.UID, vetoed.UID))
+	require.Equal(t, before+2, made("crowd"))
+	require.Equal(t, []string{"Unhealthy"}, disrupted(), "that of Karpenter's own repair")
+	require.Subset(t, uidsOf(listCrowd(t)), []types.UID{kept.UID, vetoed.UID})
 	sicken(t, &kept, corev1.ConditionTrue) // a Node that is not ready uses up a disruption budget: alone, it would never be removed
 }
 

@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -28,7 +28,6 @@ func TestARestoreOfAHubLosesNothing(t *testing.T) {
 		t.Skip("not in the short run: a move also recreates every object")
 	}
 	const nodes = 50
-	g := NewWithT(t)
 	h := startHubs(t, "e2e-restore")
 	before, bystander := h.fill(t, nodes)
 	destroyed := providerLogs(t, h.target, "instance stops")
@@ -36,7 +35,7 @@ func TestARestoreOfAHubLosesNothing(t *testing.T) {
 
 	backup := backUp(t, h.source.Sandbox.HubConfig())
 	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.ClusterAPI, sandbox.SimProvider) {
-		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
+		require.NoError(t, h.source.Sandbox.StopComponent(component))
 	}
 	began := time.Now()
 	backup.restore(t, h.target.Sandbox.HubConfig())
@@ -44,12 +43,12 @@ func TestARestoreOfAHubLosesNothing(t *testing.T) {
 	figure("and all was as before %.0f s later", h.takeOver(t, before, bystander).Seconds())
 
 	h.grow(t, nodes, bystander)
-	g.Expect(made()).To(HaveLen(2*more), "instances that the target made")
-	g.Expect(destroyed()).To(BeEmpty(), "instances that the target destroyed")
+	require.Len(t, made(), 2*more, "instances that the target made")
+	require.Empty(t, destroyed(), "instances that the target destroyed")
 
 	h.shrink(t, nodes)
-	g.Expect(h.holdings(t, h.target).replicas).To(Equal(before.replicas))
-	g.Expect(h.faults()).To(BeEmpty())
+	require.Equal(t, before.replicas, h.holdings(t, h.target).replicas)
+	require.Empty(t, h.faults())
 }
 
 // backup is the content of the Cluster's namespace, in the order of its restore.
@@ -63,17 +62,16 @@ type backedUp struct {
 // backUp reads every object of the Cluster's namespace that can be created again.
 func backUp(t *testing.T, hub *rest.Config) backup {
 	t.Helper()
-	g := NewWithT(t)
 	finder, err := discovery.NewDiscoveryClientForConfig(hub)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	client, err := dynamic.NewForConfig(hub)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	lists, err := discovery.ServerPreferredNamespacedResources(finder)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	var all backup
 	for _, list := range lists {
 		version, err := schema.ParseGroupVersion(list.GroupVersion)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		for _, r := range list.APIResources {
 			// Omitted by Velero, or created by the hub itself.
 			skipped := []string{"events", "endpoints", "endpointslices", "leases", "serviceaccounts", "roles", "rolebindings"}
@@ -82,7 +80,7 @@ func backUp(t *testing.T, hub *rest.Config) backup {
 			}
 			resource := version.WithResource(r.Name)
 			items, err := client.Resource(resource).Namespace(sandbox.ClusterNamespace).List(within(t, soon), metav1.ListOptions{})
-			g.Expect(err).NotTo(HaveOccurred(), "listing %s", resource)
+			require.NoError(t, err, "listing %s", resource)
 			for _, item := range items.Items {
 				all = append(all, backedUp{resource, item})
 			}

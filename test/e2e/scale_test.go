@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 	appsv1 "k8s.io/api/apps/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -37,7 +37,6 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: about numbers")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 
 	known := len(w.Recorder.State().Journeys)
@@ -47,7 +46,7 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	}
 	one := journey.LatencyOf(w.Recorder.State().Journeys[known:], journey.Created, journey.Launched)
 	figure("NodeClaim created to launched, one at a time: median %v, max %v (n=%d)", rounded(one.Median), rounded(one.Max), one.Count)
-	g.Expect(one.Count).To(Equal(singles))
+	require.Equal(t, singles, one.Count)
 
 	known = len(w.Recorder.State().Journeys)
 	began := time.Now()
@@ -61,9 +60,9 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 		say("  to %s: median %v, p99 %v", stage, rounded(took.Median), rounded(took.P99))
 	}
 	say("  all pods run after %.1f s", time.Since(began).Seconds())
-	g.Expect(state.Live()).To(HaveLen(singles+crowd), "a node for each pod and no more")
-	g.Expect(hundred.Count).To(Equal(crowd))
-	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+	require.Len(t, state.Live(), singles+crowd, "a node for each pod and no more")
+	require.Equal(t, crowd, hundred.Count)
+	settle(t, w, settleWithin)
 }
 
 // TestNodesFollowPodsUpAndDown scales a Deployment in steps, and verifies after each that there are
@@ -74,7 +73,6 @@ func TestNodesFollowPodsUpAndDown(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: seventeen steps")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 	others := w.Recorder.State().Nodes
 	for _, sequence := range [][]int{{5, 2, 8, 0}, {3, 7, 2, 10, 1, 5, 0}} {
@@ -83,8 +81,10 @@ func TestNodesFollowPodsUpAndDown(t *testing.T) {
 			before := made("crowd")
 			scale(t, "crowd", int32(pods))
 			await(t, 3*time.Minute, sameNumber(pods, others))
-			g.Expect(made("crowd")-before).To(Equal(max(0, pods-last)), "from %d to %d pods: one NodeClaim for each that is new", last, pods)
-			g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty(), "from %d to %d pods", last, pods)
+			require.Equal(t, max(0, pods-last), made("crowd")-before, "from %d to %d pods: one NodeClaim for each that is new", last, pods)
+			violations, err := w.Checker.Settle(within(t, settleWithin))
+			require.NoError(t, err)
+			require.Empty(t, violations, "from %d to %d pods", last, pods)
 			last = pods
 		}
 	}
@@ -97,7 +97,7 @@ func TestNodesFollowPodsUpAndDown(t *testing.T) {
 		})
 	}
 	await(t, 5*time.Minute, sameNumber(5, others))
-	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+	settle(t, w, settleWithin)
 }
 
 // sameNumber returns a condition: this many pods of the crowd run, each on a Node with a NodeClaim
@@ -119,36 +119,35 @@ func TestTheShimStartsQuicklyWithManyNodeGroups(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: about numbers")
 	}
-	g := NewWithT(t)
 	leaveAsFound(t)
 	apply(t, w.Hub, manifests.CrowdHub)
 	apply(t, w.Spoke, manifests.CrowdSpoke)
 	objects, err := manifests.Load(manifests.CrowdHub)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	crowd, found := lo.Find(objects, func(o *unstructured.Unstructured) bool { return o.GetKind() == "MachineDeployment" })
-	g.Expect(found).To(BeTrue())
+	require.True(t, found)
 	many := lo.Times(nodeGroups-1, func(i int) *unstructured.Unstructured {
 		o := crowd.DeepCopy()
 		o.SetName(fmt.Sprintf("crowd-%03d", i))
 		labels := map[string]string{"cluster.x-k8s.io/deployment-name": o.GetName()}
-		g.Expect(unstructured.SetNestedStringMap(o.Object, labels, "spec", "selector", "matchLabels")).To(Succeed())
-		g.Expect(unstructured.SetNestedStringMap(o.Object, labels, "spec", "template", "metadata", "labels")).To(Succeed())
+		require.NoError(t, unstructured.SetNestedStringMap(o.Object, labels, "spec", "selector", "matchLabels"))
+		require.NoError(t, unstructured.SetNestedStringMap(o.Object, labels, "spec", "template", "metadata", "labels"))
 		return o
 	})
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // Cluster API takes long for so many on two cores
 		defer cancel()
-		g.Expect(manifests.DeleteObjects(ctx, w.Hub, many...)).To(Succeed())
+		require.NoError(t, manifests.DeleteObjects(ctx, w.Hub, many...))
 	})
-	g.Expect(each(many, func(o *unstructured.Unstructured) error { return manifests.ApplyObjects(t.Context(), w.Hub, o) })).To(Succeed())
+	require.NoError(t, each(many, func(o *unstructured.Unstructured) error { return manifests.ApplyObjects(t.Context(), w.Hub, o) }))
 	poll(t, 2*time.Minute, selects("crowd", nodeGroups))
 
-	g.Expect(w.Sandbox.StopComponent(sandbox.Shim)).To(Succeed())
+	require.NoError(t, w.Sandbox.StopComponent(sandbox.Shim))
 	began := time.Now()
-	g.Expect(w.Sandbox.StartComponent(within(t, 2*time.Minute), sandbox.Shim)).To(Succeed())
+	require.NoError(t, w.Sandbox.StartComponent(within(t, 2*time.Minute), sandbox.Shim))
 	ready := time.Since(began)
 	figure("ready with %d node groups after %v", nodeGroups, rounded(ready))
-	g.Expect(ready).To(BeNumerically("<", readyWithin))
+	require.Less(t, ready, readyWithin)
 	poll(t, soon, selects("crowd", nodeGroups))
 }
 

@@ -10,8 +10,8 @@ import (
 	"strings"
 	"testing"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
@@ -29,7 +29,6 @@ func TestTheVersionBeforeFits(t *testing.T) {
 			if testing.Short() {
 				t.Skip("not in the short run: builds an earlier revision")
 			}
-			g := NewWithT(t)
 			options := sandbox.Options{Name: "e2e-skew-" + lo.Ternary(old == sandbox.Shim, "shim", "agent")}
 			// What runs is a copy, which is replaced while the component is stopped.
 			command := map[string]string{sandbox.Shim: "karpenter", sandbox.Agent: "capi-agent"}[old]
@@ -47,17 +46,17 @@ func TestTheVersionBeforeFits(t *testing.T) {
 					components = lo.Times(agents, sandbox.AgentName)
 				}
 				for _, component := range components {
-					g.Expect(w.Sandbox.StopComponent(component)).To(Succeed())
+					require.NoError(t, w.Sandbox.StopComponent(component))
 				}
 				install(t, binary, running)
 				for _, component := range components {
-					g.Expect(w.Sandbox.StartComponent(within(t, settleWithin), component)).To(Succeed())
+					require.NoError(t, w.Sandbox.StartComponent(within(t, settleWithin), component))
 				}
 			}
 			kept := func() []string {
 				t.Helper()
 				var list karpenterv1.NodeClaimList
-				g.Expect(w.Spoke.List(within(t, soon), &list)).To(Succeed())
+				require.NoError(t, w.Spoke.List(within(t, soon), &list))
 				return lo.Map(list.Items, func(nc karpenterv1.NodeClaim, _ int) string { return nc.Name })
 			}
 			grows := func(pods int32) []string {
@@ -71,10 +70,10 @@ func TestTheVersionBeforeFits(t *testing.T) {
 			}
 			first := grows(2)
 			replace(now)
-			g.Expect(grows(3)).To(ContainElements(first), "after the upgrade")
+			require.Subset(t, grows(3), first, "after the upgrade")
 			agentFits(t)
 			replace(before)
-			g.Expect(grows(4)).To(ContainElements(first), "after the rollback")
+			require.Subset(t, grows(4), first, "after the rollback")
 			figure("revision %.12s: 4 pods, with the nodes of before kept over the upgrade and the rollback", revision)
 		})
 	}
@@ -120,18 +119,18 @@ func git(t *testing.T, args ...string) (string, error) {
 // built returns the binary of a command as it was at a revision.
 func built(t *testing.T, revision, command string) string {
 	t.Helper()
-	g, dir := NewWithT(t), t.TempDir()
+	dir := t.TempDir()
 	run := func(name string, args ...string) {
 		t.Helper()
 		cmd := exec.CommandContext(t.Context(), name, args...)
 		cmd.Dir = dir
 		cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK="+filepath.Join(dir, "go.work"))
 		out, err := cmd.CombinedOutput()
-		g.Expect(err).NotTo(HaveOccurred(), "%s %v: %s", name, args, out)
+		require.NoError(t, err, "%s %v: %s", name, args, out)
 	}
 	archive := filepath.Join(dir, "source.tar")
 	_, err := git(t, "archive", "--format=tar", "--output="+archive, revision)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	run("tar", "-xf", archive)
 	binary := filepath.Join(dir, command)
 	folder := map[string]string{"karpenter": "shim", "capi-agent": "agent"}[command]
@@ -142,9 +141,8 @@ func built(t *testing.T, revision, command string) string {
 // install replaces a binary by another one.
 func install(t *testing.T, from, to string) {
 	t.Helper()
-	g := NewWithT(t)
 	content, err := os.ReadFile(from)
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(os.WriteFile(to+".new", content, 0o700)).To(Succeed())
-	g.Expect(os.Rename(to+".new", to)).To(Succeed())
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(to+".new", content, 0o700))
+	require.NoError(t, os.Rename(to+".new", to))
 }

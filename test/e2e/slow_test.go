@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -37,7 +37,6 @@ func TestSlowMachinesJoin(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: builds a shim")
 	}
-	g := NewWithT(t)
 	inSandbox(t, sandbox.Options{
 		Name: "e2e-slow", ShimBinary: hurriedShim(t),
 		AgentArgs: []string{ // the defaults, compressed
@@ -70,7 +69,7 @@ func TestSlowMachinesJoin(t *testing.T) {
 		})
 		copies(t, w.Spoke, manifests.CrowdSpoke, name, nil)
 		copies(t, w.Spoke, manifests.CrowdWorkload, name, nil)
-		g.Expect(w.AwaitNodePool(within(t, soon), name)).To(Succeed())
+		require.NoError(t, w.AwaitNodePool(within(t, soon), name))
 	}
 	goHome(t, lo.Keys(machines)...)
 	began := time.Now()
@@ -92,21 +91,21 @@ func TestSlowMachinesJoin(t *testing.T) {
 	})
 	for name, m := range machines {
 		figure("%s: a Node %.0f minutes after its pod, %d NodeClaims, %d Machines", name, (ran[name] * compression).Minutes(), made(name), len(seen[name]))
-		g.Expect(seen[name]).To(HaveLen(1), "one Machine is made for "+name)
-		g.Expect(made(name)).To(Equal(m.nodeClaims), name)
-		g.Expect(described(t, name).GetAvailability().GetAvailable()).To(BeTrue(), "late is not failed: "+name)
+		require.Len(t, seen[name], 1, "one Machine is made for "+name)
+		require.Equal(t, m.nodeClaims, made(name), name)
+		require.True(t, described(t, name).GetAvailability().GetAvailable(), "late is not failed: "+name)
 	}
 	var groups clusterv1.MachineDeploymentList
-	g.Expect(w.Hub.List(t.Context(), &groups, client.InNamespace(sandbox.ClusterNamespace))).To(Succeed())
+	require.NoError(t, w.Hub.List(t.Context(), &groups, client.InNamespace(sandbox.ClusterNamespace)))
 	for _, md := range groups.Items {
-		g.Expect(md.Spec.Replicas).To(HaveValue(BeEquivalentTo(1)), md.Name)
+		require.Equal(t, new(int32(1)), md.Spec.Replicas, md.Name)
 	}
 }
 
 // hurriedShim builds the shim with core's and its own constants for slow machines compressed.
 func hurriedShim(t *testing.T) string {
 	t.Helper()
-	g, dir, repository := NewWithT(t), t.TempDir(), root(t)
+	dir, repository := t.TempDir(), root(t)
 	work, binary := filepath.Join(dir, "go.work"), filepath.Join(dir, "karpenter")
 	goes := func(workspace string, args ...string) string {
 		t.Helper()
@@ -116,24 +115,24 @@ func hurriedShim(t *testing.T) string {
 		var said strings.Builder
 		cmd.Stderr = &said
 		out, err := cmd.Output()
-		g.Expect(err).NotTo(HaveOccurred(), said.String())
+		require.NoError(t, err, said.String())
 		return strings.TrimSpace(string(out))
 	}
 	changed := func(from, to string, changes ...string) {
 		t.Helper()
 		text, err := os.ReadFile(from)
-		g.Expect(err).NotTo(HaveOccurred())
+		require.NoError(t, err)
 		for i := 0; i < len(changes); i += 2 {
-			g.Expect(strings.Count(string(text), changes[i])).To(Equal(1), changes[i])
+			require.Equal(t, 1, strings.Count(string(text), changes[i]), changes[i])
 			text = []byte(strings.Replace(string(text), changes[i], changes[i+1], 1))
 		}
-		g.Expect(os.WriteFile(to, text, 0o600)).To(Succeed())
+		require.NoError(t, os.WriteFile(to, text, 0o600))
 	}
 	duration := func(d time.Duration) string { return fmt.Sprintf("time.Duration(%d)", compressed(d)) }
 
 	core := filepath.Join(dir, "core")
 	original := goes("", "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/karpenter")
-	g.Expect(os.CopyFS(core, os.DirFS(original))).To(Succeed())
+	require.NoError(t, os.CopyFS(core, os.DirFS(original)))
 	liveness := "pkg/controllers/nodeclaim/lifecycle/liveness.go"
 	changed(filepath.Join(original, liveness), filepath.Join(core, liveness),
 		"registrationTimeout = time.Minute * 15", "registrationTimeout = "+duration(15*time.Minute))
@@ -143,13 +142,13 @@ func hurriedShim(t *testing.T) string {
 		"\tregistrationTimeout = 15 * time.Minute", "\tregistrationTimeout = "+duration(15*time.Minute),
 		"\textendAfter = 5 * time.Minute", "\textendAfter = "+duration(5*time.Minute))
 	overlay, err := json.Marshal(map[string]any{"Replace": map[string]string{controller: hurried}})
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600)).To(Succeed())
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600))
 	changed(filepath.Join(repository, "go.work.sum"), filepath.Join(dir, "go.work.sum"))
 	uses := strings.Fields(goes("", "list", "-m", "-f", "{{.Dir}}"))
 	workspace := fmt.Sprintf("go %s\n\nuse (\n\t%s\n)\n\nreplace sigs.k8s.io/karpenter => %s\n",
 		strings.TrimPrefix(goes("", "env", "GOVERSION"), "go"), strings.Join(uses, "\n\t"), core)
-	g.Expect(os.WriteFile(work, []byte(workspace), 0o600)).To(Succeed())
+	require.NoError(t, os.WriteFile(work, []byte(workspace), 0o600))
 	goes(work, "build", "-overlay", filepath.Join(dir, "overlay.json"), "-o", binary, "./cmd/karpenter")
 	return binary
 }

@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -52,7 +52,6 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: an hour's work is undone twice")
 	}
-	g := NewWithT(t)
 	h := startHub(t, "e2e-snapshot-hub")
 	h.run(t, h.source, perGroup, perGroup)
 
@@ -64,7 +63,6 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 	var starts []time.Time
 	for _, how := range []string{agentsLast, agentsRun} {
 		t.Run(how, func(t *testing.T) {
-			g := NewWithT(t)
 			// One more machine is being made at the time of the snapshot, and joins after it.
 			hangs := h.hangs(t, func() {
 				pods["west"]++
@@ -73,7 +71,7 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			h.noted(t, hangs)
 			had := h.holdings(t, h.source)
 			file := filepath.Join(t.TempDir(), "hub.db")
-			g.Expect(h.source.Sandbox.Snapshot(within(t, soon), sandbox.HubEtcd, file)).To(Succeed())
+			require.NoError(t, h.source.Sandbox.Snapshot(within(t, soon), sandbox.HubEtcd, file))
 
 			taken := time.Now()
 			h.joins(t, hangs)
@@ -82,8 +80,8 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			h.atRest(t, pods)
 			has := h.holdings(t, h.source)
 			d := difference(had, has)
-			g.Expect(d.made).To(HaveLen(since))
-			g.Expect(d.removed).To(HaveLen(since))
+			require.Len(t, d.made, since)
+			require.Len(t, d.removed, since)
 			ran := podsOn(t, h.source, d.nodes())
 			watching := watchSpoke(t, h.source)
 
@@ -103,10 +101,12 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			poll(t, settleWithin, h.reports(d))
 			figure("what differs was reported %.0f s later", time.Since(back).Seconds())
 			reported := h.reports(d)
-			g.Consistently(func(g Gomega) {
-				g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
-				g.Expect(reported(t.Context())).To(BeEmpty())
-			}).WithTimeout(quiet).WithPolling(time.Second).Should(Succeed())
+			throughout(t, quiet, time.Second, func() {
+				require.Empty(t, watching.Incidents(), "what happened to what ran in the spoke")
+				missing, err := reported(t.Context())
+				require.NoError(t, err)
+				require.Empty(t, missing)
+			})
 
 			// Released: following the page's instructions.
 			for id := range d.removed {
@@ -114,16 +114,16 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			}
 			for _, lost := range d.made {
 				nodeClaim := &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: lost.nodeClaim}}
-				g.Expect(h.source.Spoke.Delete(within(t, soon), nodeClaim)).To(Succeed())
+				require.NoError(t, h.source.Spoke.Delete(within(t, soon), nodeClaim))
 			}
 			h.atRest(t, pods)
 			now := h.holdings(t, h.source)
-			g.Expect(now.replicas).To(Equal(has.replicas))
-			d.expectKept(g, now)
-			g.Expect(podsOn(t, h.source, d.nodes())).To(ContainElements(ran), "pods on Nodes that both sides know")
+			require.Equal(t, has.replicas, now.replicas)
+			d.expectKept(t, now)
+			require.Subset(t, podsOn(t, h.source, d.nodes()), ran, "pods on Nodes that both sides know")
 		})
 	}
-	g.Expect(h.faultsBut(startsUp(starts...))).To(BeEmpty())
+	require.Empty(t, h.faultsBut(startsUp(starts...)))
 }
 
 // noted waits until each claim records that its Node was registered, except for the claim of a
@@ -145,19 +145,18 @@ func TestASnapshotOfTheSpokeThatIsPutBackLosesNothing(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: Nodes that nothing is heard of count as lost after a minute")
 	}
-	g := NewWithT(t)
 	h := startHub(t, "e2e-snapshot-spoke")
 	h.run(t, h.source, perGroup, perGroup)
 	had := h.holdings(t, h.source)
 	file := filepath.Join(t.TempDir(), "spoke.db")
-	g.Expect(h.source.Sandbox.Snapshot(within(t, soon), sandbox.SpokeEtcd, file)).To(Succeed())
+	require.NoError(t, h.source.Sandbox.Snapshot(within(t, soon), sandbox.SpokeEtcd, file))
 
 	taken := time.Now()
 	h.scale(t, perGroup-since, perGroup+since)
 	h.atRest(t, map[string]int{"east": perGroup - since, "west": perGroup + since})
 	d := difference(had, h.holdings(t, h.source))
-	g.Expect(d.made).To(HaveLen(since))
-	g.Expect(d.removed).To(HaveLen(since))
+	require.Len(t, d.made, since)
+	require.Len(t, d.removed, since)
 	ran := podsOn(t, h.source, d.nodes())
 	destroyed := providerLogs(t, h.source, "instance stops")
 	madeNodes := lo.MapToSlice(d.made, func(_ string, c holding) corev1.Node { return h.node(t, c.machine) })
@@ -186,23 +185,25 @@ func TestASnapshotOfTheSpokeThatIsPutBackLosesNothing(t *testing.T) {
 		return "", nil
 	})
 	figure("NodeClaims without a machine were given up %.0f s later", time.Since(back).Seconds())
-	g.Expect(h.source.Recorder.Await(within(t, unheard), running(2*perGroup))).To(Succeed())
+	require.NoError(t, h.source.Recorder.Await(within(t, unheard), running(2*perGroup)))
 	reported := h.reports(differences{removed: d.made})
 	poll(t, settleWithin, reported)
-	g.Consistently(func(g Gomega) {
-		g.Expect(destroyed()).To(BeEmpty(), "instances")
-		g.Expect(reported(t.Context())).To(BeEmpty())
-	}).WithTimeout(quiet).WithPolling(time.Second).Should(Succeed())
+	throughout(t, quiet, time.Second, func() {
+		require.Empty(t, destroyed(), "instances")
+		missing, err := reported(t.Context())
+		require.NoError(t, err)
+		require.Empty(t, missing)
+	})
 
 	for id := range d.made {
 		h.release(t, id)
 	}
 	h.atRest(t, map[string]int{"east": perGroup, "west": perGroup})
 	now := h.holdings(t, h.source)
-	g.Expect(now.replicas).To(Equal(had.replicas))
-	d.expectKept(g, now)
-	g.Expect(podsOn(t, h.source, d.nodes())).To(ContainElements(ran), "pods on Nodes that both sides know")
-	g.Expect(h.faultsBut(startsUp(start))).To(BeEmpty())
+	require.Equal(t, had.replicas, now.replicas)
+	d.expectKept(t, now)
+	require.Subset(t, podsOn(t, h.source, d.nodes()), ran, "pods on Nodes that both sides know")
+	require.Empty(t, h.faultsBut(startsUp(start)))
 }
 
 // putBack stops the named components, and an etcd with its API server. It restores the snapshot,
@@ -210,15 +211,14 @@ func TestASnapshotOfTheSpokeThatIsPutBackLosesNothing(t *testing.T) {
 // It returns when the start began.
 func putBack(t *testing.T, in *sandbox.Sandbox, file, etcd, server string, others []string, first func()) (began time.Time) {
 	t.Helper()
-	g := NewWithT(t)
 	all := append(slices.Clone(others), server, etcd)
 	for _, component := range all {
-		g.Expect(in.StopComponent(component)).To(Succeed())
+		require.NoError(t, in.StopComponent(component))
 	}
-	g.Expect(in.PutBack(within(t, soon), etcd, file)).To(Succeed())
+	require.NoError(t, in.PutBack(within(t, soon), etcd, file))
 	began = time.Now()
 	for _, component := range slices.Backward(all) {
-		g.Expect(in.StartComponent(within(t, settleWithin), component)).To(Succeed(), component)
+		require.NoError(t, in.StartComponent(within(t, settleWithin), component), component)
 		if component == server && first != nil {
 			first()
 		}
@@ -265,9 +265,9 @@ func difference(before, after holdings) differences {
 
 func (d differences) nodes() []string { return slices.Collect(maps.Keys(d.uids)) }
 
-func (d differences) expectKept(g Gomega, now holdings) {
-	g.Expect(lo.PickByKeys(now.claims, slices.Collect(maps.Keys(d.kept)))).To(Equal(d.kept), "claims that both sides know")
-	g.Expect(lo.PickByKeys(now.nodes, d.nodes())).To(Equal(d.uids), "Nodes that both sides know")
+func (d differences) expectKept(t require.TestingT, now holdings) {
+	require.Equal(t, d.kept, lo.PickByKeys(now.claims, slices.Collect(maps.Keys(d.kept))), "claims that both sides know")
+	require.Equal(t, d.uids, lo.PickByKeys(now.nodes, d.nodes()), "Nodes that both sides know")
 }
 
 // reports returns a condition for poll: only the claims made and removed since violate invariants,
@@ -317,12 +317,12 @@ func (h hubs) atRest(t *testing.T, pods map[string]int) {
 		}
 		return "", nil
 	})
-	NewWithT(t).Expect(h.source.Recorder.Await(within(t, unheard), func(s journey.State) string {
+	require.NoError(t, h.source.Recorder.Await(within(t, unheard), func(s journey.State) string {
 		if missing := running(pods["east"] + pods["west"])(s); missing != "" {
 			return missing
 		}
 		return everyMachineRuns(s)
-	})).To(Succeed())
+	}))
 	h.settle(t)
 }
 
@@ -332,20 +332,20 @@ func (h hubs) release(t *testing.T, id string) {
 	_, err := h.agent(t).Claims.ReleaseClaim(within(t, soon), &agentv1alpha1.ReleaseClaimRequest{
 		Cluster: theCluster(), ClaimId: id, Reason: "its NodeClaim is gone",
 	})
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 }
 
 // joins ends what hangs began.
 func (h hubs) joins(t *testing.T, machine string) {
 	t.Helper()
 	m := &simv1.SimMachine{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: machine}}
-	NewWithT(t).Expect(h.source.Hub.Patch(within(t, soon), m, mergePatch(`{"spec":{"stuckAt":null}}`))).To(Succeed())
+	require.NoError(t, h.source.Hub.Patch(within(t, soon), m, mergePatch(`{"spec":{"stuckAt":null}}`)))
 }
 
 func (h hubs) node(t *testing.T, name string) corev1.Node {
 	t.Helper()
 	var n corev1.Node
-	NewWithT(t).Expect(h.source.Spoke.Get(within(t, soon), client.ObjectKey{Name: name}, &n)).To(Succeed())
+	require.NoError(t, h.source.Spoke.Get(within(t, soon), client.ObjectKey{Name: name}, &n))
 	return n
 }
 
@@ -354,7 +354,7 @@ func (h hubs) silence(t *testing.T, node string) {
 	t.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}
 	patch := mergePatch(fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, sandbox.KubeletLabel))
-	NewWithT(t).Expect(h.source.Spoke.Patch(within(t, soon), n, patch)).To(Succeed())
+	require.NoError(t, h.source.Spoke.Patch(within(t, soon), n, patch))
 }
 
 // restartKubelet registers a Node as its kubelet does when it starts: with Karpenter's taint, and
@@ -370,10 +370,9 @@ func (h hubs) restartKubelet(t *testing.T, was corev1.Node) {
 		},
 		Spec: corev1.NodeSpec{ProviderID: was.Spec.ProviderID, Taints: []corev1.Taint{karpenterv1.UnregisteredNoExecuteTaint}},
 	}
-	g := NewWithT(t)
-	g.Expect(h.source.Spoke.Create(within(t, soon), n)).To(Succeed())
+	require.NoError(t, h.source.Spoke.Create(within(t, soon), n))
 	n.Status = was.Status
-	g.Expect(h.source.Spoke.Status().Update(within(t, soon), n)).To(Succeed())
+	require.NoError(t, h.source.Spoke.Status().Update(within(t, soon), n))
 }
 
 // podsOn returns the UIDs of the tests' pods on these Nodes, sorted.

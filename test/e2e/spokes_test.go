@@ -4,7 +4,7 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -21,7 +21,6 @@ func TestTwoSpokesHaveOneHub(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: it takes two spokes of its own")
 	}
-	g := NewWithT(t)
 	first := startHub(t, "e2e-two")
 	second := joinHub(t, "e2e-two-second", "e2e-two")
 
@@ -30,8 +29,8 @@ func TestTwoSpokesHaveOneHub(t *testing.T) {
 	second.runSecond(t, 2, 1)
 	figure("7 pods on Nodes of their own after %.0f s", time.Since(began).Seconds())
 	ofFirst, ofSecond := first.holdings(t, first.source), second.holdings(t, second.source)
-	g.Expect(ofFirst.replicas).To(Equal(map[string]int32{"east": own + 2, "west": 2}))
-	g.Expect(ofSecond.replicas).To(Equal(map[string]int32{"north": own + 2, "south": 1}))
+	require.Equal(t, map[string]int32{"east": own + 2, "west": 2}, ofFirst.replicas)
+	require.Equal(t, map[string]int32{"north": own + 2, "south": 1}, ofSecond.replicas)
 
 	for caller, asked := range map[*hubs]*hubs{&first: &second, &second: &first} {
 		paths := caller.source.Sandbox.State().Paths
@@ -41,39 +40,38 @@ func TestTwoSpokesHaveOneHub(t *testing.T) {
 				Cluster: &agentv1alpha1.ClusterRef{Namespace: of.Namespace, Name: of.Name},
 			})
 			if of == caller.source.Checker.Cluster {
-				g.Expect(err).NotTo(HaveOccurred(), "%s asks for its own claims", of)
+				require.NoError(t, err, "%s asks for its own claims", of)
 			} else {
-				g.Expect(status.Code(err)).To(Equal(codes.PermissionDenied), "%s asks for the claims of %s: %v", caller.source.Checker.Cluster, of, err)
+				require.Equal(t, codes.PermissionDenied, status.Code(err), "%s asks for the claims of %s: %v", caller.source.Checker.Cluster, of, err)
 			}
 		}
 	}
 
 	t.Log("the second spoke's API server hangs, and the first goes on")
 	watching := watchSpoke(t, second.source)
-	g.Expect(second.source.Sandbox.Suspend(sandbox.SpokeAPIServer)).To(Succeed())
+	require.NoError(t, second.source.Sandbox.Suspend(sandbox.SpokeAPIServer))
 	first.scale(t, 3, 2)
-	g.Expect(first.source.Recorder.Await(within(t, 2*time.Minute), running(5))).To(Succeed())
+	require.NoError(t, first.source.Recorder.Await(within(t, 2*time.Minute), running(5)))
 	first.goes(t)
-	g.Expect(second.source.Sandbox.Resume(sandbox.SpokeAPIServer)).To(Succeed())
+	require.NoError(t, second.source.Sandbox.Resume(sandbox.SpokeAPIServer))
 	poll(t, settleWithin, second.holds(ofSecond))
 	second.settle(t)
-	g.Expect(watching.Incidents()).To(BeEmpty(), "what happened in the second spoke")
+	require.Empty(t, watching.Incidents(), "what happened in the second spoke")
 
 	second.empty(t)
-	g.Expect(second.holdings(t, second.source).replicas).To(Equal(map[string]int32{"north": own, "south": 0}))
-	g.Expect(first.holdings(t, first.source).replicas).To(Equal(map[string]int32{"east": own, "west": 0}))
-	g.Expect(faultsInLogs(second.source, sandbox.Shim)).To(BeEmpty())
+	require.Equal(t, map[string]int32{"north": own, "south": 0}, second.holdings(t, second.source).replicas)
+	require.Equal(t, map[string]int32{"east": own, "west": 0}, first.holdings(t, first.source).replicas)
+	require.Empty(t, faultsInLogs(second.source, sandbox.Shim))
 }
 
 // runSecond is run for a spoke of [joinHub], whose node groups have names of their own in the hub.
 func (h hubs) runSecond(t *testing.T, north, south int) {
 	t.Helper()
-	g := NewWithT(t)
 	cluster := h.source.Checker.Cluster.Name
 	renamed, err := manifests.LoadAs(manifests.MoveHub, sandbox.ClusterName, cluster,
 		sandbox.BootstrapSecret, cluster+"-bootstrap", "east", "north", "west", "south")
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(manifests.ApplyObjects(within(t, soon), h.source.Hub, renamed...)).To(Succeed())
+	require.NoError(t, err)
+	require.NoError(t, manifests.ApplyObjects(within(t, soon), h.source.Hub, renamed...))
 	h.occupy(t, h.source, north, south)
 }
 

@@ -10,8 +10,9 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -32,15 +33,14 @@ import (
 // that is being deleted, two on one Machine, and a forgotten Machine.
 func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	figure := shows(t, "a live switch from another provider: every node goes on running, and what was half done is finished")
-	g := NewWithT(t)
 	inGroup := lo.Ternary(testing.Short(), 3, 25)
 	h := startHub(t, "e2e-switch")
 	h.run(t, h.source, inGroup, inGroup)
 	before := h.holdings(t, h.source)
 	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
-		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
+		require.NoError(t, h.source.Sandbox.StopComponent(component))
 	}
-	g.Expect(peer.Disguise(within(t, settleWithin), h.source)).To(Succeed())
+	require.NoError(t, peer.Disguise(within(t, settleWithin), h.source))
 	pods := podsOn(t, h.source, slices.Collect(maps.Keys(before.nodes)))
 
 	// The replicas that the other provider raised last: for a NodeClaim that it is launching, for
@@ -50,33 +50,36 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	begun := h.nodeClaimOn(t, before, "begun", chosen, peer.NotLaunched(chosen))
 	leavingOn := h.another(t, "east")
 	leaving := h.nodeClaimOn(t, before, "leaving", leavingOn, peer.Terminating)
-	g.Expect(h.source.Spoke.Delete(within(t, soon), leaving)).To(Succeed())
+	require.NoError(t, h.source.Spoke.Delete(within(t, soon), leaving))
 	forgotten := h.another(t, "east")
 	shared := h.machine(t, lo.MinBy(slices.Collect(maps.Values(before.claims)), func(a, b holding) bool { return a.machine < b.machine }).machine)
 	second := h.nodeClaimOn(t, before, "second", shared, func(*karpenterv1.NodeClaim) {})
-	g.Expect(h.source.Recorder.Await(within(t, settleWithin), everyMachineRuns)).To(Succeed())
+	require.NoError(t, h.source.Recorder.Await(within(t, settleWithin), everyMachineRuns))
 
 	watching := watchSpoke(t, h.source)
 	for _, component := range lo.Times(agents, sandbox.AgentName) {
-		g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), component)).To(Succeed())
+		require.NoError(t, h.source.Sandbox.StartComponent(within(t, settleWithin), component))
 	}
 	planned := h.planAdoption(t)
-	g.Expect(machinesByNodeClaim(planned)).To(Equal(lo.MapEntries(before.claims, func(_ string, c holding) (string, string) {
+	require.Equal(t, lo.MapEntries(before.claims, func(_ string, c holding) (string, string) {
 		return c.nodeClaim, c.machine
-	})))
-	g.Expect(planned.Unfinished).To(ConsistOf(
-		And(HaveField("Name", "begun"), HaveField("Message", ContainSubstring("adopts machine "+chosen.Name))),
-		And(HaveField("Name", "leaving"), HaveField("Message", ContainSubstring("its machine "+leavingOn.Name+" is deleted with it")))))
-	g.Expect(planned.InTheWay).To(ConsistOf(And(HaveField("Name", "second"), HaveField("Message", ContainSubstring(shared.Name)))))
+	}), machinesByNodeClaim(planned))
+	require.Len(t, planned.Unfinished, 2)
+	unfinished := lo.SliceToMap(planned.Unfinished, func(p planOf) (name, message string) { return p.Name, p.Message })
+	require.Contains(t, unfinished["begun"], "adopts machine "+chosen.Name)
+	require.Contains(t, unfinished["leaving"], "its machine "+leavingOn.Name+" is deleted with it")
+	require.Len(t, planned.InTheWay, 1)
+	require.Equal(t, "second", planned.InTheWay[0].Name)
+	require.Contains(t, planned.InTheWay[0].Message, shared.Name)
 	left := lo.Map(planned.Left, func(p planOf, _ int) string { return p.Machine })
-	g.Expect(left).To(ConsistOf(append(before.unclaimed, forgotten.Name))) // Nodes have the names of their Machines
-	g.Expect(planned.Nodes).To(BeEmpty())
-	g.Expect(planned.Raised).To(BeEmpty())
-	g.Expect(planned.Disrupted).To(BeZero())
-	g.Expect(h.claims(t, h.source, agentv1.PhasePending)).To(BeEmpty(), "nothing is written for a plan")
+	require.ElementsMatch(t, append(before.unclaimed, forgotten.Name), left) // Nodes have the names of their Machines
+	require.Empty(t, planned.Nodes)
+	require.Empty(t, planned.Raised)
+	require.Zero(t, planned.Disrupted)
+	require.Empty(t, h.claims(t, h.source, agentv1.PhasePending), "nothing is written for a plan")
 
 	began := time.Now()
-	g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.Shim)).To(Succeed())
+	require.NoError(t, h.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.Shim))
 	poll(t, settleWithin, h.holds(before))
 	figure("%d nodes were adopted %.1f s after the start of the shim", len(before.claims), time.Since(began).Seconds())
 	h.source.Checker.Expected = func() invariants.Expected {
@@ -94,57 +97,57 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 		}
 		return "", nil
 	})
-	g.Expect(h.source.Recorder.Await(within(t, settleWithin), running(2*inGroup+1))).To(Succeed())
-	g.Consistently(func(g Gomega) {
+	require.NoError(t, h.source.Recorder.Await(within(t, settleWithin), running(2*inGroup+1)))
+	throughout(t, spareGrace+2*syncInterval, time.Second, func() {
 		others := lo.Reject(watching.Incidents(), func(what string, _ int) bool {
 			return strings.Contains(what, " leaving ") || strings.Contains(what, " "+leavingOn.Name+" ")
 		})
-		g.Expect(others).To(BeEmpty(), "what happened to what ran in the spoke")
+		require.Empty(t, others, "what happened to what ran in the spoke")
 		is := h.holdings(t, h.source)
-		g.Expect(is.replicas).To(Equal(map[string]int32{"east": int32(inGroup + own + 1), "west": int32(inGroup + 1)}))
-		g.Expect(lo.PickByKeys(is.nodes, slices.Collect(maps.Keys(before.nodes)))).To(Equal(before.nodes))
-		g.Expect(is.claims).To(HaveLen(len(before.claims) + 1))
-	}).WithTimeout(spareGrace + 2*syncInterval).WithPolling(time.Second).Should(Succeed())
-	g.Expect(podsOn(t, h.source, slices.Collect(maps.Keys(before.nodes)))).To(Equal(pods), "no pod was made again")
+		require.Equal(t, map[string]int32{"east": int32(inGroup + own + 1), "west": int32(inGroup + 1)}, is.replicas)
+		require.Equal(t, before.nodes, lo.PickByKeys(is.nodes, slices.Collect(maps.Keys(before.nodes))))
+		require.Len(t, is.claims, len(before.claims)+1)
+	})
+	require.Equal(t, pods, podsOn(t, h.source, slices.Collect(maps.Keys(before.nodes))), "no pod was made again")
 
 	h.expectAdopted(t, before)
 	planned = h.planAdoption(t)
-	g.Expect(planned.NodeClaims).To(BeEmpty(), "all that could be is adopted")
-	g.Expect(planned.Unfinished).To(BeEmpty())
-	g.Eventually(func(g Gomega) {
-		g.Expect(h.eventsOf(t, "second")).To(ContainElement(ContainSubstring("belongs to NodeClaim "+before.nodeClaimOn(shared.Name))),
-			"the second NodeClaim on a Machine is told of")
-	}).WithTimeout(soon).Should(Succeed())
+	require.Empty(t, planned.NodeClaims, "all that could be is adopted")
+	require.Empty(t, planned.Unfinished)
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		messages, err := h.eventsOf(t.Context(), "second")
+		require.NoError(c, err)
+		require.Contains(c, strings.Join(messages, "\n"), "belongs to NodeClaim "+before.nodeClaimOn(shared.Name))
+	}, soon, 10*time.Millisecond, "the second NodeClaim on a Machine is told of")
 	// This follows the event's instructions.
 	ofItsOwn := mergePatch(fmt.Sprintf(`{"status":{"providerID":"capi-claim://%s/%s/%s"}}`, sandbox.ClusterNamespace, sandbox.ClusterName, second.UID))
-	g.Expect(h.source.Spoke.Status().Patch(within(t, soon), second, ofItsOwn)).To(Succeed())
-	g.Expect(client.IgnoreNotFound(h.source.Spoke.Delete(within(t, soon), second))).To(Succeed())
+	require.NoError(t, h.source.Spoke.Status().Patch(within(t, soon), second, ofItsOwn))
+	require.NoError(t, client.IgnoreNotFound(h.source.Spoke.Delete(within(t, soon), second)))
 	h.settle(t)
-	g.Expect(h.holdings(t, h.source).nodes).To(HaveKey(shared.Name), "the Node of both stays")
+	require.Contains(t, h.holdings(t, h.source).nodes, shared.Name, "the Node of both stays")
 
 	returned := h.adoptTheUsers(t)
 	figure("%d nodes of the user's were adopted, and one was returned", own+1)
 
-	g.Expect(peer.AllowDisruption(within(t, settleWithin), h.source)).To(Succeed())
+	require.NoError(t, peer.AllowDisruption(within(t, settleWithin), h.source))
 	h.scale(t, 0, 0)
-	g.Expect(h.source.Recorder.Await(within(t, 8*time.Minute), nothingLives)).To(Succeed())
+	require.NoError(t, h.source.Recorder.Await(within(t, 8*time.Minute), nothingLives))
 	poll(t, settleWithin, func(context.Context) (string, error) {
 		is := h.holdings(t, h.source)
 		return lo.Ternary(maps.Equal(is.replicas, map[string]int32{"east": 1, "west": 0}), "",
 			fmt.Sprintf("the machine that was returned to be left: replicas are %v", is.replicas)), nil
 	})
-	g.Expect(h.holdings(t, h.source).unclaimed).To(Equal([]string{returned}))
+	require.Equal(t, []string{returned}, h.holdings(t, h.source).unclaimed)
 	h.settle(t)
-	g.Expect(h.faults()).To(BeEmpty())
+	require.Empty(t, h.faults())
 }
 
 // adoptTheUsers makes the shim adopt the user's machines, like those of the cluster-autoscaler, and
 // return one of them. It returns that machine's Node.
 func (h hubs) adoptTheUsers(t *testing.T) string {
 	t.Helper()
-	g := NewWithT(t)
 	before := h.holdings(t, h.source)
-	g.Expect(before.unclaimed).To(HaveLen(own + 1))
+	require.Len(t, before.unclaimed, own+1)
 	watching := watchSpoke(t, h.source)
 	h.source.Checker.Expected = func() invariants.Expected {
 		return invariants.Expected{Shares: map[string]invariants.Share{"east": {}, "west": {}}}
@@ -155,15 +158,15 @@ func (h hubs) adoptTheUsers(t *testing.T) string {
 		return lo.Ternary(missing == 0, "", fmt.Sprintf("%d machines of the user's to be adopted", missing)), nil
 	})
 	h.settle(t)
-	g.Expect(h.planAdoption(t).InTheWay).To(BeEmpty())
-	g.Expect(h.holdings(t, h.source).replicas).To(Equal(before.replicas))
+	require.Empty(t, h.planAdoption(t).InTheWay)
+	require.Equal(t, before.replicas, h.holdings(t, h.source).replicas)
 	node := before.unclaimed[0]
 	var was corev1.Node
 	poll(t, settleWithin, func(context.Context) (string, error) { // core registers and initializes Nodes in its own time
 		was = h.node(t, node)
 		return lo.Ternary(was.Labels[karpenterv1.NodeInitializedLabelKey] == "true", "", "adopted Node "+node+" to be initialized"), nil
 	})
-	g.Expect(was.Annotations).To(HaveKeyWithValue(karpenterv1.DoNotDisruptAnnotationKey, "true"))
+	require.Equal(t, "true", was.Annotations[karpenterv1.DoNotDisruptAnnotationKey])
 
 	h.setAdoption(t, "Never")
 	h.source.Checker.Expected = func() invariants.Expected {
@@ -171,19 +174,19 @@ func (h hubs) adoptTheUsers(t *testing.T) string {
 	}
 	nodeClaim := &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: node}} // named after its Machine, like the Node
 	patch := mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"true"}}}`, shimv1alpha1.ReturnMachineAnnotation))
-	g.Expect(h.source.Spoke.Patch(within(t, soon), nodeClaim, patch)).To(Succeed())
+	require.NoError(t, h.source.Spoke.Patch(within(t, soon), nodeClaim, patch))
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {
 		err := h.source.Spoke.Get(ctx, client.ObjectKeyFromObject(nodeClaim), nodeClaim)
 		return lo.Ternary(apierrors.IsNotFound(err), "", "the NodeClaim whose machine is returned to end"), client.IgnoreNotFound(err)
 	})
 	is := h.node(t, node)
-	g.Expect(is.UID).To(Equal(was.UID))
-	g.Expect(is.DeletionTimestamp).To(BeNil())
-	g.Expect(is.Finalizers).NotTo(ContainElement(karpenterv1.TerminationFinalizer))
-	g.Expect(is.Spec.Unschedulable).To(BeFalse())
+	require.Equal(t, was.UID, is.UID)
+	require.Nil(t, is.DeletionTimestamp)
+	require.NotContains(t, is.Finalizers, karpenterv1.TerminationFinalizer)
+	require.False(t, is.Spec.Unschedulable)
 	h.settle(t)
-	g.Expect(h.holdings(t, h.source).replicas).To(Equal(before.replicas))
-	g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
+	require.Equal(t, before.replicas, h.holdings(t, h.source).replicas)
+	require.Empty(t, watching.Incidents(), "what happened to what ran in the spoke")
 	return node
 }
 
@@ -191,7 +194,7 @@ func (h hubs) setAdoption(t *testing.T, mode string) {
 	t.Helper()
 	class := &shimv1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "move"}}
 	patch := mergePatch(fmt.Sprintf(`{"spec":{"adoption":{"machines":%q}}}`, mode))
-	NewWithT(t).Expect(h.source.Spoke.Patch(within(t, soon), class, patch)).To(Succeed())
+	require.NoError(t, h.source.Spoke.Patch(within(t, soon), class, patch))
 }
 
 // nodeClaimOn creates a NodeClaim on a Machine, as a copy of the others of its group with the
@@ -200,30 +203,29 @@ func (h hubs) nodeClaimOn(
 	t *testing.T, like holdings, name string, m *clusterv1.Machine, change func(*karpenterv1.NodeClaim),
 ) *karpenterv1.NodeClaim {
 	t.Helper()
-	g := NewWithT(t)
 	model := &karpenterv1.NodeClaim{}
 	for _, c := range like.claims {
 		if c.group == m.Labels[clusterv1.MachineDeploymentNameLabel] {
-			g.Expect(h.source.Spoke.Get(within(t, soon), client.ObjectKey{Name: c.nodeClaim}, model)).To(Succeed())
+			require.NoError(t, h.source.Spoke.Get(within(t, soon), client.ObjectKey{Name: c.nodeClaim}, model))
 			break
 		}
 	}
 	made, err := peer.AddNodeClaim(within(t, soon), h.source, model, name, m, change)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return made
 }
 
 func (h hubs) another(t *testing.T, group string) *clusterv1.Machine {
 	t.Helper()
 	m, err := peer.AnotherMachine(within(t, settleWithin), h.source, group)
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return m
 }
 
 func (h hubs) machine(t *testing.T, name string) *clusterv1.Machine {
 	t.Helper()
 	m := &clusterv1.Machine{}
-	NewWithT(t).Expect(h.source.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, m)).To(Succeed())
+	require.NoError(t, h.source.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, m))
 	return m
 }
 
@@ -231,17 +233,16 @@ func (h hubs) machine(t *testing.T, name string) *clusterv1.Machine {
 // labelled like those of new machines.
 func (h hubs) expectAdopted(t *testing.T, before holdings) {
 	t.Helper()
-	g := NewWithT(t)
 	for _, had := range before.claims {
 		nodeClaim, node := &karpenterv1.NodeClaim{}, h.node(t, had.machine)
-		g.Expect(h.source.Spoke.Get(within(t, soon), client.ObjectKey{Name: had.nodeClaim}, nodeClaim)).To(Succeed())
+		require.NoError(t, h.source.Spoke.Get(within(t, soon), client.ObjectKey{Name: had.nodeClaim}, nodeClaim))
 		for _, object := range []client.Object{nodeClaim, &node} {
-			g.Expect(object.GetLabels()).To(HaveKeyWithValue(shimv1alpha1.AdoptedLabel, "true"))
-			g.Expect(object.GetLabels()[corev1.LabelInstanceTypeStable]).NotTo(BeEmpty())
-			g.Expect(object.GetAnnotations()).To(HaveKeyWithValue(karpenterv1.DoNotDisruptAnnotationKey, "true"))
-			g.Expect(object.GetAnnotations()).To(HaveKeyWithValue(shimv1alpha1.NodeGroupAnnotation, sandbox.ClusterNamespace+"/"+had.group))
+			require.Equal(t, "true", object.GetLabels()[shimv1alpha1.AdoptedLabel])
+			require.NotEmpty(t, object.GetLabels()[corev1.LabelInstanceTypeStable])
+			require.Equal(t, "true", object.GetAnnotations()[karpenterv1.DoNotDisruptAnnotationKey])
+			require.Equal(t, sandbox.ClusterNamespace+"/"+had.group, object.GetAnnotations()[shimv1alpha1.NodeGroupAnnotation])
 		}
-		g.Expect(nodeClaim.StatusConditions().Get(karpenterv1.ConditionTypeDrifted)).To(BeNil(), had.nodeClaim)
+		require.Nil(t, nodeClaim.StatusConditions().Get(karpenterv1.ConditionTypeDrifted), had.nodeClaim)
 	}
 }
 
@@ -286,13 +287,12 @@ func (h hubs) planAdoption(t *testing.T) plan {
 }
 
 // eventsOf returns the messages of the events about a NodeClaim.
-func (h hubs) eventsOf(t *testing.T, nodeClaim string) []string {
-	t.Helper()
+func (h hubs) eventsOf(ctx context.Context, nodeClaim string) ([]string, error) {
 	var list corev1.EventList
-	NewWithT(t).Expect(h.source.Spoke.List(within(t, soon), &list)).To(Succeed())
+	err := h.source.Spoke.List(ctx, &list)
 	return lo.FilterMap(list.Items, func(e corev1.Event, _ int) (string, bool) {
 		return e.Message, e.InvolvedObject.Kind == "NodeClaim" && e.InvolvedObject.Name == nodeClaim
-	})
+	}), err
 }
 
 // nodeClaimOn returns the NodeClaim whose claim has the Machine.

@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -42,27 +42,26 @@ func TestTheShimsKubeconfigIsReplacedThirtyTimes(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: it takes a sandbox of its own")
 	}
-	g := NewWithT(t)
 	h := startHub(t, "e2e-hosted", in(sandbox.HubHosted))
 	before := h.source.Status(sandbox.Shim)
 	h.run(t, h.source, 1, 0)
 	began := time.Now()
 	const times = 30
 	for i := range times {
-		g.Expect(h.source.Sandbox.RenewShimKubeconfig(within(t, soon), kubeconfigOf(i))).To(Succeed())
+		require.NoError(t, h.source.Sandbox.RenewShimKubeconfig(within(t, soon), kubeconfigOf(i)))
 		poll(t, soon, h.replaced(i+1))
 		if i > 0 {
 			last := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ShimNamespace, Name: kubeconfigOf(i - 1)}}
-			g.Expect(h.source.Spoke.Delete(within(t, soon), last)).To(Succeed())
+			require.NoError(t, h.source.Spoke.Delete(within(t, soon), last))
 		}
 		if i == times/2 {
 			h.scale(t, 2, 1)
 		}
 	}
 	figure("in %.0f s", time.Since(began).Seconds())
-	g.Expect(h.source.Recorder.Await(within(t, 2*time.Minute), running(3))).To(Succeed())
+	require.NoError(t, h.source.Recorder.Await(within(t, 2*time.Minute), running(3)))
 	h.goes(t)
-	g.Expect(h.source.Status(sandbox.Shim).PID).To(Equal(before.PID), "it was not restarted")
+	require.Equal(t, before.PID, h.source.Status(sandbox.Shim).PID, "it was not restarted")
 }
 
 func kubeconfigOf(i int) string { return fmt.Sprintf("kubeconfig-%d", i) }
@@ -94,9 +93,9 @@ func (h hubs) comesAndGoes(t *testing.T, figure func(format string, args ...any)
 func (h hubs) empty(t *testing.T) {
 	t.Helper()
 	h.scale(t, 0, 0)
-	NewWithT(t).Expect(h.source.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+	require.NoError(t, h.source.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
 		return lo.Ternary(len(s.Live()) == 0, "", fmt.Sprintf("all NodeClaims to be gone: %d are left", len(s.Live())))
-	})).To(Succeed())
+	}))
 	h.settle(t)
 }
 
@@ -104,11 +103,10 @@ func (h hubs) empty(t *testing.T) {
 // contain no faults.
 func (h hubs) goes(t *testing.T) {
 	t.Helper()
-	g := NewWithT(t)
 	h.empty(t)
-	g.Expect(h.holdings(t, h.source).replicas).To(Equal(map[string]int32{"east": own, "west": 0}))
+	require.Equal(t, map[string]int32{"east": own, "west": 0}, h.holdings(t, h.source).replicas)
 	ours := lo.FilterMap(h.source.Sandbox.State().Components, func(c sandbox.ComponentStatus, _ int) (string, bool) {
 		return c.Name, c.Name == sandbox.Shim || strings.HasPrefix(c.Name, sandbox.Agent)
 	})
-	g.Expect(faultsInLogsBut(nil, h.source, ours...)).To(BeEmpty())
+	require.Empty(t, faultsInLogsBut(nil, h.source, ours...))
 }

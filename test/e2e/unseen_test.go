@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -49,15 +49,14 @@ func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
 		t.Skip("not in the short run: lasts longer than the node deadline")
 	}
 	const before, during = 2, 2
-	g := NewWithT(t)
 	u := newUnseen(t)
 	u.apply(t, manifests.CrowdHub, u.Hub)
 	u.registerWithKarpentersTaint(t)
 	u.apply(t, manifests.CrowdSpoke, u.Spoke)
 	u.apply(t, manifests.CrowdWorkload, u.Spoke)
-	g.Expect(u.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
+	require.NoError(t, u.AwaitNodePool(within(t, soon), "crowd"))
 	u.run(t, before)
-	g.Expect(u.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+	settle(t, u.World, settleWithin)
 
 	// One machine has not joined yet: Cluster API has not found its Node, and keeps reporting that
 	// while it cannot look again.
@@ -84,17 +83,17 @@ func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
 		return lo.Ternary(len(u.unseen(t)) == 1+during, "", "Cluster API to have seen none of the Nodes that joined since"), nil
 	})
 	unseen := u.unseen(t)
-	g.Expect(lo.Keys(unseen)).To(ContainElement(slow.UID))
-	g.Expect(statesNoNode(new(unseen[slow.UID]))).To(BeTrue(), "what it stated before, it still states")
+	require.Contains(t, lo.Keys(unseen), slow.UID)
+	require.True(t, statesNoNode(new(unseen[slow.UID])), "what it stated before, it still states")
 
 	// Every deadline passes.
 	kept := u.uids(t)
 	youngest := slices.MaxFunc(lo.Values(unseen), func(a, b clusterv1.Machine) int { return a.CreationTimestamp.Compare(b.CreationTimestamp.Time) })
-	g.Consistently(func(g Gomega) {
-		g.Expect(u.uids(t)).To(ConsistOf(kept), "nothing is deleted, and nothing is made in its place")
-		g.Expect(u.givenUp(t)).To(BeEmpty())
-		g.Expect(lo.Keys(u.unseen(t))).To(ConsistOf(lo.Keys(unseen)))
-	}).WithTimeout(time.Until(youngest.CreationTimestamp.Add(nodeDeadline + beyondDeadline))).WithPolling(time.Second).Should(Succeed())
+	throughout(t, time.Until(youngest.CreationTimestamp.Add(nodeDeadline+beyondDeadline)), time.Second, func() {
+		require.ElementsMatch(t, kept, u.uids(t), "nothing is deleted, and nothing is made in its place")
+		require.Empty(t, u.givenUp(t))
+		require.ElementsMatch(t, lo.Keys(unseen), lo.Keys(u.unseen(t)))
+	})
 
 	// A Node is drained and its claim released. To Cluster API its Machine never had one.
 	claim := slow.Labels[agentv1.ClaimLabel]
@@ -107,7 +106,7 @@ func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
 		}
 		return lo.Ternary(m.DeletionTimestamp.IsZero(), "Machine "+slow.Name+" to be deleted", ""), nil
 	})
-	g.Expect(u.givenUp(t)).To(BeEmpty())
+	require.Empty(t, u.givenUp(t))
 
 	restore()
 	u.poll(t, slowly, func(ctx context.Context) (string, error) {
@@ -117,18 +116,16 @@ func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
 		return lo.Ternary(ended, "", fmt.Sprintf("claim %s to end as released: it is %s (%s: %s)",
 			claim, c.Status.Phase, c.Status.Reason, c.Status.Message)), err
 	})
-	g.Expect(u.Recorder.Await(within(t, slowly), everyMachineRuns)).To(Succeed())
-	g.Expect(u.Checker.Settle(within(t, slowly))).To(BeEmpty())
-	g.Expect(u.givenUp(t)).To(BeEmpty())
-	g.Expect(u.uids(t)).To(HaveLen(len(kept)-3), "one Machine, NodeClaim and Node less")
-	g.Expect(lo.Keys(u.unseen(t))).To(BeEmpty())
+	require.NoError(t, u.Recorder.Await(within(t, slowly), everyMachineRuns))
+	settle(t, u.World, slowly)
+	require.Empty(t, u.givenUp(t))
+	require.Len(t, u.uids(t), len(kept)-3, "one Machine, NodeClaim and Node less")
+	require.Empty(t, lo.Keys(u.unseen(t)))
 
 	u.scale(t, 0)
-	g.Expect(u.Recorder.Await(within(t, slowly), noMachines)).To(Succeed())
-	violations, err := u.Checker.Settle(within(t, settleWithin))
-	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(violations).To(BeEmpty(), invariants.Describe(violations))
-	g.Expect(faultsInLogs(u.World, sandbox.AgentName(0), sandbox.AgentName(1), sandbox.Shim)).To(BeEmpty())
+	require.NoError(t, u.Recorder.Await(within(t, slowly), noMachines))
+	settle(t, u.World, settleWithin)
+	require.Empty(t, faultsInLogs(u.World, sandbox.AgentName(0), sandbox.AgentName(1), sandbox.Shim))
 }
 
 // unseen is a separate sandbox with two active agents, because nothing else can run while Cluster
@@ -156,7 +153,7 @@ func newUnseen(t *testing.T) unseen {
 
 func (u unseen) apply(t *testing.T, file string, to client.Client) {
 	t.Helper()
-	NewWithT(t).Expect(manifests.Apply(within(t, soon), to, file)).To(Succeed())
+	require.NoError(t, manifests.Apply(within(t, soon), to, file))
 }
 
 // poll is the function of that name, and also reports the pods without a Node.
@@ -170,7 +167,7 @@ func (u unseen) poll(t *testing.T, d time.Duration, condition func(context.Conte
 
 func (u unseen) scale(t *testing.T, pods int32) {
 	t.Helper()
-	NewWithT(t).Expect(u.Scale(within(t, soon), client.ObjectKey{Namespace: "default", Name: "crowd"}, pods)).To(Succeed())
+	require.NoError(t, u.Scale(within(t, soon), client.ObjectKey{Namespace: "default", Name: "crowd"}, pods))
 }
 
 // run scales to this many pods and waits until all of them run.
@@ -186,12 +183,11 @@ func (u unseen) run(t *testing.T, pods int32) {
 // hang sets where new machines and the named ones hang; "" for nowhere.
 func (u unseen) hang(t *testing.T, at simv1.Stage, machines ...string) {
 	t.Helper()
-	g := NewWithT(t)
 	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
-	g.Expect(u.merge(t, template, map[string]any{"spec": map[string]any{"template": map[string]any{"spec": stuck(at)}}})).To(Succeed())
+	require.NoError(t, u.merge(t, template, map[string]any{"spec": map[string]any{"template": map[string]any{"spec": stuck(at)}}}))
 	for _, name := range machines {
 		m := &simv1.SimMachine{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: name}}
-		g.Expect(u.merge(t, m, map[string]any{"spec": stuck(at)})).To(Succeed())
+		require.NoError(t, u.merge(t, m, map[string]any{"spec": stuck(at)}))
 	}
 }
 
@@ -202,7 +198,7 @@ func (u unseen) registerWithKarpentersTaint(t *testing.T) {
 	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
 	taints := []corev1.Taint{karpenterv1.UnregisteredNoExecuteTaint}
 	change := map[string]any{"spec": map[string]any{"template": map[string]any{"spec": map[string]any{"nodeTaints": taints}}}}
-	NewWithT(t).Expect(u.merge(t, template, change)).To(Succeed())
+	require.NoError(t, u.merge(t, template, change))
 }
 
 func stuck(at simv1.Stage) map[string]any {
@@ -225,25 +221,24 @@ func (u unseen) merge(t *testing.T, o client.Object, change map[string]any) erro
 // restarts Cluster API. restore reverts that.
 func (u unseen) cutOff(t *testing.T) (restore func()) {
 	t.Helper()
-	g := NewWithT(t)
 	var secret corev1.Secret
 	key := client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName + "-kubeconfig"}
-	g.Expect(u.Hub.Get(within(t, soon), key, &secret)).To(Succeed())
+	require.NoError(t, u.Hub.Get(within(t, soon), key, &secret))
 	working := secret.Data["value"]
 	config, err := clientcmd.Load(working)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	for _, cluster := range config.Clusters {
 		cluster.Server = nowhere
 	}
 	broken, err := clientcmd.Write(*config)
-	g.Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	write := func(kubeconfig []byte) {
-		g.Expect(u.merge(t, &secret, map[string]any{"data": map[string][]byte{"value": kubeconfig}})).To(Succeed())
+		require.NoError(t, u.merge(t, &secret, map[string]any{"data": map[string][]byte{"value": kubeconfig}}))
 	}
 	write(broken)
 	pid := u.Status(sandbox.ClusterAPI).PID
-	g.Expect(u.Sandbox.Kill(sandbox.ClusterAPI)).To(Succeed())
-	g.Expect(u.AwaitRestarted(within(t, slowly), sandbox.ClusterAPI, pid)).To(Succeed())
+	require.NoError(t, u.Sandbox.Kill(sandbox.ClusterAPI))
+	require.NoError(t, u.AwaitRestarted(within(t, slowly), sandbox.ClusterAPI, pid))
 	return func() { write(working) }
 }
 
@@ -296,7 +291,7 @@ func (u unseen) givenUp(t *testing.T) []string {
 func (u unseen) read(t *testing.T) invariants.State {
 	t.Helper()
 	state, err := invariants.Read(within(t, soon), u.Hub, u.Spoke, world.Cluster)
-	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	require.NoError(t, err)
 	return state
 }
 
@@ -304,14 +299,13 @@ func (u unseen) read(t *testing.T) invariants.State {
 // scaled down.
 func (u unseen) preferDeletionOnNode(t *testing.T, node string) {
 	t.Helper()
-	g := NewWithT(t)
 	var pods corev1.PodList
-	g.Expect(u.Spoke.List(within(t, soon), &pods, client.InNamespace("default"))).To(Succeed())
+	require.NoError(t, u.Spoke.List(within(t, soon), &pods, client.InNamespace("default")))
 	here := lo.Filter(pods.Items, func(p corev1.Pod, _ int) bool { return p.Spec.NodeName == node })
-	g.Expect(here).NotTo(BeEmpty())
+	require.NotEmpty(t, here)
 	for i := range here {
 		metav1.SetMetaDataAnnotation(&here[i].ObjectMeta, corev1.PodDeletionCost, "-1")
-		g.Expect(u.Spoke.Update(within(t, soon), &here[i])).To(Succeed())
+		require.NoError(t, u.Spoke.Update(within(t, soon), &here[i]))
 	}
 }
 

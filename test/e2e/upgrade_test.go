@@ -8,8 +8,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -47,22 +47,21 @@ func TestWorkersAreUpgraded(t *testing.T) {
 			if testing.Short() {
 				t.Skip("not in the short run: replaces every Node, one after the other")
 			}
-			g := NewWithT(t)
 			useCrowd(t)
 			deployment := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
-			g.Expect(w.Hub.Patch(t.Context(), deployment, mergePatch(fmt.Sprintf(
-				`{"spec":{"rollout":{"strategy":{"type":%q}},"template":{"spec":{"version":%q}}}}`, strategy, versionBefore)))).To(Succeed())
+			require.NoError(t, w.Hub.Patch(t.Context(), deployment, mergePatch(fmt.Sprintf(
+				`{"spec":{"rollout":{"strategy":{"type":%q}},"template":{"spec":{"version":%q}}}}`, strategy, versionBefore))))
 			pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "crowd"}}
-			g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"disruption":{"budgets":[{"nodes":"1"}]}}}`))).To(Succeed())
+			require.NoError(t, w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"disruption":{"budgets":[{"nodes":"1"}]}}}`)))
 			known := len(w.Recorder.State().Journeys)
 			scale(t, "crowd", pods)
 			await(t, 2*time.Minute, running(pods))
-			g.Expect(versions(t, "crowd")).To(Equal(map[string]int{versionBefore: pods}), "workers keep the version that they are pinned to")
+			require.Equal(t, map[string]int{versionBefore: pods}, versions(t, "crowd"), "workers keep the version that they are pinned to")
 
 			fewest := watchFewest(t)
 			began := time.Now()
 			upgrade := mergePatch(fmt.Sprintf(`{"spec":{"template":{"spec":{"version":%q}}}}`, versionAfter))
-			g.Expect(w.Hub.Patch(t.Context(), deployment, upgrade)).To(Succeed())
+			require.NoError(t, w.Hub.Patch(t.Context(), deployment, upgrade))
 			poll(t, upgradeWithin, func(context.Context) (string, error) {
 				return lo.Ternary(versions(t, "crowd")[versionAfter] > 0, "", "a first Machine of the new version"), nil
 			})
@@ -77,10 +76,10 @@ func TestWorkersAreUpgraded(t *testing.T) {
 			made := w.Recorder.State().Journeys[known:]
 			figure("%d of %d nodes replaced in %.0f s, %d NodeClaims made, at least %d Nodes ready meanwhile", pods, pods+more,
 				time.Since(began).Seconds(), len(made), fewest())
-			g.Expect(len(made)).To(BeNumerically("<=", 2*pods+more), "no node is replaced twice")
+			require.LessOrEqual(t, len(made), 2*pods+more, "no node is replaced twice")
 			if strategy == clusterv1.OnDeleteMachineDeploymentStrategyType {
-				g.Expect(lo.CountBy(made, func(j journey.Journey) bool { return j.Disrupted == "Drifted" })).To(Equal(pods))
-				g.Expect(fewest()).To(BeNumerically(">=", pods), "a replacement is there before a Node goes")
+				require.Equal(t, pods, lo.CountBy(made, func(j journey.Journey) bool { return j.Disrupted == "Drifted" }))
+				require.GreaterOrEqual(t, fewest(), pods, "a replacement is there before a Node goes")
 			}
 		})
 	}
@@ -102,7 +101,6 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: needs a sandbox of its own")
 	}
-	g := NewWithT(t)
 	inSandbox(t, sandbox.Options{Name: "e2e-class", TopologyVersion: versionBefore})
 	leaveAsFound(t)
 	const pods = 3
@@ -125,12 +123,12 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 				annotations[clusterv1.MachineSetSkipPreflightChecksAnnotation] = string(clusterv1.MachineSetPreflightCheckControlPlaneVersionSkew)
 			}
 			text, err := json.Marshal(annotations)
-			g.Expect(err).NotTo(HaveOccurred())
+			require.NoError(t, err)
 			deployments = append(deployments, fmt.Sprintf(`{"class":%q,"name":%q,"rollout":{"strategy":{"type":%q}},"metadata":{"annotations":%s,
 				"labels":{"node.cluster.x-k8s.io/karpenter-member":"","fleet.example.com/pool":%q}}}`, sandbox.WorkerClass, name, strategies[name], text, name))
 		}
 		patch := fmt.Sprintf(`{"spec":{"topology":{"version":%q,"workers":{"machineDeployments":[%s]}}}}`, version, strings.Join(deployments, ","))
-		g.Expect(w.Hub.Patch(within(t, soon), cluster, mergePatch(patch))).To(Succeed())
+		require.NoError(t, w.Hub.Patch(within(t, soon), cluster, mergePatch(patch)))
 	}
 	topology(versionBefore, true)
 	for name := range strategies {
@@ -138,7 +136,7 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 			set(o, []any{map[string]any{"nodes": "1"}}, "spec", "disruption", "budgets")
 		}))
 		copies(t, w.Spoke, manifests.CrowdWorkload, name, nil)
-		g.Expect(w.AwaitNodePool(within(t, soon), name)).To(Succeed())
+		require.NoError(t, w.AwaitNodePool(within(t, soon), name))
 	}
 	goHome(t, lo.Keys(strategies)...)
 	for name := range strategies {
@@ -159,8 +157,8 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	await(t, 2*time.Minute, func(s journey.State) string {
 		return lo.Ternary(s.Pods.Running == 2*pods+1, "", fmt.Sprintf("%d pods to run: %d do", 2*pods+1, s.Pods.Running))
 	})
-	g.Expect(versions(t, grows)).To(Equal(map[string]int{versionBefore: pods + 1}), "it grows in its own version")
-	g.Expect(versions(t, stuck)).To(Equal(map[string]int{versionBefore: pods}))
+	require.Equal(t, map[string]int{versionBefore: pods + 1}, versions(t, grows), "it grows in its own version")
+	require.Equal(t, map[string]int{versionBefore: pods}, versions(t, stuck))
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		var claims agentv1.MachineClaimList
 		err := w.Hub.List(ctx, &claims, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.NodeGroupLabel: stuck})
@@ -185,12 +183,12 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	await(t, 2*time.Minute, running(2*(pods+1)))
 	for name, strategy := range strategies {
 		figure("%s: %d NodeClaims made for %d Nodes", strategy, made(name), pods+1)
-		g.Expect(made(name)).To(BeNumerically("<=", 2*(pods+1)), "no node is replaced twice")
+		require.LessOrEqual(t, made(name), 2*(pods+1), "no node is replaced twice")
 	}
 	drifted := lo.CountValuesBy(lo.Filter(w.Recorder.State().Journeys, func(j journey.Journey, _ int) bool { return j.Disrupted == "Drifted" }),
 		func(j journey.Journey) string { return j.NodePool })
-	g.Expect(drifted).To(Equal(map[string]int{stuck: pods}), "Karpenter replaced what it was to; the pod that waited got the new version at once")
-	g.Expect(made(stuck)).To(Equal(2*pods + 1))
+	require.Equal(t, map[string]int{stuck: pods}, drifted, "Karpenter replaced what it was to; the pod that waited got the new version at once")
+	require.Equal(t, 2*pods+1, made(stuck))
 	figure("both within %.0f s", time.Since(began).Seconds())
 }
 
@@ -230,10 +228,9 @@ func TestClaimsWaitWhileTheControlPlaneIsUpgraded(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
-	g := NewWithT(t)
 	useCrowd(t)
 	plane := &simv1.SimControlPlane{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}}
-	g.Expect(w.Hub.Get(t.Context(), client.ObjectKeyFromObject(plane), plane)).To(Succeed())
+	require.NoError(t, w.Hub.Get(t.Context(), client.ObjectKeyFromObject(plane), plane))
 	version := func(v string) error {
 		return w.Hub.Patch(context.Background(), plane, mergePatch(fmt.Sprintf(`{"spec":{"version":%q}}`, v)))
 	}
@@ -244,7 +241,7 @@ func TestClaimsWaitWhileTheControlPlaneIsUpgraded(t *testing.T) {
 		}
 	})
 	known := len(w.Recorder.State().Journeys)
-	g.Expect(version("v1.36.4")).To(Succeed()) // its API server still has the old one
+	require.NoError(t, version("v1.36.4")) // its API server still has the old one
 	scale(t, "crowd", 3)
 	await(t, soon, reached(1, journey.Claimed)) // the others as well, unless Karpenter planned them later
 	poll(t, soon, func(ctx context.Context) (string, error) {
@@ -256,9 +253,9 @@ func TestClaimsWaitWhileTheControlPlaneIsUpgraded(t *testing.T) {
 		told := lo.CountBy(waiting, func(message string) bool { return strings.Contains(message, "is upgrading") })
 		return lo.Ternary(told > 0 && told == len(waiting), "", fmt.Sprintf("claims to say that Cluster API waits for the control plane: %q", waiting)), err
 	})
-	g.Expect(listCrowd(t)).To(BeEmpty())
-	g.Expect(version(before)).To(Succeed())
+	require.Empty(t, listCrowd(t))
+	require.NoError(t, version(before))
 	await(t, 2*time.Minute, running(3))
 	got := lo.CountBy(w.Recorder.State().Journeys[known:], func(j journey.Journey) bool { return j.Reached(journey.Launched) })
-	g.Expect(got).To(Equal(3), "the NodeClaims that waited have the Nodes")
+	require.Equal(t, 3, got, "the NodeClaims that waited have the Nodes")
 }

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	storagev1 "k8s.io/api/storage/v1"
@@ -37,7 +37,6 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: waits until a deletion counts as stuck")
 	}
-	g := NewWithT(t)
 	leaveAsFound(t)
 	const (
 		graced, attached, hooked, guarded, kept = "graced", "attached", "hooked", "guarded", "kept"
@@ -64,7 +63,7 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 		copies(t, w.Hub, manifests.CrowdHub, group, nil)
 		copies(t, w.Spoke, manifests.CrowdSpoke, group, changes[group])
 		copies(t, w.Spoke, manifests.CrowdWorkload, group, changes[group])
-		g.Expect(w.AwaitNodePool(within(t, soon), group)).To(Succeed())
+		require.NoError(t, w.AwaitNodePool(within(t, soon), group))
 	}
 	goHome(t, groups...)
 	for _, group := range groups {
@@ -72,7 +71,7 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 	}
 	await(t, 2*time.Minute, running(len(groups)))
 	ends := lo.SliceToMap(w.Recorder.State().Live(), func(j journey.Journey) (string, journey.Journey) { return j.NodePool, j })
-	g.Expect(ends).To(HaveLen(len(groups)))
+	require.Len(t, ends, len(groups))
 	now := func(group string) journey.Journey {
 		j, _ := lo.Find(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.UID == ends[group].UID })
 		return j
@@ -87,15 +86,15 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 		t.Helper()
 		c := &agentv1.MachineClaim{}
 		key := client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: agentv1.ObjectName(sandbox.ClusterName, string(ends[group].UID))}
-		g.Expect(w.Hub.Get(within(t, soon), key, c)).To(Succeed())
+		require.NoError(t, w.Hub.Get(within(t, soon), key, c))
 		return c
 	}
 	runs := func(group string) {
 		t.Helper()
 		var instance simv1.SimMachine
-		g.Expect(w.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: ends[group].Machine}, &instance)).To(Succeed())
-		g.Expect(instance.DeletionTimestamp).To(BeNil(), "the instance of "+group)
-		g.Expect(instance.Status.StoppedAt).To(BeNil(), "the instance of "+group)
+		require.NoError(t, w.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: ends[group].Machine}, &instance))
+		require.Nil(t, instance.DeletionTimestamp, "the instance of "+group)
+		require.Nil(t, instance.Status.StoppedAt, "the instance of "+group)
 	}
 	machine := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: ends[hooked].Machine}}
 	hook := func(patch string) error {
@@ -106,14 +105,14 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	g.Expect(hook(fmt.Sprintf(`{%q:"somebody",%q:"somebody"}`, preDrain, preEnd))).To(Succeed())
+	require.NoError(t, hook(fmt.Sprintf(`{%q:"somebody",%q:"somebody"}`, preDrain, preEnd)))
 	volume := &storagev1.VolumeAttachment{
 		ObjectMeta: metav1.ObjectMeta{Name: "e2e-attached"},
 		Spec: storagev1.VolumeAttachmentSpec{
 			Attacher: "e2e.example.com", NodeName: ends[attached].Node, Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: new("e2e")},
 		},
 	}
-	g.Expect(w.Spoke.Create(t.Context(), volume)).To(Succeed())
+	require.NoError(t, w.Spoke.Create(t.Context(), volume))
 	t.Cleanup(func() {
 		if err := client.IgnoreNotFound(w.Spoke.Delete(context.Background(), volume)); err != nil {
 			t.Error(err)
@@ -125,7 +124,7 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 			MinAvailable: new(intstr.FromInt32(1)), Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": guarded}},
 		},
 	}
-	g.Expect(w.Spoke.Create(t.Context(), budget)).To(Succeed())
+	require.NoError(t, w.Spoke.Create(t.Context(), budget))
 	t.Cleanup(func() {
 		if err := client.IgnoreNotFound(w.Spoke.Delete(context.Background(), budget)); err != nil {
 			t.Error(err)
@@ -154,11 +153,11 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 	t.Cleanup(func() { _ = keep(false) }) // else the test has failed already
 	keeping(true)
 	var keeps corev1.PodList
-	g.Expect(w.Spoke.List(t.Context(), &keeps, client.InNamespace(metav1.NamespaceDefault), client.MatchingLabels{"app": graced})).To(Succeed())
-	g.Expect(keeps.Items).To(HaveLen(1))
+	require.NoError(t, w.Spoke.List(t.Context(), &keeps, client.InNamespace(metav1.NamespaceDefault), client.MatchingLabels{"app": graced}))
+	require.Len(t, keeps.Items, 1)
 
 	for _, group := range groups {
-		g.Expect(w.Spoke.Delete(t.Context(), &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: ends[group].NodeClaim}})).To(Succeed())
+		require.NoError(t, w.Spoke.Delete(t.Context(), &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: ends[group].NodeClaim}}))
 	}
 
 	poll(t, soon, func(ctx context.Context) (string, error) {
@@ -168,23 +167,23 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 		return lo.Ternary(lo.FromPtr(detached).Reason == "AwaitingVolumeDetachment", "",
 			"the NodeClaim to wait for the volume of its Node"), err
 	})
-	g.Expect(claim(attached).CurrentPhase()).To(Equal(agentv1.PhaseBound), "it was not released")
+	require.Equal(t, agentv1.PhaseBound, claim(attached).CurrentPhase(), "it was not released")
 	runs(attached)
-	g.Expect(w.Spoke.Delete(t.Context(), volume)).To(Succeed())
+	require.NoError(t, w.Spoke.Delete(t.Context(), volume))
 	goes(attached)
-	g.Expect(claim(attached).Status.Drained).To(BeTrue(), "Cluster API need not wait for the volume again")
+	require.True(t, claim(attached).Status.Drained, "Cluster API need not wait for the volume again")
 
 	goes(graced)
 	lasted, _ := now(graced).Took(journey.Deleting, journey.Gone)
 	figure("a pod that may not be evicted: %v with a grace period of %v", rounded(lasted), grace)
-	g.Expect(lasted).To(BeNumerically(">=", grace-2*time.Second), "times of the API server are whole seconds")
-	g.Expect(client.IgnoreNotFound(w.Spoke.Get(t.Context(), client.ObjectKeyFromObject(&keeps.Items[0]), &keeps.Items[0]))).To(Succeed())
+	require.GreaterOrEqual(t, lasted, grace-2*time.Second, "times of the API server are whole seconds")
+	require.NoError(t, client.IgnoreNotFound(w.Spoke.Get(t.Context(), client.ObjectKeyFromObject(&keeps.Items[0]), &keeps.Items[0])))
 
 	poll(t, deletedBy, func(ctx context.Context) (string, error) {
 		err := w.Hub.Get(ctx, client.ObjectKeyFromObject(instance), instance)
 		return lo.Ternary(instance.Status.StoppedAt != nil, "", "the instance of "+kept+" to be stopped"), err
 	})
-	g.Expect(instance.Finalizers).To(ContainElement(backup))
+	require.Contains(t, instance.Finalizers, backup)
 
 	waitsFor := func(reason string, bound time.Duration) {
 		t.Helper()
@@ -210,13 +209,13 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 				fmt.Sprintf("the claim to say %s: it says %s", reason, ready.Reason)), nil
 		})
 		runs(hooked)
-		g.Expect(now(hooked).Reached(journey.Gone)).To(BeFalse())
+		require.False(t, now(hooked).Reached(journey.Gone))
 	}
 	waitsFor(clusterv1.MachineDeletingWaitingForPreDrainHookReason, 6*time.Minute)
 	figure("a hook is named on the NodeClaim %.0f s after its deletion", time.Since(now(hooked).At(journey.Deleting)).Seconds())
-	g.Expect(hook(fmt.Sprintf(`{%q:null}`, preDrain))).To(Succeed())
+	require.NoError(t, hook(fmt.Sprintf(`{%q:null}`, preDrain)))
 	waitsFor(clusterv1.MachineDeletingWaitingForPreTerminateHookReason, soon)
-	g.Expect(hook(fmt.Sprintf(`{%q:null}`, preEnd))).To(Succeed())
+	require.NoError(t, hook(fmt.Sprintf(`{%q:null}`, preEnd)))
 	goes(hooked)
 
 	// By now everything else has waited for as long.
@@ -228,7 +227,7 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 		})
 		return lo.Ternary(told, "", "the NodeClaim to say that the infrastructure's machine stays"), err
 	})
-	g.Expect(now(kept).Reached(journey.Gone)).To(BeFalse())
+	require.False(t, now(kept).Reached(journey.Gone))
 	keeping(false)
 	goes(kept)
 
@@ -238,14 +237,14 @@ func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 		drained := lo.FromPtr(nodeClaim.StatusConditions().Get(karpenterv1.ConditionTypeDrained))
 		return lo.Ternary(drained.Reason == "Draining", "", "the NodeClaim to say that its Node is being drained"), err
 	})
-	g.Expect(now(guarded).Reached(journey.Gone)).To(BeFalse())
-	g.Expect(claim(guarded).CurrentPhase()).To(Equal(agentv1.PhaseBound), "it was not released")
+	require.False(t, now(guarded).Reached(journey.Gone))
+	require.Equal(t, agentv1.PhaseBound, claim(guarded).CurrentPhase(), "it was not released")
 	runs(guarded)
-	g.Expect(w.Spoke.Delete(t.Context(), budget)).To(Succeed())
+	require.NoError(t, w.Spoke.Delete(t.Context(), budget))
 	goes(guarded)
 
 	await(t, 2*time.Minute, running(len(groups)))
 	for _, group := range groups {
-		g.Expect(made(group)).To(Equal(2), "one Node more for the pod of "+group)
+		require.Equal(t, 2, made(group), "one Node more for the pod of "+group)
 	}
 }
