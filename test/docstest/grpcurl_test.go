@@ -49,18 +49,18 @@ func TestCookbook(t *testing.T) {
 
 	output := run(ctx, t, root, strings.ReplaceAll(script(t, root), ".sandbox/default", paths.Dir))
 	for _, want := range []string{
-		"capi.agent.v1alpha1.ClaimService",                           // list
-		`"identity": "spiffe://karpenter-capi/admin"`,                // status
-		"fleet/standard-4\tstandard-4\t4\t16Gi",                      // node groups
-		`"synced"`,                                                   // watch
-		`"phase": "CLAIM_PHASE_BOUND"`,                               // claim
-		"CLAIM_PHASE_RELEASING",                                      // release
-		"by-hand-1\tme\tCLAIM_PHASE_ENDED\tReleased",                 // list of claims
-		`Message: claim "by-hand-1" is ended and its id is never us`, // an id that has ended
-		"CLAIM_PHASE_ENDED\tNeverMade",                               // released before it was made
-		`"adoptMachine": "standard-4-`,                               // adoption
-		"Message: invalid request: claim_id:",                        // an invalid request
-		"Code: PermissionDenied",                                     // another Cluster
+		"capi.agent.v1alpha1.ClaimService",                               // list
+		`"identity": "spiffe://karpenter-capi/admin"`,                    // status
+		"fleet/standard-4\tstandard-4\t4\t16Gi",                          // node groups
+		`"synced"`,                                                       // watch
+		`"phase": "CLAIM_PHASE_BOUND"`,                                   // claim
+		"CLAIM_PHASE_RELEASING",                                          // release
+		"by-hand-1\tme\tCLAIM_PHASE_ENDED\tReleased",                     // list of claims
+		`Message: claim "by-hand-1" is ended and its id is never reused`, // an id that has ended
+		"CLAIM_PHASE_ENDED\tNeverMade",                                   // released before it was made
+		`"adoptMachine": "standard-4-`,                                   // adoption
+		"Message: invalid request: claim_id:",                            // an invalid request
+		"Code: PermissionDenied",                                         // another Cluster
 	} {
 		if !strings.Contains(output, want) {
 			t.Errorf("the output lacks %q", want)

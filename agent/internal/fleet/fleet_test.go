@@ -215,8 +215,9 @@ func TestChangesAreShown(t *testing.T) {
 // What happens within a second is one change, however often a Cluster's machines change.
 func TestCountsAreCollected(t *testing.T) {
 	f := start(t, func(f *fixture) { plane.Create(f.T, capitest.NewCluster(f.namespace, "spoke")) })
-	f.clock.Step(fleet.Interval)
-	f.until("the beginning", func(c *agentv1alpha1.Cluster) bool { return c != nil })
+	// No interval has passed yet: a tick that was not served yet would be served after the changes.
+	require.NotNil(t, f.shown("spoke"))
+	require.Eventually(t, f.clock.HasWaiters, patience, time.Millisecond, "the fleet waits for the interval")
 	subscription, err := f.clusters.Subscribe(fleet.All, nil)
 	require.NoError(t, err)
 	defer subscription.Close()
