@@ -1,5 +1,5 @@
-// Package v1alpha1 holds the agent's own API in the hub: the MachineClaim and Spoke resources, and the keys of the annotations, labels
-// and finalizers that the agent uses on Cluster API's objects.
+// Package v1alpha1 holds the agent's own API in the hub: the MachineClaim, Spoke and NodePoolSet resources, and the keys of the
+// annotations, labels and finalizers that the agent uses on Cluster API's objects.
 //
 // +kubebuilder:object:generate=true
 // +groupName=agent.karpenter.cluster.x-k8s.io
@@ -20,7 +20,7 @@ var GroupVersion = schema.GroupVersion{Group: Group, Version: "v1alpha1"}
 
 // AddToScheme registers the types of this package.
 func AddToScheme(scheme *runtime.Scheme) error {
-	scheme.AddKnownTypes(GroupVersion, &MachineClaim{}, &MachineClaimList{}, &Spoke{}, &SpokeList{})
+	scheme.AddKnownTypes(GroupVersion, &MachineClaim{}, &MachineClaimList{}, &Spoke{}, &SpokeList{}, &NodePoolSet{}, &NodePoolSetList{})
 	metav1.AddToGroupVersion(scheme, GroupVersion)
 	return nil
 }

@@ -89,6 +89,79 @@ type SpokeStatus struct {
 	// certificate is the shim's client certificate. Absent for a shim on a unix socket.
 	// +optional
 	Certificate *SpokeCertificate `json:"certificate,omitempty"`
+	// nodePools are the spoke's NodePools, the first 64 by name, if the shim reports them.
+	// +optional
+	// +listType=map
+	// +listMapKey=name
+	// +kubebuilder:validation:MaxItems=64
+	NodePools []SpokeNodePool `json:"nodePools,omitempty"`
+	// moreNodePools is how many further NodePools the spoke has.
+	// +optional
+	MoreNodePools int32 `json:"moreNodePools,omitempty"`
+	// published are the results of what NodePoolSets publish to the spoke.
+	// +optional
+	// +listType=map
+	// +listMapKey=kind
+	// +listMapKey=name
+	// +kubebuilder:validation:MaxItems=64
+	Published []SpokePublished `json:"published,omitempty"`
+}
+
+// SpokeNodePool is a NodePool in a spoke.
+type SpokeNodePool struct {
+	// name is the NodePool's name.
+	// +required
+	// +kubebuilder:validation:MaxLength=253
+	Name string `json:"name"`
+	// set is the NodePoolSet that published it. Absent for a NodePool of the spoke's own.
+	// +optional
+	// +kubebuilder:validation:MaxLength=63
+	Set string `json:"set,omitempty"`
+	// ready is whether its condition Ready is True.
+	// +required
+	Ready bool `json:"ready"`
+	// nodes is how many registered Nodes it has.
+	// +required
+	Nodes int32 `json:"nodes"`
+	// pendingNodeClaims is how many of its NodeClaims have no registered Node yet.
+	// +required
+	PendingNodeClaims int32 `json:"pendingNodeClaims"`
+	// pricePerHour is the price of its NodeClaims, a decimal number in the agent's currency. Absent
+	// if the price of one of them is not known.
+	// +optional
+	// +kubebuilder:validation:MaxLength=32
+	PricePerHour string `json:"pricePerHour,omitempty"`
+	// message is why it is not ready.
+	// +optional
+	// +kubebuilder:validation:MaxLength=1024
+	Message string `json:"message,omitempty"`
+}
+
+// SpokePublished is what became of a published object in a spoke.
+type SpokePublished struct {
+	// kind is NodePool or ClusterAPINodeClass.
+	// +required
+	// +kubebuilder:validation:MaxLength=63
+	Kind string `json:"kind"`
+	// name is the object's name.
+	// +required
+	// +kubebuilder:validation:MaxLength=253
+	Name string `json:"name"`
+	// set is the NodePoolSet that publishes it.
+	// +required
+	// +kubebuilder:validation:MaxLength=63
+	Set string `json:"set"`
+	// revision identifies the content that the result is about.
+	// +required
+	// +kubebuilder:validation:MaxLength=64
+	Revision string `json:"revision"`
+	// applied is whether the revision is in the spoke.
+	// +required
+	Applied bool `json:"applied"`
+	// message is why it is not.
+	// +optional
+	// +kubebuilder:validation:MaxLength=1024
+	Message string `json:"message,omitempty"`
 }
 
 // SpokeCertificate is the client certificate of a shim.

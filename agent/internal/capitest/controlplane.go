@@ -129,7 +129,7 @@ func repository() (string, error) {
 
 func crds(top string) ([]*apiextensionsv1.CustomResourceDefinition, error) {
 	ours := filepath.Join(top, "deploy", "charts", "agent", "crds", "agent.karpenter.cluster.x-k8s.io_")
-	own, err := readCRDs(ours+"machineclaims.yaml", ours+"spokes.yaml")
+	own, err := readCRDs(ours+"machineclaims.yaml", ours+"spokes.yaml", ours+"nodepoolsets.yaml")
 	if err != nil {
 		return nil, err
 	}
