@@ -25,6 +25,8 @@ type Client struct {
 	Machines agentv1alpha1.MachineServiceClient
 	// Clusters serves the Clusters that the client's identity may read.
 	Clusters agentv1alpha1.ClusterServiceClient
+	// NodePools serves what the hub publishes to a Cluster, and receives the status of its NodePools.
+	NodePools agentv1alpha1.NodePoolServiceClient
 	// Status describes the agent and the rights of the client's identity.
 	Status agentv1alpha1.StatusServiceClient
 	// Issuer issues certificates for a Cluster's own identity.
@@ -101,6 +103,7 @@ func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
 		Claims:     agentv1alpha1.NewClaimServiceClient(wrapped),
 		Machines:   agentv1alpha1.NewMachineServiceClient(wrapped),
 		Clusters:   agentv1alpha1.NewClusterServiceClient(wrapped),
+		NodePools:  agentv1alpha1.NewNodePoolServiceClient(wrapped),
 		Status:     agentv1alpha1.NewStatusServiceClient(wrapped),
 		Issuer:     agentv1alpha1.NewCertificateServiceClient(wrapped),
 		options:    options,

@@ -63,6 +63,24 @@ func (c *Client) MirrorClusters() *Mirror[*agentv1alpha1.Cluster] {
 			}))
 }
 
+// MirrorPublishedObjects returns a mirror of what the hub publishes to the Cluster, by
+// [PublishedKey].
+func (c *Client) MirrorPublishedObjects(cluster *agentv1alpha1.ClusterRef) *Mirror[*agentv1alpha1.PublishedObject] {
+	return newMirror(c, "publishedobjects", PublishedKey,
+		watch(c.NodePools.WatchPublishedObjects, &agentv1alpha1.WatchPublishedObjectsRequest{Cluster: cluster},
+			func(r *agentv1alpha1.WatchPublishedObjectsResponse) event[*agentv1alpha1.PublishedObject] {
+				if e, ok := r.GetEvent().(*agentv1alpha1.WatchPublishedObjectsResponse_RemovedKey); ok {
+					return event[*agentv1alpha1.PublishedObject]{kind: removed, key: e.RemovedKey}
+				}
+				return decode(r, r.GetUpsert(), r.GetUpsert() != nil)
+			}))
+}
+
+// PublishedKey returns `<kind>/<name>` of a published object.
+func PublishedKey(object *agentv1alpha1.PublishedObject) string {
+	return object.GetKind() + "/" + object.GetName()
+}
+
 // ClusterKey returns `<namespace>/<name>` of a Cluster.
 func ClusterKey(ref *agentv1alpha1.ClusterRef) string {
 	return ref.GetNamespace() + "/" + ref.GetName()

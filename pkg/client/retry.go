@@ -17,6 +17,7 @@ var retried = map[string][]string{
 	agentv1alpha1.MachineService_ServiceDesc.ServiceName:   {"ListMachines", "GetMachine"},
 	agentv1alpha1.StatusService_ServiceDesc.ServiceName:    {"GetStatus"},
 	agentv1alpha1.ClusterService_ServiceDesc.ServiceName:   {"ListClusters"},
+	agentv1alpha1.NodePoolService_ServiceDesc.ServiceName:  {"ListPublishedObjects"},
 
 	agentv1alpha1.CertificateService_ServiceDesc.ServiceName: {"IssueCertificate"},
 }

@@ -71,9 +71,12 @@ type Agent struct {
 	claimFeed   *feed[*agentv1alpha1.Claim]
 	machineFeed *feed[*agentv1alpha1.Machine]
 	// clusterFeed has every Cluster under the empty key: its streams are of all of them.
-	clusterFeed *feed[*agentv1alpha1.Cluster]
-	dropped     chan struct{}
-	frozen      chan struct{} // nil unless streams are frozen
+	clusterFeed   *feed[*agentv1alpha1.Cluster]
+	publishedFeed *feed[*agentv1alpha1.PublishedObject]
+	// nodePools are the last reports.
+	nodePools map[clusterKey]*agentv1alpha1.ReportNodePoolsRequest
+	dropped   chan struct{}
+	frozen    chan struct{} // nil unless streams are frozen
 }
 
 // New starts an agent. The caller must close it.
@@ -83,26 +86,28 @@ func New(options ...Option) *Agent {
 		option(&s)
 	}
 	a := &Agent{
-		settings:    s,
-		id:          uuid.NewString(),
-		rules:       Rules(),
-		authority:   s.authority,
-		expired:     map[clusterKey]int64{},
-		script:      &script{clock: s.clock, methods: map[string]*methodScript{}},
-		health:      health.NewServer(),
-		clusters:    map[clusterKey]*cluster{},
-		paused:      map[clusterKey]struct{}{},
-		groups:      map[string]*group{},
-		claims:      map[clusterKey]map[string]*claim{},
-		onboardings: map[clusterKey]string{},
-		reports:     map[clusterKey][]*agentv1alpha1.NodeReport{},
-		steps:       s.infrastructure,
-		changed:     newDirt(),
-		groupFeed:   newFeed[*agentv1alpha1.NodeGroup](),
-		claimFeed:   newFeed[*agentv1alpha1.Claim](),
-		machineFeed: newFeed[*agentv1alpha1.Machine](),
-		clusterFeed: newFeed[*agentv1alpha1.Cluster](),
-		dropped:     make(chan struct{}),
+		settings:      s,
+		id:            uuid.NewString(),
+		rules:         Rules(),
+		authority:     s.authority,
+		expired:       map[clusterKey]int64{},
+		script:        &script{clock: s.clock, methods: map[string]*methodScript{}},
+		health:        health.NewServer(),
+		clusters:      map[clusterKey]*cluster{},
+		paused:        map[clusterKey]struct{}{},
+		groups:        map[string]*group{},
+		claims:        map[clusterKey]map[string]*claim{},
+		onboardings:   map[clusterKey]string{},
+		reports:       map[clusterKey][]*agentv1alpha1.NodeReport{},
+		steps:         s.infrastructure,
+		changed:       newDirt(),
+		groupFeed:     newFeed[*agentv1alpha1.NodeGroup](),
+		claimFeed:     newFeed[*agentv1alpha1.Claim](),
+		machineFeed:   newFeed[*agentv1alpha1.Machine](),
+		clusterFeed:   newFeed[*agentv1alpha1.Cluster](),
+		publishedFeed: newFeed[*agentv1alpha1.PublishedObject](),
+		nodePools:     map[clusterKey]*agentv1alpha1.ReportNodePoolsRequest{},
+		dropped:       make(chan struct{}),
 	}
 	validator, err := validation.New()
 	if err != nil {
@@ -117,6 +122,7 @@ func New(options ...Option) *Agent {
 	agentv1alpha1.RegisterClaimServiceServer(a.server, claimService{agent: a})
 	agentv1alpha1.RegisterMachineServiceServer(a.server, machineService{agent: a})
 	agentv1alpha1.RegisterClusterServiceServer(a.server, clusterService{agent: a})
+	agentv1alpha1.RegisterNodePoolServiceServer(a.server, nodePoolService{agent: a})
 	agentv1alpha1.RegisterStatusServiceServer(a.server, statusService{agent: a})
 	agentv1alpha1.RegisterCertificateServiceServer(a.server, certificateService{agent: a})
 	grpc_health_v1.RegisterHealthServer(a.server, a.health)

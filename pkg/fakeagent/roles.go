@@ -99,6 +99,10 @@ func Rules() map[string]Rule {
 		agentv1alpha1.ClusterService_ListClusters_FullMethodName:  {Roles: readers, OfAnyCluster: true},
 		agentv1alpha1.ClusterService_WatchClusters_FullMethodName: {Roles: readers, OfAnyCluster: true},
 
+		agentv1alpha1.NodePoolService_ListPublishedObjects_FullMethodName:  {Roles: readers},
+		agentv1alpha1.NodePoolService_WatchPublishedObjects_FullMethodName: {Roles: readers},
+		agentv1alpha1.NodePoolService_ReportNodePools_FullMethodName:       {Roles: []Role{RoleCluster}},
+
 		agentv1alpha1.CertificateService_IssueCertificate_FullMethodName: {Roles: []Role{RoleCluster, RoleBootstrap}},
 
 		agentv1alpha1.StatusService_GetStatus_FullMethodName: {Everyone: true},

@@ -26,11 +26,14 @@ const (
 	ClusterAutoscaler = "cluster-autoscaler"
 	// Clusters means that ClusterService is served.
 	Clusters = "clusters"
+	// NodePools means that NodePoolService is served: NodePools and NodeClasses are published from the
+	// hub.
+	NodePools = "node-pools"
 )
 
 // All returns every name, in the order in which they were added.
 func All() []string {
-	return []string{AdoptMachines, ReturnMachines, SpokeIDs, HeldNodeGroups, Certificates, ClusterAutoscaler, Clusters}
+	return []string{AdoptMachines, ReturnMachines, SpokeIDs, HeldNodeGroups, Certificates, ClusterAutoscaler, Clusters, NodePools}
 }
 
 // Baseline returns what every agent can do that does not list its features.
