@@ -37,6 +37,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/machineview"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroupview"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodepools"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
@@ -191,7 +192,12 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 			return nil, fmt.Errorf("registering the Spokes' metrics: %w", err)
 		}
 	}
+	published, err := a.publishing(o, scope, keeper)
+	if err != nil {
+		return nil, err
+	}
 	a.server, err = server.New(server.Config{
+		NodePools: published,
 		Onboarded: onboardingIn(a.manager.GetClient()), OnboardedLive: onboardingIn(a.manager.GetAPIReader()),
 		Issuing: a.issuing(o, keeper), Note: a.noteOn(keeper),
 		Contact: probe,
@@ -218,6 +224,19 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		}
 	}
 	return a, nil
+}
+
+// publishing sets up the publication of NodePools. It returns nil if it is not configured.
+func (a *Agent) publishing(o *options.Options, scope hub.Scope, keeper *spokes.Spokes) (*server.NodePools, error) {
+	if !o.PublishNodePools {
+		return nil, nil
+	}
+	objects := newFeed(o, nodepools.Equal)
+	publisher := nodepools.New(nodepools.Config{Feed: objects, Scope: scope, Recorder: a.manager.GetEventRecorder("capi-agent")})
+	if err := publisher.SetupWithManager(a.manager); err != nil {
+		return nil, err
+	}
+	return &server.NodePools{Feed: objects, List: publisher.List, Report: keeper.Report}, nil
 }
 
 // followPolicy sets c.Policy to the policy that the options name, unless c.Policy is already set.

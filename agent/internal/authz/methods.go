@@ -63,6 +63,11 @@ var Methods = map[string]Rule{
 	agentv1alpha1.ClusterService_ListClusters_FullMethodName:  {Roles: readers, OfAnyCluster: true},
 	agentv1alpha1.ClusterService_WatchClusters_FullMethodName: {Roles: readers, OfAnyCluster: true},
 
+	agentv1alpha1.NodePoolService_ListPublishedObjects_FullMethodName:  {Roles: readers, OfCluster: true},
+	agentv1alpha1.NodePoolService_WatchPublishedObjects_FullMethodName: {Roles: readers, OfCluster: true},
+	// Only the spoke knows its NodePools.
+	agentv1alpha1.NodePoolService_ReportNodePools_FullMethodName: {Roles: []Role{RoleCluster}, OfCluster: true},
+
 	// Administrators are not listed: they have no identity of a Cluster to be signed.
 	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName: {
 		Roles: []Role{RoleCluster, RoleBootstrap}, OfCluster: true, AsksOnboarding: true,

@@ -118,6 +118,8 @@ type Options struct {
 	// FailureCoolDown is how long a node group refuses claims after a failure. 0 disables the
 	// cool-down.
 	FailureCoolDown time.Duration
+	// PublishNodePools publishes NodePoolSets to the spokes.
+	PublishNodePools bool
 	// PriceList is the ConfigMap with the price list, as <namespace>/<name>. Empty means none.
 	PriceList string
 	// PriceCurrency is the ISO 4217 code for prices without a currency. It may be empty.
@@ -274,6 +276,9 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 			"times as long, the Machine fails. 0 disables the deadline.")
 	flags.DurationVar(&o.FailureCoolDown, "failure-cool-down", o.FailureCoolDown,
 		"How long a node group refuses claims after a failure, at most --tombstone-retention. 0 disables the cool-down.")
+	flags.BoolVar(&o.PublishNodePools, "publish-node-pools", o.PublishNodePools,
+		"Publish the NodePools and NodeClasses of NodePoolSets to the spokes, and show the status of the spokes' NodePools. Takes the "+
+			"CustomResourceDefinition of NodePoolSets, and a shim with --published-node-pools.")
 	flags.StringVar(&o.PriceList, "price-list", o.PriceList,
 		"ConfigMap with the price list under the key prices.yaml, as `namespace/name`. Reloaded when it changes. If empty, there is no price list.")
 	flags.StringVar(&o.PriceCurrency, "price-currency", o.PriceCurrency,

@@ -28,6 +28,7 @@ var askingHub = []string{
 	agentv1alpha1.ClaimService_ReturnMachine_FullMethodName, agentv1alpha1.ClaimService_GetClaim_FullMethodName,
 	agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.ClaimService_SyncClaims_FullMethodName,
 	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName,
+	agentv1alpha1.NodePoolService_ListPublishedObjects_FullMethodName, agentv1alpha1.NodePoolService_ReportNodePools_FullMethodName,
 	externalgrpc.CloudProvider_Refresh_FullMethodName, externalgrpc.CloudProvider_NodeGroupIncreaseSize_FullMethodName,
 	externalgrpc.CloudProvider_NodeGroupDeleteNodes_FullMethodName, externalgrpc.CloudProvider_NodeGroupDecreaseTargetSize_FullMethodName,
 }
@@ -52,7 +53,7 @@ var lightMethods = []string{
 var lists = []string{
 	agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.MachineService_ListMachines_FullMethodName,
 	agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, agentv1alpha1.ClusterService_ListClusters_FullMethodName,
-	externalgrpc.CloudProvider_NodeGroups_FullMethodName,
+	agentv1alpha1.NodePoolService_ListPublishedObjects_FullMethodName, externalgrpc.CloudProvider_NodeGroups_FullMethodName,
 }
 
 type cutKey struct{}

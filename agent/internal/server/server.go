@@ -78,6 +78,8 @@ type Config struct {
 	Contact Contact
 	// Autoscaler scales for the cluster-autoscaler. Nil does not serve its protocol.
 	Autoscaler *autoscaler.Scaler
+	// NodePools publishes NodePools and receives their status. Nil does not serve that service.
+	NodePools *NodePools
 	// Scope determines which Clusters are served.
 	Scope hub.Scope
 	// Authorizer derives callers from certificates. REQUIRED.
@@ -221,6 +223,9 @@ func (s *Server) services() []string {
 	if s.config.Autoscaler != nil {
 		names = append(names, externalgrpc.CloudProvider_ServiceDesc.ServiceName)
 	}
+	if s.config.NodePools != nil {
+		names = append(names, agentv1alpha1.NodePoolService_ServiceDesc.ServiceName)
+	}
 	return names
 }
 
@@ -276,7 +281,11 @@ func (s *Server) stopping() bool {
 }
 
 func (s *Server) ready() []<-chan struct{} {
-	return []<-chan struct{}{s.config.NodeGroups.Ready(), s.config.Machines.Ready(), s.config.Claims.Ready(), s.config.Clusters.Ready()}
+	all := []<-chan struct{}{s.config.NodeGroups.Ready(), s.config.Machines.Ready(), s.config.Claims.Ready(), s.config.Clusters.Ready()}
+	if s.config.NodePools != nil {
+		all = append(all, s.config.NodePools.Feed.Ready())
+	}
+	return all
 }
 
 // Serve serves on every listener until the context ends. It then waits for calls in flight, at most
@@ -343,6 +352,9 @@ func (s *Server) shutDown(servers []*grpc.Server) {
 	s.config.Machines.Close()
 	s.config.Claims.Close()
 	s.config.Clusters.Close()
+	if s.config.NodePools != nil {
+		s.config.NodePools.Feed.Close()
+	}
 	drained := make(chan struct{})
 	go func() {
 		defer close(drained)
@@ -375,6 +387,9 @@ func (s *Server) register(server registrar) {
 	if s.config.Autoscaler != nil {
 		externalgrpc.RegisterCloudProviderServer(server, &autoscalerService{Server: s})
 	}
+	if s.config.NodePools != nil {
+		agentv1alpha1.RegisterNodePoolServiceServer(server, &nodePoolService{Server: s})
+	}
 	grpc_health_v1.RegisterHealthServer(server, s.health)
 	reflection.Register(server)
 	s.metrics.InitializeMetrics(server)
@@ -387,12 +402,16 @@ func (s *Server) collectors() []prometheus.Collector {
 		stats func() feed.Stats
 	}
 	var all []prometheus.Collector
-	for _, v := range []view{
+	views := []view{
 		{"node_groups", s.config.NodeGroups.Stats},
 		{"machines", s.config.Machines.Stats},
 		{"claims", s.config.Claims.Stats},
 		{"clusters", s.config.Clusters.Stats},
-	} {
+	}
+	if s.config.NodePools != nil {
+		views = append(views, view{"published_objects", s.config.NodePools.Feed.Stats})
+	}
+	for _, v := range views {
 		labels := prometheus.Labels{"view": v.name}
 		all = append(all,
 			prometheus.NewGaugeFunc(prometheus.GaugeOpts{

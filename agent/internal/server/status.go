@@ -56,5 +56,6 @@ func (s *Server) features() []string {
 	return features.Served(features.Configured{
 		features.Certificates:      s.config.Issuing != nil,
 		features.ClusterAutoscaler: s.config.Autoscaler != nil,
+		features.NodePools:         s.config.NodePools != nil,
 	})
 }

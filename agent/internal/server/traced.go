@@ -14,7 +14,7 @@ import (
 // hours, and health checks are too frequent. Method names that a caller invents create no span.
 var isTraced = unaryMethods(agentv1alpha1.NodeGroupService_ServiceDesc, agentv1alpha1.ClaimService_ServiceDesc,
 	agentv1alpha1.MachineService_ServiceDesc, agentv1alpha1.StatusService_ServiceDesc, agentv1alpha1.CertificateService_ServiceDesc,
-	agentv1alpha1.ClusterService_ServiceDesc)
+	agentv1alpha1.ClusterService_ServiceDesc, agentv1alpha1.NodePoolService_ServiceDesc)
 
 func unaryMethods(services ...grpc.ServiceDesc) map[string]bool {
 	methods := map[string]bool{}

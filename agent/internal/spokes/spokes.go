@@ -76,6 +76,8 @@ type Spokes struct {
 
 	mu    sync.Mutex
 	noted map[types.NamespacedName]note
+	// reports are the last reports about NodePools.
+	reports map[types.NamespacedName]reported
 	// seen are the served Spokes, as last read or written.
 	seen map[types.NamespacedName]v1alpha1.SpokeStatus
 	// failed is the error that was logged last.
@@ -95,7 +97,10 @@ func New(c Config) *Spokes {
 	if c.Changed == nil {
 		c.Changed = func(types.NamespacedName) {}
 	}
-	return &Spokes{Config: c, noted: map[types.NamespacedName]note{}, seen: map[types.NamespacedName]v1alpha1.SpokeStatus{}}
+	return &Spokes{
+		Config: c, noted: map[types.NamespacedName]note{}, reports: map[types.NamespacedName]reported{},
+		seen: map[types.NamespacedName]v1alpha1.SpokeStatus{},
+	}
 }
 
 // ErrOtherKey means that the onboarding's bootstrap certificate has already been used with another
@@ -213,22 +218,10 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 	if err := s.read(ctx, client.ObjectKeyFromObject(cluster), spoke); err != nil {
 		return err
 	}
-	before := spoke.DeepCopy()
-	if err := s.adopt(cluster, spoke); err != nil {
+	if err := s.keepOwned(ctx, cluster, spoke); err != nil {
 		return err
 	}
-	switch {
-	case spoke.ResourceVersion == "":
-		if err := wrapped(s.Client.Create(ctx, spoke)); err != nil {
-			return err
-		}
-	// After a restore, the owner is gone.
-	case !equality.Semantic.DeepEqual(before.ObjectMeta, spoke.ObjectMeta):
-		if err := wrapped(s.Client.Update(ctx, spoke)); err != nil {
-			return err
-		}
-	}
-	before = spoke.DeepCopy()
+	before := spoke.DeepCopy()
 	status := &spoke.Status
 	if status.LastSyncTime == nil || status.LastSyncTime.Time.Before(now.Add(-noteInterval/2)) {
 		status.LastSyncTime = new(metav1.NewTime(now))
@@ -247,6 +240,22 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 		}
 	}
 	s.see(spoke)
+	return nil
+}
+
+// keepOwned creates the Spoke if it does not exist, and makes the Cluster its owner.
+func (s *Spokes) keepOwned(ctx context.Context, cluster *clusterv1.Cluster, spoke *v1alpha1.Spoke) error {
+	before := spoke.DeepCopy()
+	if err := s.adopt(cluster, spoke); err != nil {
+		return err
+	}
+	switch {
+	case spoke.ResourceVersion == "":
+		return wrapped(s.Client.Create(ctx, spoke))
+	// After a restore, the owner is gone.
+	case !equality.Semantic.DeepEqual(before.ObjectMeta, spoke.ObjectMeta):
+		return wrapped(s.Client.Update(ctx, spoke))
+	}
 	return nil
 }
 
@@ -358,6 +367,11 @@ func (s *Spokes) forget() {
 	for name, n := range s.noted {
 		if s.Clock.Since(n.at) >= silence {
 			delete(s.noted, name)
+		}
+	}
+	for name, r := range s.reports {
+		if s.Clock.Since(r.at) >= silence {
+			delete(s.reports, name)
 		}
 	}
 }

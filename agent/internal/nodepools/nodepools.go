@@ -1,0 +1,195 @@
+// Package nodepools publishes what NodePoolSets hold to the Clusters that they select, and shows in
+// their status what became of it in the spokes.
+package nodepools
+
+import (
+	"context"
+	"fmt"
+
+	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/initialsync"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// Config configures a [Publisher].
+type Config struct {
+	// Feed receives what is published to each Cluster, by [Key]. REQUIRED.
+	Feed *feed.Feed[*agentv1alpha1.PublishedObject]
+	// Scope determines which Clusters are served.
+	Scope hub.Scope
+	// Recorder records events on NodePoolSets. REQUIRED.
+	Recorder events.EventRecorder
+}
+
+// Publisher fills the feed. Use [New].
+type Publisher struct {
+	Config
+
+	client      client.Client
+	live        client.Reader
+	initialSync *initialsync.Tracker
+}
+
+// Equal reports whether two objects are the same to every subscriber.
+func Equal(a, b *agentv1alpha1.PublishedObject) bool { return proto.Equal(a, b) }
+
+// New returns a publisher. It fills its feed once it has been set up with a manager.
+func New(c Config) *Publisher { return &Publisher{Config: c, initialSync: initialsync.New(c.Feed.SetReady)} }
+
+// SetupWithManager adds the publisher to the manager. A request names a namespace: the Clusters and
+// the NodePoolSets of a namespace concern each other, and both are few.
+func (p *Publisher) SetupWithManager(mgr manager.Manager) error {
+	p.client, p.live = mgr.GetClient(), mgr.GetAPIReader()
+	namespace := handler.EnqueueRequestsFromMapFunc(func(_ context.Context, object client.Object) []reconcile.Request {
+		return []reconcile.Request{{NamespacedName: types.NamespacedName{Name: object.GetNamespace()}}}
+	})
+	err := builder.ControllerManagedBy(mgr).Named("nodepoolsets").
+		WithOptions(controller.Options{NeedLeaderElection: new(false), SkipNameValidation: new(true)}).
+		Watches(&v1alpha1.NodePoolSet{}, namespace).
+		Watches(&clusterv1.Cluster{}, namespace).
+		Watches(&v1alpha1.Spoke{}, namespace).
+		Complete(p)
+	if err != nil {
+		return fmt.Errorf("setting up the controller of NodePoolSets: %w", err)
+	}
+	err = mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
+		if !mgr.GetCache().WaitForCacheSync(ctx) {
+			return nil // only because ctx ended
+		}
+		return p.expect(ctx)
+	}))
+	if err != nil {
+		return fmt.Errorf("adding the publisher: %w", err)
+	}
+	return nil
+}
+
+// expect lists the namespaces whose publication makes the first complete view.
+func (p *Publisher) expect(ctx context.Context) error {
+	var list v1alpha1.NodePoolSetList
+	if err := p.client.List(ctx, &list); err != nil {
+		return fmt.Errorf("listing NodePoolSets: %w", err)
+	}
+	keys := make([]types.NamespacedName, 0, len(list.Items))
+	for i := range list.Items {
+		keys = append(keys, types.NamespacedName{Name: list.Items[i].Namespace})
+	}
+	p.initialSync.Expect(keys)
+	return nil
+}
+
+// Reconcile publishes the NodePoolSets of a namespace, and writes their status.
+func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (_ reconcile.Result, err error) {
+	defer func() { p.initialSync.SeenUnless(err, request.NamespacedName) }()
+	in := client.InNamespace(request.Name)
+	var (
+		sets     v1alpha1.NodePoolSetList
+		clusters clusterv1.ClusterList
+		spokes   v1alpha1.SpokeList
+	)
+	for _, list := range []client.ObjectList{&sets, &clusters, &spokes} {
+		if err := p.client.List(ctx, list, in); err != nil {
+			return reconcile.Result{}, fmt.Errorf("listing %T: %w", list, err)
+		}
+	}
+	byAge(sets.Items)
+	statuses := map[string]*v1alpha1.SpokeStatus{}
+	for i := range spokes.Items {
+		statuses[spokes.Items[i].Name] = &spokes.Items[i].Status
+	}
+	outcomes := map[string]*outcome{}
+	for i := range sets.Items {
+		outcomes[sets.Items[i].Name] = newOutcome(&sets.Items[i])
+	}
+	served := map[types.NamespacedName]bool{}
+	for i := range clusters.Items {
+		name := client.ObjectKeyFromObject(&clusters.Items[i])
+		if !p.Scope.Contains(name) {
+			continue
+		}
+		served[name] = true
+		published, not := plan(clusters.Items[i].Labels, sets.Items)
+		p.publish(name, published)
+		for j := range sets.Items {
+			if selects(&sets.Items[j], clusters.Items[i].Labels) {
+				outcomes[sets.Items[j].Name].add(name.Name, published, not, statuses[name.Name])
+			}
+		}
+	}
+	for _, name := range p.Feed.Clusters() {
+		if name.Namespace == request.Name && !served[name] {
+			p.publish(name, nil)
+		}
+	}
+	for i := range sets.Items {
+		if err := p.write(ctx, &sets.Items[i], outcomes[sets.Items[i].Name]); err != nil {
+			return reconcile.Result{}, err
+		}
+	}
+	return reconcile.Result{}, nil
+}
+
+// publish makes the objects the Cluster's whole view.
+func (p *Publisher) publish(cluster types.NamespacedName, objects []*agentv1alpha1.PublishedObject) {
+	gone := map[string]bool{}
+	p.Feed.Each(cluster, func(object *agentv1alpha1.PublishedObject) { gone[Key(object)] = true })
+	for _, object := range objects {
+		delete(gone, Key(object))
+		p.Feed.Set(cluster, Key(object), object)
+	}
+	for key := range gone {
+		p.Feed.Remove(cluster, key)
+	}
+}
+
+// List returns what is published to a Cluster, as the hub's API server has it now. The Cluster must
+// have been read before: otherwise NodePoolSets that move with it may be missing.
+func (p *Publisher) List(ctx context.Context, cluster *clusterv1.Cluster) ([]*agentv1alpha1.PublishedObject, error) {
+	var sets v1alpha1.NodePoolSetList
+	if err := p.live.List(ctx, &sets, client.InNamespace(cluster.Namespace)); err != nil {
+		return nil, fmt.Errorf("listing NodePoolSets: %w", err)
+	}
+	byAge(sets.Items)
+	published, _ := plan(cluster.Labels, sets.Items)
+	return published, nil
+}
+
+// write writes a set's status if it has changed.
+func (p *Publisher) write(ctx context.Context, set *v1alpha1.NodePoolSet, o *outcome) error {
+	if !set.DeletionTimestamp.IsZero() {
+		return nil
+	}
+	before := set.DeepCopy()
+	set.Status.ObservedGeneration = set.Generation
+	set.Status.Clusters, set.Status.AppliedClusters, set.Status.FailingClusters = &o.clusters, &o.applied, new(int32(len(o.failing)))
+	condition := o.condition()
+	condition.ObservedGeneration = set.Generation
+	meta.SetStatusCondition(&set.Status.Conditions, condition)
+	if equality.Semantic.DeepEqual(before.Status, set.Status) {
+		return nil
+	}
+	if err := p.client.Status().Patch(ctx, set, client.MergeFrom(before)); client.IgnoreNotFound(err) != nil {
+		return fmt.Errorf("writing the status of the NodePoolSet %s: %w", client.ObjectKeyFromObject(set), err)
+	}
+	was := meta.FindStatusCondition(before.Status.Conditions, v1alpha1.ReadyCondition)
+	if condition.Status == metav1.ConditionFalse && (was == nil || was.Reason != condition.Reason || was.Message != condition.Message) {
+		p.Recorder.Eventf(set, nil, "Warning", condition.Reason, "Publish", "%s", condition.Message)
+	}
+	return nil
+}

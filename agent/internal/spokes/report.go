@@ -1,0 +1,84 @@
+package spokes
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// reportInterval is the minimum interval between writes of what a shim reports about NodePools.
+const reportInterval = 10 * time.Second
+
+// Report is what a shim reports about its spoke's NodePools.
+type Report struct {
+	// NodePools are the first of them, and MoreNodePools the number of the others.
+	NodePools     []v1alpha1.SpokeNodePool
+	MoreNodePools int32
+	// Published is what became of published objects.
+	Published []v1alpha1.SpokePublished
+}
+
+// reported is the last report of a shim that was written.
+type reported struct {
+	report Report
+	at     time.Time
+}
+
+// TooSoonError means that the last change was reported a moment ago. Nothing was written.
+type TooSoonError struct{ RetryAfter time.Duration }
+
+func (e *TooSoonError) Error() string {
+	return fmt.Sprintf("the last change was reported a moment ago; the next is accepted in %s", e.RetryAfter)
+}
+
+// Report records in a Cluster's Spoke what its shim reports about NodePools. It writes only changes,
+// and fails with [*TooSoonError] if they come too fast.
+func (s *Spokes) Report(ctx context.Context, cluster *clusterv1.Cluster, report Report) error {
+	key, now := client.ObjectKeyFromObject(cluster), s.Clock.Now()
+	s.mu.Lock()
+	last, known := s.reports[key]
+	same := known && equality.Semantic.DeepEqual(last.report, report)
+	switch age := now.Sub(last.at); {
+	case same && age < noteInterval:
+		s.mu.Unlock()
+		return nil
+	case known && !same && age < reportInterval:
+		s.mu.Unlock()
+		return &TooSoonError{RetryAfter: reportInterval - age}
+	}
+	s.reports[key] = reported{report, now}
+	s.mu.Unlock()
+	err := s.writeReport(ctx, cluster, report)
+	if err != nil {
+		s.mu.Lock()
+		delete(s.reports, key)
+		s.mu.Unlock()
+	}
+	return err
+}
+
+func (s *Spokes) writeReport(ctx context.Context, cluster *clusterv1.Cluster, report Report) error {
+	spoke := &v1alpha1.Spoke{}
+	if err := s.read(ctx, client.ObjectKeyFromObject(cluster), spoke); err != nil {
+		return err
+	}
+	if err := s.keepOwned(ctx, cluster, spoke); err != nil {
+		return err
+	}
+	before := spoke.DeepCopy()
+	spoke.Status.NodePools, spoke.Status.MoreNodePools, spoke.Status.Published = report.NodePools, report.MoreNodePools, report.Published
+	if equality.Semantic.DeepEqual(before.Status, spoke.Status) {
+		return nil
+	}
+	if err := s.Client.Status().Patch(ctx, spoke, client.MergeFrom(before)); err != nil {
+		return fmt.Errorf("writing the Spoke's status: %w", err)
+	}
+	s.see(spoke)
+	return nil
+}
