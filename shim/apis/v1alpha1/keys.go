@@ -35,6 +35,17 @@ const (
 	// NodeClassFinalizer keeps a ClusterAPINodeClass while NodeClaims refer to it.
 	NodeClassFinalizer = Group + "/termination"
 
+	// PublishedByLabel on a NodePool or a ClusterAPINodeClass is the name of the NodePoolSet in the hub
+	// that it was created for. Removing it takes the object over: the shim leaves it as it is then.
+	PublishedByLabel = Group + "/published-by"
+	// PublishedFromAnnotation is <namespace>/<name> of the same NodePoolSet.
+	PublishedFromAnnotation = Group + "/published-from"
+	// PublishedRevisionAnnotation identifies the content that was last applied.
+	PublishedRevisionAnnotation = Group + "/published-revision"
+	// PublishedPolicyAnnotation is what happens when the object is published no longer: Retain or
+	// Delete.
+	PublishedPolicyAnnotation = Group + "/published-deletion-policy"
+
 	// Holder is the holder of the shim's claims.
 	Holder = "karpenter"
 )

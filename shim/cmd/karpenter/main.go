@@ -45,6 +45,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/failedmachine"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/floor"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodeclass"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodepools"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/overlays"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/providerid"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/identity"
@@ -227,6 +228,16 @@ func run(ctx context.Context) error {
 	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
 		core := nodeoverlay.NewController(op.Clock, op.GetClient(), undecorated, op.InstanceTypeStore, clusterState)
 		op.WithControllers(ctx, overlays.New(op.GetClient(), undecorated, catalogue, core))
+	}
+	if opts.PublishedNodePools {
+		published := agent.MirrorPublishedObjects(cluster)
+		if err := op.Add(everywhere(published.Run)); err != nil {
+			return fmt.Errorf("adding to the manager: %w", err)
+		}
+		op.WithControllers(ctx, nodepools.New(nodepools.Config{
+			Kube: op.GetClient(), Live: op.GetAPIReader(), Published: published, Agent: agent.NodePools, Cluster: cluster, InstanceTypes: decorated,
+			Recorder: op.EventRecorder, Timeout: opts.AgentTimeout, Clock: op.Clock,
+		}))
 	}
 	if !coreoptions.FromContext(ctx).DisableClusterStateObservability { // as core does for its own kinds
 		recorder := op.GetEventRecorderFor(coreoperator.AppName) //nolint:staticcheck // operatorpkg takes the older interface

@@ -75,6 +75,9 @@ type Options struct {
 	// for it.
 	UnavailableOfferingTTL time.Duration
 
+	// PublishedNodePools applies what the hub publishes, and reports the status of NodePools.
+	PublishedNodePools bool
+
 	// MetricsBindAddress and HealthProbeBindAddress are host:port. Empty means all addresses and
 	// the port of core's flags.
 	MetricsBindAddress     string
@@ -162,6 +165,9 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second,
 		"How long the offerings of a node group are unavailable after the agent refused a claim there without naming a retry time, and those of a "+
 			"NodePool after every node group refused its NodeClaim.")
+	fs.BoolVar(&o.PublishedNodePools, "published-node-pools", false,
+		"Create and update the NodePools and ClusterAPINodeClasses that NodePoolSets in the management cluster publish, and report the status of all "+
+			"NodePools there. Needs an agent with --publish-node-pools. NodePools of others are never changed.")
 	fs.StringVar(&o.MetricsBindAddress, "metrics-bind-address", "",
 		"host:port of the metrics endpoint, or 0 for none. Defaults to --metrics-port on all addresses.")
 	fs.BoolVar(&o.MetricsSecure, "metrics-secure", true,
