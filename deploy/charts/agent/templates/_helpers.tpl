@@ -163,6 +163,17 @@ group: {{ .group }}
 - apiGroups: [agent.karpenter.cluster.x-k8s.io]
   resources: [spokes/status]
   verbs: [patch]
+{{- if (.Values.nodePools).publish }}
+- apiGroups: [agent.karpenter.cluster.x-k8s.io]
+  resources: [nodepoolsets]
+  verbs: [get, list, watch]
+- apiGroups: [agent.karpenter.cluster.x-k8s.io]
+  resources: [nodepoolsets/status]
+  verbs: [patch]
+- apiGroups: [agent.karpenter.cluster.x-k8s.io]
+  resources: [spokes]
+  verbs: [watch]
+{{- end }}
 {{- with .Values.rbac }}
 {{- if .infrastructureGroups }}
 - apiGroups: {{ toJson .infrastructureGroups }}

@@ -80,6 +80,9 @@ spec:
         {{- with .Values.nodeRepairAfter }}
         - --node-repair-after={{ . }}
         {{- end }}
+        {{- if .Values.publishedNodePools }}
+        - --published-node-pools
+        {{- end }}
         {{- if not (include "karpenter.metricsSecure" .) }}
         - --metrics-secure=false
         {{- end }}
