@@ -813,9 +813,9 @@ const file_capi_agent_v1alpha1_node_pool_proto_rawDesc = "" +
 	"\n" +
 	"node_pools\x18\x03 \x03(\v2#.capi.agent.v1alpha1.NodePoolStatusB\b\xbaH\x05\x92\x01\x02\x10@R\tnodePools\x12/\n" +
 	"\x0fmore_node_pools\x18\x04 \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\rmoreNodePools\"\x19\n" +
-	"\x17ReportNodePoolsResponse\"\xeb\x01\n" +
-	"\rAppliedObject\x128\n" +
-	"\x04kind\x18\x01 \x01(\tB$\xbaH!r\x1fR\bNodePoolR\x13ClusterAPINodeClassR\x04kind\x12\x1e\n" +
+	"\x17ReportNodePoolsResponse\"\xd0\x01\n" +
+	"\rAppliedObject\x12\x1d\n" +
+	"\x04kind\x18\x01 \x01(\tB\t\xbaH\x06r\x04\x10\x01\x18?R\x04kind\x12\x1e\n" +
 	"\x04name\x18\x02 \x01(\tB\n" +
 	"\xbaH\ar\x05\x10\x01\x18\xfd\x01R\x04name\x12\x1b\n" +
 	"\x03set\x18\x03 \x01(\tB\t\xbaH\x06r\x04\x10\x01\x18?R\x03set\x12%\n" +
