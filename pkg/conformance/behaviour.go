@@ -85,6 +85,7 @@ var areas = []struct {
 	{"Holders", holderCases},
 	{"Machines", slices.Concat(machineReadingCases, machineCases)},
 	{"Clusters", clusterCases},
+	{"NodePools", nodePoolCases},
 	{"Requests", requestCases},
 	{"Server", slices.Concat(serverReadingCases, serverCases)},
 }
