@@ -557,6 +557,26 @@ func TestShimsFeatureGatesBringTheirRules(t *testing.T) {
 	}
 }
 
+func TestPublishedNodePoolsBringTheirRules(t *testing.T) {
+	grants := func(of int, values, resource, verb string) bool {
+		objects := render(t, charts[of], filepath.Join(root(t), "deploy/charts", charts[of].name, "ci", values))
+		return slices.ContainsFunc(rules(t, objects), func(r rbacv1.PolicyRule) bool {
+			return slices.Contains(r.Resources, resource) && slices.Contains(r.Verbs, verb)
+		})
+	}
+	for _, right := range []struct {
+		of             int
+		resource, verb string
+	}{
+		{0, "nodepoolsets", "watch"}, {0, "nodepoolsets/status", "patch"}, {0, "spokes", "watch"},
+		{1, "nodepools", "create"}, {1, "nodepools", "delete"}, {1, "clusterapinodeclasses", "create"}, {1, "clusterapinodeclasses", "delete"},
+	} {
+		require.True(t, grants(right.of, "everything-values.yaml", right.resource, right.verb), "%v", right)
+		require.False(t, grants(right.of, "defaults-values.yaml", right.resource, right.verb), "%v", right)
+	}
+	require.False(t, grants(0, "everything-values.yaml", "nodepoolsets", "update"), "what users publish is not the agent's to change")
+}
+
 // As described in docs/migrate-from-karpenter-provider-cluster-api.md: nothing runs but the Job
 // that prints the plan.
 func TestThePlanOfAdoptionIsAJobInPlaceOfKarpenter(t *testing.T) {

@@ -66,6 +66,9 @@ type caller struct {
 // readsSome reports whether it may read data of any Cluster.
 func (c caller) readsSome() bool { return c.reads || c.readsOther }
 
+// isShim reports whether it is the Cluster's own shim: no other caller acts as that holder alone.
+func (c caller) isShim() bool { return slices.Equal(c.acts, []string{"karpenter"}) }
+
 // rpc is a method, with a request for the Cluster.
 type rpc struct {
 	method  protoreflect.MethodDescriptor
@@ -87,6 +90,8 @@ type row struct {
 	open, connected bool
 	// certifies reports whether only the Cluster's own callers may call it.
 	certifies bool
+	// reports reports whether only the Cluster's shim may call it.
+	reports bool
 	// fleet reports whether every caller with a role for any Cluster may call it, and gets an answer
 	// about those Clusters alone.
 	fleet bool
@@ -135,6 +140,10 @@ func wanted(by caller, of rpc) string {
 		return admitted
 	case of.certifies:
 		return codes.PermissionDenied.String()
+	case of.reports && by.isShim():
+		return admitted
+	case of.reports:
+		return codes.PermissionDenied.String()
 	case of.holder == "" && by.reads, slices.Contains(by.acts, of.holder):
 		return admitted
 	}
@@ -167,6 +176,10 @@ var requests = map[protoreflect.FullName]row{
 
 	"capi.agent.v1alpha1.ClusterService.ListClusters":  {json: `{}`, fleet: true},
 	"capi.agent.v1alpha1.ClusterService.WatchClusters": {json: `{}`, fleet: true},
+
+	"capi.agent.v1alpha1.NodePoolService.ListPublishedObjects":  {json: `{"cluster": $CLUSTER}`},
+	"capi.agent.v1alpha1.NodePoolService.WatchPublishedObjects": {json: `{"cluster": $CLUSTER}`},
+	"capi.agent.v1alpha1.NodePoolService.ReportNodePools":       {json: `{"cluster": $CLUSTER}`, reports: true},
 
 	"capi.agent.v1alpha1.CertificateService.IssueCertificate": {
 		// A shim on a unix socket is admitted, but has no certificate that could be renewed.

@@ -72,7 +72,7 @@ func TestMain(m *testing.M) {
 // testOptions returns options for a single namespace, without other listeners.
 func testOptions(namespace string) *options.Options {
 	o := options.New()
-	o.Namespaces = []string{namespace}
+	o.Namespaces, o.PublishNodePools = []string{namespace}, true
 	o.MetricsBindAddress, o.HealthProbeBindAddress = "0", "0"
 	o.KubeAPIQPS, o.KubeAPIBurst = 1000, 1000
 	// Other tests may be using the machine.

@@ -62,7 +62,7 @@ func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	top := filepath.Join("..", "..", "..")
 	// The tests write, as administrators, what no agent may write.
 	helm := exec.CommandContext(ctx, filepath.Join(top, "bin", "helm"), "template", "capi-agent", filepath.Join(top, "deploy", "charts", "agent"),
-		"--namespace", agentNamespace, "--set", "rbac.infrastructureResources={testmachinetemplates}",
+		"--namespace", agentNamespace, "--set", "rbac.infrastructureResources={testmachinetemplates},nodePools.publish=true",
 		"--set", "admission.exempt.groups={system:masters}", "--set-json", `policy={"identities":[]}`)
 	var problems bytes.Buffer
 	helm.Stderr = &problems

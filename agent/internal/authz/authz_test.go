@@ -454,8 +454,9 @@ func TestEveryMethodHasARule(t *testing.T) {
 		if rule.OfCluster {
 			require.False(t, rule.Anyone || rule.Everyone, "%s", name)
 			// A Cluster's certificate is for the Cluster's own callers only: it would outlive an
-			// administrator's grant.
-			own := name == agentv1alpha1.CertificateService_IssueCertificate_FullMethodName
+			// administrator's grant. And only the spoke knows its NodePools.
+			own := name == agentv1alpha1.CertificateService_IssueCertificate_FullMethodName ||
+				name == agentv1alpha1.NodePoolService_ReportNodePools_FullMethodName
 			require.Equal(t, !own, slices.Contains(rule.Roles, authz.RoleAdmin), "%s", name)
 		}
 		// Methods that a reader may not call act on claims. If the request names a holder, the

@@ -1,0 +1,290 @@
+package agent_test
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/retry"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// poolsHub is a namespace with the Clusters spoke and other, each with a label of its own name.
+type poolsHub struct {
+	t         *testing.T
+	namespace string
+	*running
+}
+
+func newPoolsHub(t *testing.T) *poolsHub {
+	t.Helper()
+	h := &poolsHub{t: t, namespace: plane.Namespace(t)}
+	for _, name := range []string{"spoke", "other"} {
+		cluster := capitest.NewCluster(h.namespace, name)
+		cluster.Labels = map[string]string{"pools": name}
+		plane.Create(t, cluster)
+	}
+	h.running = start(t, agent.Config{Options: testOptions(h.namespace)})
+	return h
+}
+
+func (h *poolsHub) set(name, selects string, pools ...v1alpha1.PublishedTemplate) *v1alpha1.NodePoolSet {
+	return &v1alpha1.NodePoolSet{
+		ObjectMeta: metav1.ObjectMeta{Namespace: h.namespace, Name: name},
+		Spec: v1alpha1.NodePoolSetSpec{
+			ClusterSelector: &metav1.LabelSelector{MatchLabels: map[string]string{"pools": selects}}, NodePools: pools,
+		},
+	}
+}
+
+func pool(name, spec string) v1alpha1.PublishedTemplate {
+	return v1alpha1.PublishedTemplate{Name: name, Spec: runtime.RawExtension{Raw: []byte(spec)}}
+}
+
+func (h *poolsHub) ref(cluster string) *agentv1alpha1.ClusterRef {
+	return &agentv1alpha1.ClusterRef{Namespace: h.namespace, Name: cluster}
+}
+
+// published returns what a Cluster's own identity is shown, by kind and name.
+func (h *poolsHub) published(ctx context.Context, cluster string) (map[string]*agentv1alpha1.PublishedObject, error) {
+	response, err := h.client(h.namespace, cluster).NodePools.ListPublishedObjects(ctx, &agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref(cluster)})
+	return lo.KeyBy(response.GetObjects(), client.PublishedKey), err
+}
+
+// ready waits until the condition Ready of the set has a reason, and returns the set.
+func (h *poolsHub) ready(name, reason string) *v1alpha1.NodePoolSet {
+	h.t.Helper()
+	set := &v1alpha1.NodePoolSet{}
+	eventually(h.t, name+" is "+reason, func(ctx context.Context) (bool, error) {
+		if err := plane.Client.Get(ctx, types.NamespacedName{Namespace: h.namespace, Name: name}, set); err != nil {
+			return false, err
+		}
+		c := meta.FindStatusCondition(set.Status.Conditions, v1alpha1.ReadyCondition)
+		return c != nil && c.Reason == reason && c.ObservedGeneration == set.Generation, nil
+	})
+	return set
+}
+
+// update changes a set. The agent may write its status meanwhile.
+func (h *poolsHub) update(name string, change func(*v1alpha1.NodePoolSet)) {
+	h.t.Helper()
+	require.NoError(h.t, retry.RetryOnConflict(retry.DefaultRetry, func() error {
+		set := &v1alpha1.NodePoolSet{}
+		if err := plane.Client.Get(h.t.Context(), types.NamespacedName{Namespace: h.namespace, Name: name}, set); err != nil {
+			return err
+		}
+		change(set)
+		return plane.Client.Update(h.t.Context(), set)
+	}))
+}
+
+func message(set *v1alpha1.NodePoolSet) string {
+	return meta.FindStatusCondition(set.Status.Conditions, v1alpha1.ReadyCondition).Message
+}
+
+func TestNodePoolSetsReachTheSelectedClusters(t *testing.T) {
+	h := newPoolsHub(t)
+	mirror := h.client(h.namespace, "spoke").MirrorPublishedObjects(h.ref("spoke"))
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() { defer close(ended); _ = mirror.Run(ctx) }()
+	t.Cleanup(func() { cancel(); <-ended })
+	shown := func(what string, when func(*agentv1alpha1.PublishedObject) bool) *agentv1alpha1.PublishedObject {
+		var object *agentv1alpha1.PublishedObject
+		eventually(t, what, func(context.Context) (bool, error) {
+			object, _ = mirror.Get("NodePool/default")
+			return when(object), nil
+		})
+		return object
+	}
+
+	set := h.set("fleet", "spoke", pool("default", `{"weight": 10, "big": 9007199254740993, "unknown": {"b": 1, "a": 2}}`))
+	set.Spec.NodePools[0].Labels = map[string]v1alpha1.PublishedValue{"team": "a"}
+	plane.Create(t, set)
+	first := shown("the pool is published", func(o *agentv1alpha1.PublishedObject) bool { return o != nil })
+	assert.JSONEq(t, `{"weight": 10, "big": 9007199254740993, "unknown": {"a": 2, "b": 1}}`, first.GetSpecJson(), "as the user wrote it")
+	assert.Contains(t, first.GetSpecJson(), "9007199254740993")
+	assert.Equal(t, "fleet", first.GetSet())
+	assert.Equal(t, map[string]string{"team": "a"}, first.GetLabels())
+	assert.Equal(t, agentv1alpha1.DeletionPolicy_DELETION_POLICY_RETAIN, first.GetDeletionPolicy())
+
+	others, err := h.published(t.Context(), "other")
+	require.NoError(t, err)
+	assert.Empty(t, others, "it is not selected")
+	_, err = h.client(h.namespace, "other").NodePools.ListPublishedObjects(t.Context(), &agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref("spoke")})
+	assert.Equal(t, codes.PermissionDenied, status.Code(err), "%v", err)
+
+	h.update("fleet", func(set *v1alpha1.NodePoolSet) {
+		set.Spec.NodePools[0].Spec.Raw, set.Spec.DeletionPolicy = []byte(`{"weight": 20}`), v1alpha1.DeletionPolicyDelete
+	})
+	changed := shown("the change is published", func(o *agentv1alpha1.PublishedObject) bool { return o.GetSpecJson() == `{"weight":20}` })
+	assert.NotEqual(t, first.GetRevision(), changed.GetRevision())
+	assert.Equal(t, agentv1alpha1.DeletionPolicy_DELETION_POLICY_DELETE, changed.GetDeletionPolicy())
+
+	h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Spec.ClusterSelector.MatchLabels["pools"] = "other" })
+	shown("the pool is published no longer", func(o *agentv1alpha1.PublishedObject) bool { return o == nil })
+	others, err = h.published(t.Context(), "other")
+	require.NoError(t, err)
+	assert.Contains(t, others, "NodePool/default", "it is selected now")
+}
+
+func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {
+	h := newPoolsHub(t)
+	plane.Create(t, h.set("fleet", "spoke", pool("default", `{}`)))
+	cluster := &clusterv1.Cluster{}
+	require.NoError(t, plane.Client.Get(t.Context(), types.NamespacedName{Namespace: h.namespace, Name: "spoke"}, cluster))
+	cluster.Spec.Paused = new(true)
+	require.NoError(t, plane.Client.Update(t.Context(), cluster))
+	_, err := h.published(t.Context(), "spoke")
+	assert.Equal(t, agenterrors.ReasonClusterPaused, agenterrors.ReasonOf(err), "%v", err)
+}
+
+func TestTheOlderNodePoolSetPublishesWhatTwoName(t *testing.T) {
+	h := newPoolsHub(t)
+	plane.Create(t, h.set("b", "spoke", pool("default", `{"weight": 1}`)))
+	h.ready("b", v1alpha1.WaitingReason)
+	// Their creation times may be in the same second: then the name decides.
+	plane.Create(t, h.set("c", "spoke", pool("default", `{"weight": 2}`), pool("spot", `{"weight": 3}`)))
+	younger := h.ready("c", v1alpha1.NotAppliedReason)
+	assert.Equal(t, "1 of 1 Clusters: spoke: NodePool default: the NodePoolSet b publishes it, which is older", message(younger))
+	published, err := h.published(t.Context(), "spoke")
+	require.NoError(t, err)
+	assert.Equal(t, "b", published["NodePool/default"].GetSet())
+	assert.Equal(t, "c", published["NodePool/spot"].GetSet())
+
+	require.NoError(t, plane.Client.Delete(t.Context(), h.set("b", "spoke")))
+	h.ready("c", v1alpha1.WaitingReason)
+	published, err = h.published(t.Context(), "spoke")
+	require.NoError(t, err)
+	assert.Equal(t, "c", published["NodePool/default"].GetSet(), "it takes over")
+}
+
+func TestTheHubShowsWhatSpokesReport(t *testing.T) {
+	h := newPoolsHub(t)
+	plane.Create(t, h.set("fleet", "spoke", pool("default", `{"weight": 1}`), pool("spot", `{"weight": 2}`)))
+	h.ready("fleet", v1alpha1.WaitingReason)
+	published, err := h.published(t.Context(), "spoke")
+	require.NoError(t, err)
+	result := func(name, problem string) *agentv1alpha1.AppliedObject {
+		return &agentv1alpha1.AppliedObject{
+			Kind: "NodePool", Name: name, Set: "fleet", Revision: published["NodePool/"+name].GetRevision(), Applied: problem == "", Message: problem,
+		}
+	}
+	report := &agentv1alpha1.ReportNodePoolsRequest{
+		Cluster: h.ref("spoke"), MoreNodePools: 3,
+		Objects: []*agentv1alpha1.AppliedObject{result("spot", ""), result("default", "spec.weight: Invalid value")},
+		NodePools: []*agentv1alpha1.NodePoolStatus{
+			{Name: "spot", Set: "fleet", Ready: true, Nodes: 2, PendingNodeClaims: 1, PricePerHour: "0.75"}, {Name: "own", Message: "no NodeClass"},
+		},
+	}
+	shim := h.client(h.namespace, "spoke").NodePools
+	_, err = shim.ReportNodePools(t.Context(), report)
+	require.NoError(t, err)
+	failing := h.ready("fleet", v1alpha1.NotAppliedReason)
+	assert.Equal(t, "1 of 1 Clusters: spoke: NodePool default: spec.weight: Invalid value", message(failing))
+	assert.Equal(t, []int32{1, 0, 1}, []int32{*failing.Status.Clusters, *failing.Status.AppliedClusters, *failing.Status.FailingClusters})
+
+	spoke := &v1alpha1.Spoke{}
+	require.NoError(t, plane.Client.Get(t.Context(), types.NamespacedName{Namespace: h.namespace, Name: "spoke"}, spoke))
+	assert.Equal(t, []v1alpha1.SpokeNodePool{
+		{Name: "own", Message: "no NodeClass"}, {Name: "spot", Set: "fleet", Ready: true, Nodes: 2, PendingNodeClaims: 1, PricePerHour: "0.75"},
+	}, spoke.Status.NodePools)
+	assert.EqualValues(t, 3, spoke.Status.MoreNodePools)
+
+	_, err = shim.ReportNodePools(t.Context(), report)
+	require.NoError(t, err, "nothing has changed")
+	report.Objects[1] = result("default", "")
+	_, err = shim.ReportNodePools(t.Context(), report)
+	delay, throttled := agenterrors.RetryDelay(err)
+	assert.True(t, throttled && delay > 0, "a change comes too soon after the last one: %v", err)
+	eventually(t, "the change is accepted", func(ctx context.Context) (bool, error) {
+		_, err := shim.ReportNodePools(ctx, report)
+		return err == nil, lo.Ternary(status.Code(err) == codes.ResourceExhausted, nil, err)
+	})
+	applied := h.ready("fleet", v1alpha1.AppliedReason)
+	assert.Equal(t, []int32{1, 1, 0}, []int32{*applied.Status.Clusters, *applied.Status.AppliedClusters, *applied.Status.FailingClusters})
+
+	h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Spec.NodePools[0].Spec.Raw = []byte(`{"weight": 9}`) })
+	h.ready("fleet", v1alpha1.WaitingReason) // the report is about the content before
+}
+
+func TestMistakesInNodePoolSetsAreNamed(t *testing.T) {
+	h := newPoolsHub(t)
+	for name, c := range map[string]struct {
+		change func(*v1alpha1.NodePoolSet)
+		want   string
+	}{
+		"no selector": {func(s *v1alpha1.NodePoolSet) { s.Spec.ClusterSelector = nil }, "spec.clusterSelector"},
+		"operator": {func(s *v1alpha1.NodePoolSet) {
+			s.Spec.ClusterSelector = &metav1.LabelSelector{MatchExpressions: []metav1.LabelSelectorRequirement{{Key: "a", Operator: "Gt"}}}
+		}, "clusterSelector.matchExpressions[].operator"},
+		"nothing":  {func(s *v1alpha1.NodePoolSet) { s.Spec.NodePools = nil }, "at least one entry of nodePools or nodeClasses"},
+		"policy":   {func(s *v1alpha1.NodePoolSet) { s.Spec.DeletionPolicy = "Orphan" }, "spec.deletionPolicy"},
+		"bad name": {func(s *v1alpha1.NodePoolSet) { s.Spec.NodePools[0].Name = "Default" }, "spec.nodePools[0].name"},
+		"our label": {func(s *v1alpha1.NodePoolSet) {
+			s.Spec.NodePools[0].Labels = map[string]v1alpha1.PublishedValue{"karpenter.cluster.x-k8s.io/published-by": "x"}
+		}, "are set by the shim"},
+		"a list": {func(s *v1alpha1.NodePoolSet) { s.Spec.NodePools[0].Spec.Raw = []byte(`[]`) }, "spec.nodePools[0].spec"},
+		"twice": {func(s *v1alpha1.NodePoolSet) { s.Spec.NodePools = append(s.Spec.NodePools, s.Spec.NodePools[0]) }, "spec.nodePools[1]"},
+		"long name": {func(s *v1alpha1.NodePoolSet) { s.Name = strings.Repeat("a", 64) }, "metadata.name must have at most 63 characters"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			set := h.set("mistaken", "spoke", pool("default", `{}`))
+			c.change(set)
+			err := plane.Client.Create(t.Context(), set)
+			require.Error(t, err)
+			assert.Contains(t, err.Error(), c.want)
+		})
+	}
+	for name, c := range map[string]struct {
+		change func(*v1alpha1.PublishedTemplate)
+		want   string
+	}{
+		"large": {func(p *v1alpha1.PublishedTemplate) { p.Spec.Raw = fmt.Appendf(nil, `{"a": %q}`, strings.Repeat("x", 40000)) },
+			"spec.nodePools[0].spec: 40008 bytes of JSON, but at most 32768 are published"},
+		"label": {func(p *v1alpha1.PublishedTemplate) { p.Labels = map[string]v1alpha1.PublishedValue{"a b": "c"} }, "spec.nodePools[0].labels[a b]: "},
+	} {
+		set := h.set("mistaken-"+name, "spoke", pool(name, `{}`))
+		c.change(&set.Spec.NodePools[0])
+		plane.Create(t, set)
+		assert.Contains(t, message(h.ready(set.Name, v1alpha1.InvalidReason)), c.want)
+		published, err := h.published(t.Context(), "spoke")
+		require.NoError(t, err)
+		object := published["NodePool/"+name]
+		assert.NotEmpty(t, object.GetProblem(), "it is not removed from the spoke")
+		assert.Empty(t, object.GetSpecJson())
+	}
+}
+
+func TestWithoutTheOptionNothingIsPublished(t *testing.T) {
+	namespace := plane.Namespace(t)
+	plane.Create(t, capitest.NewCluster(namespace, "spoke"))
+	o := testOptions(namespace)
+	o.PublishNodePools = false
+	r := start(t, agent.Config{Options: o})
+	c := r.client(namespace, "spoke")
+	_, err := c.NodePools.ListPublishedObjects(t.Context(), &agentv1alpha1.ListPublishedObjectsRequest{
+		Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "spoke"},
+	})
+	require.Equal(t, codes.Unimplemented, status.Code(err), "%v", err)
+	response, err := c.Status.GetStatus(t.Context(), &agentv1alpha1.GetStatusRequest{})
+	require.NoError(t, err)
+	assert.NotContains(t, response.GetFeatures(), "node-pools")
+}
