@@ -355,6 +355,9 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 			"--clusters=" + cluster, "--listen-unix-socket=" + s.agentSocket(), "--unix-socket-role=cluster", "--unix-socket-clusters=" + cluster,
 		}
 	}
+	if s.options.NodePools {
+		serves = append(serves, "--publish-node-pools")
+	}
 	return s.component(ctx, process.Spec{
 		Name: name,
 		Path: s.options.AgentBinary,
@@ -419,6 +422,9 @@ func (s *Sandbox) shim(ctx context.Context, agent string) error {
 	var gates []string
 	if len(s.options.FeatureGates) > 0 {
 		gates = append(gates, "FEATURE_GATES="+strings.Join(s.options.FeatureGates, "=true,")+"=true")
+	}
+	if s.options.NodePools {
+		gates = append(gates, "PUBLISHED_NODE_POOLS=true")
 	}
 	return s.component(ctx, process.Spec{
 		Name: Shim,

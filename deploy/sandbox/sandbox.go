@@ -507,6 +507,9 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 			"admission.exempt.groups={system:masters}",
 		},
 	}
+	if s.options.NodePools {
+		chart.Values = append(chart.Values, "nodePools.publish=true")
+	}
 	if s.options.Topology == Sidecar {
 		chart.Account = s.shimAccount
 		chart.Values = append(chart.Values, "clusters={"+s.Cluster().String()+"}", "replicas=0", "tls.certManager.enabled=false",
@@ -624,6 +627,9 @@ func (s *Sandbox) installShim(ctx context.Context) error {
 		"agent.address=" + s.agentOfShim(), "cluster.namespace=" + s.Cluster().Namespace, "cluster.name=" + s.Cluster().Name,
 		fmt.Sprintf("agent.enrollment.enabled=%t", s.options.Topology != Sidecar),
 		fmt.Sprintf("settings.ignoreDRARequests=%t", !s.options.DynamicResources),
+	}
+	if s.options.NodePools {
+		values = append(values, "publishedNodePools=true")
 	}
 	if s.options.Topology == HubHosted {
 		values = append(values, "leaderElection.namespace=kube-system") // of the spoke, which has no namespace for the shim

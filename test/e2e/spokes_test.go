@@ -76,9 +76,12 @@ func (h hubs) runSecond(t *testing.T, north, south int) {
 }
 
 // joinHub starts a spoke whose hub is that of the sandbox named hub.
-func joinHub(t *testing.T, name, hub string) hubs {
+func joinHub(t *testing.T, name, hub string, changes ...func(*sandbox.Options)) hubs {
 	t.Helper()
 	options := ofHub(name)
+	for _, change := range changes {
+		change(&options)
+	}
 	options.HubOf, options.Agents, options.AgentArgs = hub, 0, nil
 	second, err := world.Start(within(t, startWithin), options, nil)
 	if err != nil {
