@@ -266,6 +266,10 @@ func (a *Agent) RemoveCluster(cluster *agentv1alpha1.ClusterRef) {
 		delete(a.paused, key)
 		delete(a.onboardings, key)
 		delete(a.reports, key)
+		delete(a.nodePools, key)
+		for _, object := range a.publishedFeed.list(key, everything[*agentv1alpha1.PublishedObject]) {
+			a.publishedFeed.remove(key, client.PublishedKey(object))
+		}
 		a.touchCluster(key)
 	})
 }
