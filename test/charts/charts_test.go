@@ -568,8 +568,13 @@ func TestPublishedNodePoolsBringTheirRules(t *testing.T) {
 		of             int
 		resource, verb string
 	}{
-		{0, "nodepoolsets", "watch"}, {0, "nodepoolsets/status", "patch"}, {0, "spokes", "watch"},
-		{1, "nodepools", "create"}, {1, "nodepools", "delete"}, {1, "clusterapinodeclasses", "create"}, {1, "clusterapinodeclasses", "delete"},
+		{0, "nodepoolsets", "watch"},
+		{0, "nodepoolsets/status", "patch"},
+		{0, "spokes", "watch"},
+		{1, "nodepools", "create"},
+		{1, "nodepools", "delete"},
+		{1, "clusterapinodeclasses", "create"},
+		{1, "clusterapinodeclasses", "delete"},
 	} {
 		require.True(t, grants(right.of, "everything-values.yaml", right.resource, right.verb), "%v", right)
 		require.False(t, grants(right.of, "defaults-values.yaml", right.resource, right.verb), "%v", right)

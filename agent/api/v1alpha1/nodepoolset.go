@@ -1,3 +1,4 @@
+//nolint:lll // a marker cannot be broken into lines
 package v1alpha1
 
 import (

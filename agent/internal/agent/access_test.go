@@ -90,7 +90,7 @@ type row struct {
 	open, connected bool
 	// certifies reports whether only the Cluster's own callers may call it.
 	certifies bool
-	// reports reports whether only the Cluster's shim may call it.
+	// reports means that only the Cluster's shim may call it.
 	reports bool
 	// fleet reports whether every caller with a role for any Cluster may call it, and gets an answer
 	// about those Clusters alone.

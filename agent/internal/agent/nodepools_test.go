@@ -45,11 +45,12 @@ func newPoolsHub(t *testing.T) *poolsHub {
 	return h
 }
 
-func (h *poolsHub) set(name, selects string, pools ...v1alpha1.PublishedTemplate) *v1alpha1.NodePoolSet {
+// set returns a set that selects the Cluster spoke.
+func (h *poolsHub) set(name string, pools ...v1alpha1.PublishedTemplate) *v1alpha1.NodePoolSet {
 	return &v1alpha1.NodePoolSet{
 		ObjectMeta: metav1.ObjectMeta{Namespace: h.namespace, Name: name},
 		Spec: v1alpha1.NodePoolSetSpec{
-			ClusterSelector: &metav1.LabelSelector{MatchLabels: map[string]string{"pools": selects}}, NodePools: pools,
+			ClusterSelector: &metav1.LabelSelector{MatchLabels: map[string]string{"pools": "spoke"}}, NodePools: pools,
 		},
 	}
 }
@@ -64,7 +65,8 @@ func (h *poolsHub) ref(cluster string) *agentv1alpha1.ClusterRef {
 
 // published returns what a Cluster's own identity is shown, by kind and name.
 func (h *poolsHub) published(ctx context.Context, cluster string) (map[string]*agentv1alpha1.PublishedObject, error) {
-	response, err := h.client(h.namespace, cluster).NodePools.ListPublishedObjects(ctx, &agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref(cluster)})
+	response, err := h.client(h.namespace, cluster).NodePools.ListPublishedObjects(ctx,
+		&agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref(cluster)})
 	return lo.KeyBy(response.GetObjects(), client.PublishedKey), err
 }
 
@@ -115,7 +117,7 @@ func TestNodePoolSetsReachTheSelectedClusters(t *testing.T) {
 		return object
 	}
 
-	set := h.set("fleet", "spoke", pool("default", `{"weight": 10, "big": 9007199254740993, "unknown": {"b": 1, "a": 2}}`))
+	set := h.set("fleet", pool("default", `{"weight": 10, "big": 9007199254740993, "unknown": {"b": 1, "a": 2}}`))
 	set.Spec.NodePools[0].Labels = map[string]v1alpha1.PublishedValue{"team": "a"}
 	plane.Create(t, set)
 	first := shown("the pool is published", func(o *agentv1alpha1.PublishedObject) bool { return o != nil })
@@ -128,7 +130,8 @@ func TestNodePoolSetsReachTheSelectedClusters(t *testing.T) {
 	others, err := h.published(t.Context(), "other")
 	require.NoError(t, err)
 	assert.Empty(t, others, "it is not selected")
-	_, err = h.client(h.namespace, "other").NodePools.ListPublishedObjects(t.Context(), &agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref("spoke")})
+	_, err = h.client(h.namespace, "other").NodePools.ListPublishedObjects(t.Context(),
+		&agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref("spoke")})
 	assert.Equal(t, codes.PermissionDenied, status.Code(err), "%v", err)
 
 	h.update("fleet", func(set *v1alpha1.NodePoolSet) {
@@ -147,7 +150,7 @@ func TestNodePoolSetsReachTheSelectedClusters(t *testing.T) {
 
 func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {
 	h := newPoolsHub(t)
-	plane.Create(t, h.set("fleet", "spoke", pool("default", `{}`)))
+	plane.Create(t, h.set("fleet", pool("default", `{}`)))
 	cluster := &clusterv1.Cluster{}
 	require.NoError(t, plane.Client.Get(t.Context(), types.NamespacedName{Namespace: h.namespace, Name: "spoke"}, cluster))
 	cluster.Spec.Paused = new(true)
@@ -158,10 +161,10 @@ func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {
 
 func TestTheOlderNodePoolSetPublishesWhatTwoName(t *testing.T) {
 	h := newPoolsHub(t)
-	plane.Create(t, h.set("b", "spoke", pool("default", `{"weight": 1}`)))
+	plane.Create(t, h.set("b", pool("default", `{"weight": 1}`)))
 	h.ready("b", v1alpha1.WaitingReason)
 	// Their creation times may be in the same second: then the name decides.
-	plane.Create(t, h.set("c", "spoke", pool("default", `{"weight": 2}`), pool("spot", `{"weight": 3}`)))
+	plane.Create(t, h.set("c", pool("default", `{"weight": 2}`), pool("spot", `{"weight": 3}`)))
 	younger := h.ready("c", v1alpha1.NotAppliedReason)
 	assert.Equal(t, "1 of 1 Clusters: spoke: NodePool default: the NodePoolSet b publishes it, which is older", message(younger))
 	published, err := h.published(t.Context(), "spoke")
@@ -169,7 +172,7 @@ func TestTheOlderNodePoolSetPublishesWhatTwoName(t *testing.T) {
 	assert.Equal(t, "b", published["NodePool/default"].GetSet())
 	assert.Equal(t, "c", published["NodePool/spot"].GetSet())
 
-	require.NoError(t, plane.Client.Delete(t.Context(), h.set("b", "spoke")))
+	require.NoError(t, plane.Client.Delete(t.Context(), h.set("b")))
 	h.ready("c", v1alpha1.WaitingReason)
 	published, err = h.published(t.Context(), "spoke")
 	require.NoError(t, err)
@@ -178,7 +181,7 @@ func TestTheOlderNodePoolSetPublishesWhatTwoName(t *testing.T) {
 
 func TestTheHubShowsWhatSpokesReport(t *testing.T) {
 	h := newPoolsHub(t)
-	plane.Create(t, h.set("fleet", "spoke", pool("default", `{"weight": 1}`), pool("spot", `{"weight": 2}`)))
+	plane.Create(t, h.set("fleet", pool("default", `{"weight": 1}`), pool("spot", `{"weight": 2}`)))
 	h.ready("fleet", v1alpha1.WaitingReason)
 	published, err := h.published(t.Context(), "spoke")
 	require.NoError(t, err)
@@ -241,12 +244,12 @@ func TestMistakesInNodePoolSetsAreNamed(t *testing.T) {
 		"our label": {func(s *v1alpha1.NodePoolSet) {
 			s.Spec.NodePools[0].Labels = map[string]v1alpha1.PublishedValue{"karpenter.cluster.x-k8s.io/published-by": "x"}
 		}, "are set by the shim"},
-		"a list": {func(s *v1alpha1.NodePoolSet) { s.Spec.NodePools[0].Spec.Raw = []byte(`[]`) }, "spec.nodePools[0].spec"},
-		"twice": {func(s *v1alpha1.NodePoolSet) { s.Spec.NodePools = append(s.Spec.NodePools, s.Spec.NodePools[0]) }, "spec.nodePools[1]"},
+		"a list":    {func(s *v1alpha1.NodePoolSet) { s.Spec.NodePools[0].Spec.Raw = []byte(`[]`) }, "spec.nodePools[0].spec"},
+		"twice":     {func(s *v1alpha1.NodePoolSet) { s.Spec.NodePools = append(s.Spec.NodePools, s.Spec.NodePools[0]) }, "spec.nodePools[1]"},
 		"long name": {func(s *v1alpha1.NodePoolSet) { s.Name = strings.Repeat("a", 64) }, "metadata.name must have at most 63 characters"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			set := h.set("mistaken", "spoke", pool("default", `{}`))
+			set := h.set("mistaken", pool("default", `{}`))
 			c.change(set)
 			err := plane.Client.Create(t.Context(), set)
 			require.Error(t, err)
@@ -257,11 +260,15 @@ func TestMistakesInNodePoolSetsAreNamed(t *testing.T) {
 		change func(*v1alpha1.PublishedTemplate)
 		want   string
 	}{
-		"large": {func(p *v1alpha1.PublishedTemplate) { p.Spec.Raw = fmt.Appendf(nil, `{"a": %q}`, strings.Repeat("x", 40000)) },
-			"spec.nodePools[0].spec: 40008 bytes of JSON, but at most 32768 are published"},
+		"large": {
+			func(p *v1alpha1.PublishedTemplate) {
+				p.Spec.Raw = fmt.Appendf(nil, `{"a": %q}`, strings.Repeat("x", 40000))
+			},
+			"spec.nodePools[0].spec: 40008 bytes of JSON, but at most 32768 are published",
+		},
 		"label": {func(p *v1alpha1.PublishedTemplate) { p.Labels = map[string]v1alpha1.PublishedValue{"a b": "c"} }, "spec.nodePools[0].labels[a b]: "},
 	} {
-		set := h.set("mistaken-"+name, "spoke", pool(name, `{}`))
+		set := h.set("mistaken-"+name, pool(name, `{}`))
 		c.change(&set.Spec.NodePools[0])
 		plane.Create(t, set)
 		assert.Contains(t, message(h.ready(set.Name, v1alpha1.InvalidReason)), c.want)

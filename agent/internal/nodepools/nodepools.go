@@ -50,7 +50,9 @@ type Publisher struct {
 func Equal(a, b *agentv1alpha1.PublishedObject) bool { return proto.Equal(a, b) }
 
 // New returns a publisher. It fills its feed once it has been set up with a manager.
-func New(c Config) *Publisher { return &Publisher{Config: c, initialSync: initialsync.New(c.Feed.SetReady)} }
+func New(c Config) *Publisher {
+	return &Publisher{Config: c, initialSync: initialsync.New(c.Feed.SetReady)}
+}
 
 // SetupWithManager adds the publisher to the manager. A request names a namespace: the Clusters and
 // the NodePoolSets of a namespace concern each other, and both are few.

@@ -28,7 +28,9 @@ const (
 const maxPerCluster = 64
 
 // Key is the key of an object in the feed, and in the stream.
-func Key(object *agentv1alpha1.PublishedObject) string { return object.GetKind() + "/" + object.GetName() }
+func Key(object *agentv1alpha1.PublishedObject) string {
+	return object.GetKind() + "/" + object.GetName()
+}
 
 // entry is an entry of a NodePoolSet.
 type entry struct {

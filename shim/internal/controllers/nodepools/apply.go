@@ -80,10 +80,8 @@ func (c *Controller) apply(ctx context.Context, published *agentv1alpha1.Publish
 	err = c.Live.Get(ctx, types.NamespacedName{Name: published.GetName()}, live)
 	switch {
 	case apierrors.IsNotFound(err):
-		err = c.create(ctx, wanted)
-		if apierrors.IsAlreadyExists(err) {
-			return "the object appeared meanwhile"
-		}
+		// A server-side apply would merge with an object that has appeared meanwhile.
+		err = c.Kube.Create(ctx, wanted, client.FieldOwner(FieldManager))
 	case err != nil:
 	case live.Labels[v1alpha1.PublishedByLabel] == "":
 		return "an object of this name exists that was not published from the hub, or whose label " + v1alpha1.PublishedByLabel +
@@ -129,14 +127,6 @@ func (c *Controller) wanted(kind schema.GroupVersionKind, published *agentv1alph
 // deletes is the value of the annotation with the deletion policy that deletes.
 const deletes = "Delete"
 
-// create creates the object, unless it exists: a server-side apply would merge with it.
-func (c *Controller) create(ctx context.Context, wanted *unstructured.Unstructured) error {
-	if err := c.Kube.Create(ctx, wanted, client.FieldOwner(FieldManager)); err != nil {
-		return err
-	}
-	return c.ownAsApplied(ctx, wanted)
-}
-
 // ownAsApplied turns the ownership of a created object's fields into that of a server-side apply.
 // Otherwise, fields that are published no longer would stay.
 func (c *Controller) ownAsApplied(ctx context.Context, object client.Object) error {
@@ -150,7 +140,7 @@ func (c *Controller) ownAsApplied(ctx context.Context, object client.Object) err
 // update applies the object. Fields of others are taken only if this revision was applied before: all
 // of its fields were ours then, and another actor has changed them since.
 func (c *Controller) update(ctx context.Context, live *metav1.PartialObjectMetadata, wanted *unstructured.Unstructured, revision string) error {
-	if err := c.ownAsApplied(ctx, live); err != nil { // in case create was interrupted
+	if err := c.ownAsApplied(ctx, live); err != nil {
 		return err
 	}
 	wanted.SetUID(live.UID) // if it is deleted meanwhile, it is not created again
@@ -173,7 +163,7 @@ func (c *Controller) removeUnpublished(ctx context.Context) error {
 			gone = append(gone, object)
 		}
 	}
-	if len(gone) == 0 || !c.Published.State().Connected {
+	if len(gone) == 0 {
 		return nil
 	}
 	// Only the hub's API server knows whether the Cluster is about to move to another hub.

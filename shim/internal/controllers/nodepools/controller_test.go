@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -119,7 +120,7 @@ func (w *world) publish(name, more string, changes ...func(*agentv1alpha1.Publis
 	w.Helper()
 	w.revisions++
 	object := &agentv1alpha1.PublishedObject{
-		Kind: "NodePool", Name: name, Set: "fleet", SpecJson: fmt.Sprintf(spec, more), Revision: fmt.Sprint(w.revisions),
+		Kind: "NodePool", Name: name, Set: "fleet", SpecJson: fmt.Sprintf(spec, more), Revision: strconv.Itoa(w.revisions),
 		DeletionPolicy: agentv1alpha1.DeletionPolicy_DELETION_POLICY_RETAIN,
 	}
 	for _, change := range changes {
@@ -333,7 +334,9 @@ func TestTheStatusOfAllNodePoolsIsReported(t *testing.T) {
 	w.userPool("own")
 	w.publish("default", "")
 	ready := w.pool("default")
-	for _, condition := range []string{karpv1.ConditionTypeValidationSucceeded, karpv1.ConditionTypeNodeClassReady, karpv1.ConditionTypeNodeRegistrationHealthy} {
+	for _, condition := range []string{
+		karpv1.ConditionTypeValidationSucceeded, karpv1.ConditionTypeNodeClassReady, karpv1.ConditionTypeNodeRegistrationHealthy,
+	} {
 		ready.StatusConditions().SetTrue(condition)
 	}
 	require.NoError(t, kube.Status().Update(t.Context(), ready))
