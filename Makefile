@@ -407,6 +407,10 @@ access-matrix: $(SANDBOX_BINARIES) ## Call every method of the agent as every ki
 	@go test -run '^TestAccessMatrix$$' -count=1 ./agent/internal/agent -args -write-matrix && cat docs/access.md && echo "access-matrix: PASS" || \
 		{ echo "access-matrix: FAIL"; exit 1; }
 
+.PHONY: dashboards
+dashboards: $(SANDBOX_BINARIES) $(BIN)/dashboards ## Make the pictures of the charts' dashboards in docs/images anew, from a run of the demo's scenario; five minutes
+	@$(BIN)/dashboards
+
 .PHONY: many-nodes
 many-nodes: $(SANDBOX_BINARIES) $(BIN)/many-nodes ## Measure the cost of a spoke with 5,000 nodes, at rest and while 500 are removed; an hour (MANY_NODES_FLAGS='-nodes=1000 -terminate=100')
 	@$(BIN)/many-nodes $(MANY_NODES_FLAGS)
