@@ -94,12 +94,10 @@ func (r *Recording) panel(ctx context.Context, p Panel, area draw.Canvas) (shown
 	case len(all) == 0:
 		write(inside, "no data", 9, mild, vg.Point{X: inside.Min.X, Y: (inside.Min.Y + inside.Max.Y) / 2})
 	case p.Type == "stat":
-		last, _ := r.last(all[0])
-		write(inside, format(last, p.unit()), 20, ink, vg.Point{X: inside.Min.X, Y: inside.Min.Y + 8})
+		write(inside, format(all[0].last(), p.unit()), 20, ink, vg.Point{X: inside.Min.X, Y: inside.Min.Y + 8})
 	case p.Type == "table":
 		for i, s := range lo.Slice(all, 0, names) {
-			last, _ := r.last(s)
-			write(inside, s.name+"   "+format(last, p.unit()), 9, ink, vg.Point{X: inside.Min.X, Y: inside.Max.Y - vg.Length(i+1)*15})
+			write(inside, s.name+"   "+format(s.last(), p.unit()), 9, ink, vg.Point{X: inside.Min.X, Y: inside.Max.Y - vg.Length(i+1)*15})
 		}
 	default:
 		return true, r.lines(p, all, inside)
@@ -115,11 +113,8 @@ type named struct {
 	values []promql.FPoint
 }
 
-// last returns the last value of a series, and whether it is as of the end of the recording.
-func (r *Recording) last(s named) (value float64, now bool) {
-	v := s.values[len(s.values)-1]
-	return v.F, v.T > r.To.Add(-2*Interval).UnixMilli()
-}
+// last is the last value of the series.
+func (s named) last() float64 { return s.values[len(s.values)-1].F }
 
 // lines draws a plot over time.
 func (r *Recording) lines(p Panel, all []named, area draw.Canvas) error {
@@ -128,7 +123,7 @@ func (r *Recording) lines(p Panel, all []named, area draw.Canvas) error {
 	plotted.BackgroundColor = color.Transparent
 	for _, axis := range []*plot.Axis{&plotted.X, &plotted.Y} {
 		axis.Tick.Label.Font.Size, axis.Tick.Label.Color, axis.Tick.Length = 7, mild, 2
-		axis.LineStyle.Color, axis.Tick.LineStyle.Color = faint, faint
+		axis.Color, axis.Tick.LineStyle.Color = faint, faint
 	}
 	plotted.Y.Min = 0
 	plotted.X.Min, plotted.X.Max = 0, r.To.Sub(r.From).Seconds()
