@@ -32,6 +32,8 @@ const (
 	dots = 90
 	// names is the number of series that a plot's legend names, and a table shows.
 	names = 6
+	// sans is the variant of the font.
+	sans = "Sans"
 )
 
 var (
@@ -122,7 +124,8 @@ func (r *Recording) lines(p Panel, all []named, area draw.Canvas) error {
 	plotted := plot.New()
 	plotted.BackgroundColor = color.Transparent
 	for _, axis := range []*plot.Axis{&plotted.X, &plotted.Y} {
-		axis.Tick.Label.Font.Size, axis.Tick.Label.Color, axis.Tick.Length = 7, mild, 2
+		axis.Tick.Label.Font.Variant, axis.Tick.Label.Font.Size = sans, 7
+		axis.Tick.Label.Color, axis.Tick.Length = mild, 2
 		axis.Color, axis.Tick.LineStyle.Color = faint, faint
 	}
 	plotted.Y.Min = 0
@@ -130,7 +133,8 @@ func (r *Recording) lines(p Panel, all []named, area draw.Canvas) error {
 	plotted.X.Tick.Marker = ticks(func(v float64) string { return fmt.Sprintf("%d:%02d", int(v)/60, int(v)%60) })
 	plotted.Y.Tick.Marker = ticks(func(v float64) string { return format(v, p.unit()) })
 	plotted.Legend.Top, plotted.Legend.Left = true, true
-	plotted.Legend.TextStyle.Font.Size, plotted.Legend.TextStyle.Color = 7, mild
+	plotted.Legend.TextStyle.Font.Variant, plotted.Legend.TextStyle.Font.Size = sans, 7
+	plotted.Legend.TextStyle.Color = mild
 	plotted.Legend.ThumbnailWidth = 10
 	grid := plotter.NewGrid()
 	grid.Vertical.Width, grid.Horizontal.Color = 0, faint
@@ -217,6 +221,6 @@ func format(v float64, unit string) string {
 
 func write(c draw.Canvas, words string, size vg.Length, in color.Color, at vg.Point) {
 	style := text.Style{Color: in, Font: font.From(plot.DefaultFont, size), Handler: plot.DefaultTextHandler}
-	style.Font.Variant = "Sans"
+	style.Font.Variant = sans
 	c.FillText(style, at, words)
 }
