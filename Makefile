@@ -274,8 +274,8 @@ test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) $(IMAGE_TEST_BINARIES) ## Unit and i
 IMAGE_TEST_BINARIES = $(RELEASER) $(BIN)/fake-agent $(BIN)/capi-agent-conformance
 
 # Tests that skip themselves under the race detector.
-UNRACED    := ^TestThousandsOfClaimsAndReleasesAtOnce$$
-UNRACED_IN := ./agent/internal/claims
+UNRACED    := ^(TestThousandsOfClaimsAndReleasesAtOnce|TestEveryMutantCompiles)$$
+UNRACED_IN := ./agent/internal/claims ./agent/internal/claims/mutants
 
 TESTED_TOOLS := $(sort $(dir $(wildcard deploy/tools/*/*_test.go)))
 
