@@ -264,14 +264,14 @@ TESTED_FILES = find agent deploy pkg proto shim test/claimmodel test/go.mod test
 		! -name '*_test.go' -print0 | \
 	LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c-16
 
+# What the test of the images needs beside what a sandbox runs.
+IMAGE_TEST_BINARIES = $(RELEASER) $(BIN)/fake-agent $(BIN)/capi-agent-conformance
+
 # Some of these bring up sandboxes of their own, hence all the binaries.
 .PHONY: test-unit
 test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) $(IMAGE_TEST_BINARIES) ## Unit and integration tests of every module, with the race detector
 	@TESTED_FILES=$$($(TESTED_FILES)); export TESTED_FILES; \
 	$(call go_test,$@,-timeout 20m $$(go list $(PACKAGES) | grep -v /test/e2e),-timeout 20m -run '$(UNRACED)' $(UNRACED_IN))
-
-# What the test of the images needs beside what a sandbox runs.
-IMAGE_TEST_BINARIES = $(RELEASER) $(BIN)/fake-agent $(BIN)/capi-agent-conformance
 
 # Tests that skip themselves under the race detector.
 UNRACED    := ^(TestThousandsOfClaimsAndReleasesAtOnce|TestEveryMutantCompiles)$$
