@@ -8,8 +8,10 @@ import (
 	"math"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
+	"github.com/prometheus/prometheus/model/labels"
 	"github.com/prometheus/prometheus/promql"
 	"github.com/samber/lo"
 	"gonum.org/v1/plot"
@@ -85,7 +87,11 @@ func (r *Recording) panel(ctx context.Context, p Panel, area draw.Canvas) (shown
 			return false, err
 		}
 		for _, series := range matrix {
-			all = append(all, named{target.legend(series.Metric.Get), series.Floats})
+			name := target.legend(series.Metric.Get)
+			if p.Type == "table" { // it has a column for each label
+				name = strings.Join(labelValues(series.Metric), "/")
+			}
+			all = append(all, named{name, series.Floats})
 		}
 	}
 	all = lo.Filter(all, func(s named, _ int) bool {
@@ -105,6 +111,12 @@ func (r *Recording) panel(ctx context.Context, p Panel, area draw.Canvas) (shown
 		return true, r.lines(p, all, inside)
 	}
 	return len(all) > 0, nil
+}
+
+func labelValues(of labels.Labels) (values []string) {
+	of.Range(func(l labels.Label) { values = append(values, l.Value) })
+	slices.Reverse(values) // the namespace is the last label
+	return values
 }
 
 func (p Panel) unit() string { return p.FieldConfig.Defaults.Unit }
