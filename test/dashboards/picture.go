@@ -138,7 +138,7 @@ func (r *Recording) lines(p Panel, all []named, area draw.Canvas) error {
 	for _, axis := range []*plot.Axis{&plotted.X, &plotted.Y} {
 		axis.Tick.Label.Font.Variant, axis.Tick.Label.Font.Size = sans, 7
 		axis.Tick.Label.Color, axis.Tick.Length = mild, 2
-		axis.Color, axis.Tick.LineStyle.Color = faint, faint
+		axis.Color, axis.Tick.Color = faint, faint
 	}
 	plotted.Y.Min = 0
 	plotted.X.Min, plotted.X.Max = 0, r.To.Sub(r.From).Seconds()
