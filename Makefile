@@ -264,18 +264,18 @@ TESTED_FILES = find agent deploy pkg proto shim test/claimmodel test/go.mod test
 		! -name '*_test.go' -print0 | \
 	LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c-16
 
+# What the test of the images needs beside what a sandbox runs.
+IMAGE_TEST_BINARIES = $(RELEASER) $(BIN)/fake-agent $(BIN)/capi-agent-conformance
+
 # Some of these bring up sandboxes of their own, hence all the binaries.
 .PHONY: test-unit
 test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) $(IMAGE_TEST_BINARIES) ## Unit and integration tests of every module, with the race detector
 	@TESTED_FILES=$$($(TESTED_FILES)); export TESTED_FILES; \
 	$(call go_test,$@,-timeout 20m $$(go list $(PACKAGES) | grep -v /test/e2e),-timeout 20m -run '$(UNRACED)' $(UNRACED_IN))
 
-# What the test of the images needs beside what a sandbox runs.
-IMAGE_TEST_BINARIES = $(RELEASER) $(BIN)/fake-agent $(BIN)/capi-agent-conformance
-
 # Tests that skip themselves under the race detector.
-UNRACED    := ^TestThousandsOfClaimsAndReleasesAtOnce$$
-UNRACED_IN := ./agent/internal/claims
+UNRACED    := ^(TestThousandsOfClaimsAndReleasesAtOnce|TestEveryMutantCompiles)$$
+UNRACED_IN := ./agent/internal/claims ./agent/internal/claims/mutants
 
 TESTED_TOOLS := $(sort $(dir $(wildcard deploy/tools/*/*_test.go)))
 
@@ -406,6 +406,10 @@ BENCH_FLAGS ?=
 access-matrix: $(SANDBOX_BINARIES) ## Call every method of the agent as every kind of caller, over the network; shows who may call what, and writes docs/access.md
 	@go test -run '^TestAccessMatrix$$' -count=1 ./agent/internal/agent -args -write-matrix && cat docs/access.md && echo "access-matrix: PASS" || \
 		{ echo "access-matrix: FAIL"; exit 1; }
+
+.PHONY: dashboards
+dashboards: $(SANDBOX_BINARIES) $(BIN)/dashboards ## Make the pictures of the charts' dashboards in docs/images anew, from a run of the demo's scenario; five minutes
+	@$(BIN)/dashboards
 
 .PHONY: many-nodes
 many-nodes: $(SANDBOX_BINARIES) $(BIN)/many-nodes ## Measure the cost of a spoke with 5,000 nodes, at rest and while 500 are removed; an hour (MANY_NODES_FLAGS='-nodes=1000 -terminate=100')

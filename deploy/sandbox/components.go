@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -341,9 +342,17 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 	if err != nil {
 		return err
 	}
-	if name == Agent {
-		s.update(func(state *State) { state.AgentMetrics = "http://" + address(metrics) + "/metrics" })
-	}
+	s.update(func(state *State) {
+		url := "http://" + address(metrics) + "/metrics"
+		if name == Agent {
+			state.AgentMetrics = url
+		}
+		// The former state has been given away.
+		if state.MetricsOfAgents = maps.Clone(state.MetricsOfAgents); state.MetricsOfAgents == nil {
+			state.MetricsOfAgents = map[string]string{}
+		}
+		state.MetricsOfAgents[name] = url
+	})
 	serves := []string{
 		"--namespaces=" + ClusterNamespace,
 		"--issuer-cert-file=" + filepath.Join(s.options.StateDir, issuerFile+".crt"),

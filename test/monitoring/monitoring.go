@@ -225,14 +225,19 @@ func (m Metrics) Check(expr string) error {
 	return errors.Join(wrong...)
 }
 
-// Step is the time between two samples of [Series].
+// Step is the time between two samples of the series that [Load] parses.
 const Step = time.Minute
 
-// Series are series with a sample each [Step] from time zero on, as in Prometheus's own tests of
-// rules: `name{label="value"} 0+1x10` has the values 0 to 10.
+// Series are series with their samples.
 type Series []*storage.SeriesEntry
 
-// Load parses series, one a line.
+// NewSeries returns a series with a value at each of the times, which ascend.
+func NewSeries(of labels.Labels, at []time.Time, values []float64) *storage.SeriesEntry {
+	return storage.NewListSeries(of, lo.Map(at, func(t time.Time, i int) chunks.Sample { return sample{at: t.UnixMilli(), value: values[i]} }))
+}
+
+// Load parses series, one a line, as in Prometheus's own tests of rules: with a sample each [Step]
+// from time zero on, `name{label="value"} 0+1x10` has the values 0 to 10.
 func Load(lines string) (Series, error) {
 	var series Series
 	for line := range strings.Lines(lines) {

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -245,6 +246,59 @@ func TestChecksumsAreSigned(t *testing.T) {
 	t.Setenv("RELEASE_KEY", "-----BEGIN PUBLIC KEY-----\n")
 	if err := run(t.Context(), append([]string{"checksums", "--dir", dir, "--layouts", layouts}, arguments...)); err == nil {
 		t.Error("a release with a key that cannot be used was not refused")
+	}
+}
+
+// The commands of docs/releases.md make a key with which the releaser signs, and verify its signature.
+func TestAReleaseIsVerifiedAsThePageSays(t *testing.T) {
+	if _, err := exec.LookPath("openssl"); err != nil {
+		t.Skip("openssl is not installed")
+	}
+	root := chdirRoot(t)
+	page, err := os.ReadFile(filepath.Join(root, "docs", "releases.md"))
+	must(t, err)
+	_, section, _ := strings.Cut(string(page), "## Signing and verifying\n")
+	section, _, found := strings.Cut(section, "\n## ")
+	blocks := regexp.MustCompile("(?s)```sh\n(.*?)```").FindAllStringSubmatch(section, -1)
+	if !found || len(blocks) != 2 {
+		t.Fatalf("docs/releases.md has %d blocks of commands about signatures, want 2", len(blocks))
+	}
+	dir := t.TempDir()
+	execute := func(block int) ([]byte, error) {
+		bash := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", blocks[block][1])
+		bash.Dir = dir
+		return bash.CombinedOutput()
+	}
+	if output, err := execute(0); err != nil {
+		t.Fatalf("%v: %s", err, output)
+	}
+	layouts := filepath.Join(dir, "images")
+	identity := []string{"--version", "v0.1.0", "--registry", "example.com"}
+	must(t, run(t.Context(), append([]string{"images", "--binaries", binaries(t, "a"), "--out", layouts}, identity...)))
+	for _, file := range []string{"release-key.pem", "release-key.pub"} { // the release does not contain them
+		content, err := os.ReadFile(filepath.Join(dir, file))
+		must(t, err)
+		must(t, os.Remove(filepath.Join(dir, file)))
+		if file == "release-key.pem" {
+			t.Setenv("RELEASE_KEY", string(content))
+			continue
+		}
+		must(t, run(t.Context(), append([]string{"checksums", "--dir", dir, "--layouts", layouts}, identity...)))
+		must(t, os.WriteFile(filepath.Join(dir, file), content, 0o644))
+	}
+	output, err := execute(1)
+	if err != nil || !strings.Contains(string(output), "Verified OK") {
+		t.Fatalf("%v: %s", err, output)
+	}
+	must(t, os.WriteFile(filepath.Join(dir, imagesFile), []byte("example.com/capi-agent@sha256:0\n"), 0o644))
+	if output, err := execute(1); err == nil {
+		t.Errorf("an image of somebody else's is accepted: %s", output)
+	}
+	sums, err := os.ReadFile(filepath.Join(dir, checksumsFile))
+	must(t, err)
+	must(t, os.WriteFile(filepath.Join(dir, checksumsFile), append(sums, "0  x\n"...), 0o644))
+	if output, err := execute(1); err == nil || !strings.Contains(string(output), "erification") {
+		t.Errorf("changed checksums are accepted: %v: %s", err, output)
 	}
 }
 

@@ -45,6 +45,9 @@ func TestEveryMutantApplies(t *testing.T) {
 // TestEveryMutantCompiles type-checks the packages with each mutant's edits. A mutant that does not
 // compile catches nothing.
 func TestEveryMutantCompiles(t *testing.T) {
+	if raced {
+		t.Skip("one goroutine checks types, several times slower with the race detector")
+	}
 	r := runner{root: source(t)}
 	files := token.NewFileSet()
 	known := importer.ForCompiler(files, "gc", exported(t, r))

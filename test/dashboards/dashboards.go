@@ -1,0 +1,84 @@
+// Package dashboards plots the charts' Grafana dashboards from metrics that it has recorded, with
+// Prometheus's own engine.
+package dashboards
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+)
+
+// Dashboard is a dashboard of a chart, as far as it is plotted.
+type Dashboard struct {
+	// Name is the file's name without its extension.
+	Name   string  `json:"-"`
+	Title  string  `json:"title"`
+	Panels []Panel `json:"panels"`
+}
+
+// Panel is a row's title, a number, a table or a plot.
+type Panel struct {
+	Type        string   `json:"type"`
+	Title       string   `json:"title"`
+	GridPos     GridPos  `json:"gridPos"`
+	Targets     []Target `json:"targets"`
+	FieldConfig struct {
+		Defaults struct {
+			Unit string `json:"unit"`
+		} `json:"defaults"`
+	} `json:"fieldConfig"`
+}
+
+// GridPos is where a panel is, on a grid of 24 columns.
+type GridPos struct {
+	X int `json:"x"`
+	Y int `json:"y"`
+	W int `json:"w"`
+	H int `json:"h"`
+}
+
+// Target is a query of a panel.
+type Target struct {
+	Expr string `json:"expr"`
+	// LegendFormat names a series: {{label}} stands for a label's value.
+	LegendFormat string `json:"legendFormat"`
+}
+
+// Read returns the dashboards of the charts below a repository's root.
+func Read(root string) ([]Dashboard, error) {
+	files, err := filepath.Glob(filepath.Join(root, "deploy/charts/*/dashboards/*.json"))
+	if err != nil {
+		return nil, err
+	}
+	var all []Dashboard
+	for _, file := range files {
+		content, err := os.ReadFile(file)
+		if err != nil {
+			return nil, err
+		}
+		d := Dashboard{Name: strings.TrimSuffix(filepath.Base(file), ".json")}
+		if err := json.Unmarshal(content, &d); err != nil {
+			return nil, fmt.Errorf("%s: %w", file, err)
+		}
+		all = append(all, d)
+	}
+	return all, nil
+}
+
+// rate is the time over which rates are computed: several times the interval of the recording.
+const rate = "20s"
+
+// selected are what Grafana replaces in a query, with all namespaces, Clusters and NodePools selected.
+var selected = strings.NewReplacer("$__rate_interval", rate, "$__range", "1h", "$namespace", ".*", "$cluster", ".*", "$nodepool", ".*")
+
+var placeholder = regexp.MustCompile(`\{\{ *([a-z_]+) *\}\}`)
+
+// legend returns a series' name.
+func (t Target) legend(label func(name string) string) string {
+	return placeholder.ReplaceAllStringFunc(t.LegendFormat, func(found string) string {
+		return label(placeholder.FindStringSubmatch(found)[1])
+	})
+}

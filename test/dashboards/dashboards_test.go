@@ -1,0 +1,54 @@
+package dashboards_test
+
+import (
+	"bytes"
+	"fmt"
+	"image/png"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/karpenter-capi/karpenter-capi/test/dashboards"
+)
+
+// Every panel of every dashboard is evaluated, and those whose metrics were recorded have a value.
+func TestDashboardsArePlotted(t *testing.T) {
+	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' dashboards are an input
+	scrapes := 0
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/metrics" {
+			http.Error(w, "it was killed", http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintf(w, "capi_agent_build_info 1\ncapi_agent_claims{namespace=\"fleet\",machine_deployment=\"a\",phase=\"Bound\"} %d\n", scrapes)
+		fmt.Fprintf(w, "karpenter_capi_claims_total{result=\"Created\"} %d\n", 3*scrapes)
+	}))
+	defer server.Close()
+	recording, began := dashboards.NewRecording(), time.Unix(1700000000, 0)
+	for ; scrapes < 30; scrapes++ {
+		require.NoError(t, recording.Scrape(t.Context(), began.Add(time.Duration(scrapes)*dashboards.Interval),
+			dashboards.Source{Pod: "agent", Job: "capi-agent", URL: func() string { return server.URL + "/metrics" }},
+			dashboards.Source{Pod: "agent-2", Job: "capi-agent", URL: func() string { return server.URL + "/gone" }},
+		))
+	}
+	all, err := dashboards.Read("../..")
+	require.NoError(t, err)
+	require.Len(t, all, 2)
+	valued := map[string][]string{"karpenter-capi-hub": {"Agents", "Claims by phase"}, "karpenter-capi-spoke": {"Attempts to claim a machine"}}
+	for _, d := range all {
+		var picture bytes.Buffer
+		empty, err := recording.Draw(t.Context(), d, &picture)
+		require.NoError(t, err)
+		image, err := png.Decode(&picture)
+		require.NoError(t, err)
+		require.Greater(t, image.Bounds().Dx(), 1000)
+		for _, panel := range valued[d.Name] {
+			require.NotContains(t, empty, panel)
+		}
+		require.Contains(t, empty, "Memory", "nothing of it was recorded")
+	}
+}
