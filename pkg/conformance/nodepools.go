@@ -35,6 +35,10 @@ var nodePoolCases = []testCase{
 			require.NoError(s, err)
 			keys := lo.Map(response.GetObjects(), func(o *agentv1alpha1.PublishedObject, _ int) string { return client.PublishedKey(o) })
 			require.True(s, slices.IsSorted(keys), "%v", keys)
+			require.True(s, slices.IsSorted(response.GetSets()), "%v", response.GetSets())
+			for _, object := range response.GetObjects() {
+				require.Contains(s, response.GetSets(), object.GetSet())
+			}
 			return keys
 		}
 		sameAsListed(s, list, func() []string {

@@ -75,8 +75,10 @@ type Agent struct {
 	publishedFeed *feed[*agentv1alpha1.PublishedObject]
 	// nodePools are the last reports.
 	nodePools map[clusterKey]*agentv1alpha1.ReportNodePoolsRequest
-	dropped   chan struct{}
-	frozen    chan struct{} // nil unless streams are frozen
+	// nodePoolSets are the names of the NodePoolSets that published something.
+	nodePoolSets map[clusterKey]map[string]bool
+	dropped      chan struct{}
+	frozen       chan struct{} // nil unless streams are frozen
 }
 
 // New starts an agent. The caller must close it.
@@ -107,6 +109,7 @@ func New(options ...Option) *Agent {
 		clusterFeed:   newFeed[*agentv1alpha1.Cluster](),
 		publishedFeed: newFeed[*agentv1alpha1.PublishedObject](),
 		nodePools:     map[clusterKey]*agentv1alpha1.ReportNodePoolsRequest{},
+		nodePoolSets:  map[clusterKey]map[string]bool{},
 		dropped:       make(chan struct{}),
 	}
 	validator, err := validation.New()
@@ -267,6 +270,7 @@ func (a *Agent) RemoveCluster(cluster *agentv1alpha1.ClusterRef) {
 		delete(a.onboardings, key)
 		delete(a.reports, key)
 		delete(a.nodePools, key)
+		delete(a.nodePoolSets, key)
 		for _, object := range a.publishedFeed.list(key, everything[*agentv1alpha1.PublishedObject]) {
 			a.publishedFeed.remove(key, client.PublishedKey(object))
 		}

@@ -3,6 +3,8 @@ package fakeagent
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
@@ -16,13 +18,30 @@ import (
 func (a *Agent) Publish(cluster *agentv1alpha1.ClusterRef, object *agentv1alpha1.PublishedObject) {
 	a.edit(func() {
 		a.ensureCluster(keyOf(cluster))
+		if a.nodePoolSets[keyOf(cluster)] == nil {
+			a.nodePoolSets[keyOf(cluster)] = map[string]bool{}
+		}
+		a.nodePoolSets[keyOf(cluster)][object.GetSet()] = true
 		a.publishedFeed.put(keyOf(cluster), client.PublishedKey(object), proto.CloneOf(object))
 	})
 }
 
-// Unpublish ends the publication of the object.
+// Unpublish ends the publication of the object. Its NodePoolSet stays.
 func (a *Agent) Unpublish(cluster *agentv1alpha1.ClusterRef, kind, name string) {
 	a.edit(func() { a.publishedFeed.remove(keyOf(cluster), kind+"/"+name) })
+}
+
+// DeleteNodePoolSet ends the publication of all objects of the NodePoolSet to the Cluster.
+func (a *Agent) DeleteNodePoolSet(cluster *agentv1alpha1.ClusterRef, set string) {
+	a.edit(func() {
+		of := keyOf(cluster)
+		for _, object := range a.publishedFeed.list(of, everything[*agentv1alpha1.PublishedObject]) {
+			if object.GetSet() == set {
+				a.publishedFeed.remove(of, client.PublishedKey(object))
+			}
+		}
+		delete(a.nodePoolSets[of], set)
+	})
 }
 
 // ReportedNodePools returns the Cluster's last report about its NodePools, or nil.
@@ -50,7 +69,10 @@ func (s nodePoolService) ListPublishedObjects(
 	if err := a.whole(cluster); err != nil {
 		return nil, err
 	}
-	return &agentv1alpha1.ListPublishedObjectsResponse{Objects: a.publishedFeed.list(cluster, everything[*agentv1alpha1.PublishedObject])}, nil
+	return &agentv1alpha1.ListPublishedObjectsResponse{
+		Objects: a.publishedFeed.list(cluster, everything[*agentv1alpha1.PublishedObject]),
+		Sets:    slices.Sorted(maps.Keys(a.nodePoolSets[cluster])),
+	}, nil
 }
 
 // ReportNodePools accepts changes at any rate.

@@ -32,7 +32,7 @@ func TestNodePoolsFromTheHub(t *testing.T) {
 	second := joinHub(t, "e2e-pools-second", "e2e-pools", func(o *sandbox.Options) { o.NodePools = true })
 	require.NoError(t, manifests.Apply(within(t, soon), second.source.Spoke, manifests.MoveSpoke))
 	theirs := nodePool(t, second.source)
-	selectCluster(t, first.source)
+	selectCluster(t, first.source, "general")
 
 	set := published(t)
 	require.NoError(t, first.source.Hub.Create(within(t, soon), set))
@@ -57,15 +57,15 @@ func TestNodePoolsFromTheHub(t *testing.T) {
 	poll(t, settleWithin, shownNodePool(second.source, func(pool v1alpha1.SpokeNodePool) bool { return pool.Set == "" && pool.Nodes == 0 }))
 
 	t.Log("the second spoke is selected, too, and has a NodePool of that name")
-	selectCluster(t, second.source)
+	selectCluster(t, second.source, "general")
 	poll(t, settleWithin, readyFor(first.source, set, v1alpha1.NotAppliedReason, "that was not published from the hub"))
 	now := nodePool(t, second.source)
 	require.Equal(t, theirs.UID, now.UID)
 	require.Equal(t, theirs.Spec, now.Spec)
 	require.NotContains(t, now.Labels, "karpenter.cluster.x-k8s.io/published-by")
 
-	t.Log("the set is deleted, and its NodePool stays with its Nodes")
-	require.NoError(t, first.source.Hub.Delete(within(t, soon), set))
+	t.Log("the first spoke is selected no longer, and its NodePool stays with its Nodes")
+	selectCluster(t, first.source, "")
 	poll(t, settleWithin, func(context.Context) (string, error) {
 		if _, ours := nodePool(t, first.source).Labels["karpenter.cluster.x-k8s.io/published-by"]; ours {
 			return "the label is still there", nil
@@ -107,10 +107,10 @@ func nodePool(t *testing.T, in *world.World) *karpv1.NodePool {
 	return pool
 }
 
-func selectCluster(t *testing.T, of *world.World) {
+func selectCluster(t *testing.T, of *world.World, label string) {
 	t.Helper()
 	cluster := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: of.Checker.Cluster.Namespace, Name: of.Checker.Cluster.Name}}
-	patch := client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"labels":{"pools":"general"}}}`))
+	patch := client.RawPatch("application/merge-patch+json", fmt.Appendf(nil, `{"metadata":{"labels":{"pools":%q}}}`, label))
 	require.NoError(t, of.Hub.Patch(within(t, soon), cluster, patch))
 }
 

@@ -32,7 +32,7 @@ type NodePoolSet struct {
 	Status NodePoolSetStatus `json:"status,omitzero"`
 }
 
-// DeletionPolicy is what happens to an object in a spoke that is no longer published.
+// DeletionPolicy is what happens to an object in a spoke that its NodePoolSet no longer publishes.
 //
 // +kubebuilder:validation:Enum=Retain;Delete
 type DeletionPolicy string
@@ -66,9 +66,10 @@ type NodePoolSetSpec struct {
 	// +listMapKey=name
 	// +kubebuilder:validation:MaxItems=32
 	NodeClasses []PublishedTemplate `json:"nodeClasses,omitempty"`
-	// deletionPolicy is what happens to an object in a spoke that is no longer published: because
-	// its entry or the NodePoolSet was deleted, or because the Cluster is no longer selected. Retain
-	// leaves it there, without our label. Delete deletes it if it still carries our label.
+	// deletionPolicy is what happens to an object in a spoke that is no longer published, because
+	// its entry was removed or because the Cluster is no longer selected. Retain leaves it there,
+	// without our label. Delete deletes it if it still carries our label. If the NodePoolSet itself
+	// is deleted, its objects stay as they are, with our label.
 	// +optional
 	// +kubebuilder:default=Retain
 	DeletionPolicy DeletionPolicy `json:"deletionPolicy,omitempty"`

@@ -127,9 +127,11 @@ func TestNodePoolSetsReachTheSelectedClusters(t *testing.T) {
 	assert.Equal(t, map[string]string{"team": "a"}, first.GetLabels())
 	assert.Equal(t, agentv1alpha1.DeletionPolicy_DELETION_POLICY_RETAIN, first.GetDeletionPolicy())
 
-	others, err := h.published(t.Context(), "other")
+	others, err := h.client(h.namespace, "other").NodePools.ListPublishedObjects(t.Context(),
+		&agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref("other")})
 	require.NoError(t, err)
-	assert.Empty(t, others, "it is not selected")
+	assert.Empty(t, others.GetObjects(), "it is not selected")
+	assert.Equal(t, []string{"fleet"}, others.GetSets(), "what it publishes to others does not matter")
 	_, err = h.client(h.namespace, "other").NodePools.ListPublishedObjects(t.Context(),
 		&agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref("spoke")})
 	assert.Equal(t, codes.PermissionDenied, status.Code(err), "%v", err)
@@ -143,9 +145,9 @@ func TestNodePoolSetsReachTheSelectedClusters(t *testing.T) {
 
 	h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Spec.ClusterSelector.MatchLabels["pools"] = "other" })
 	shown("the pool is published no longer", func(o *agentv1alpha1.PublishedObject) bool { return o == nil })
-	others, err = h.published(t.Context(), "other")
+	selected, err := h.published(t.Context(), "other")
 	require.NoError(t, err)
-	assert.Contains(t, others, "NodePool/default", "it is selected now")
+	assert.Contains(t, selected, "NodePool/default", "it is selected now")
 }
 
 func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {

@@ -5,6 +5,7 @@ package nodepools
 import (
 	"context"
 	"fmt"
+	"slices"
 
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -160,16 +161,24 @@ func (p *Publisher) publish(cluster types.NamespacedName, objects []*agentv1alph
 	}
 }
 
-// List returns what is published to a Cluster, as the hub's API server has it now. The Cluster must
-// have been read before: otherwise NodePoolSets that move with it may be missing.
-func (p *Publisher) List(ctx context.Context, cluster *clusterv1.Cluster) ([]*agentv1alpha1.PublishedObject, error) {
+// List returns what is published to a Cluster, and the names of the NodePoolSets that exist, as the
+// hub's API server has them now. The Cluster must have been read before: otherwise NodePoolSets that
+// move with it may be missing.
+func (p *Publisher) List(ctx context.Context, cluster *clusterv1.Cluster) ([]*agentv1alpha1.PublishedObject, []string, error) {
 	var sets v1alpha1.NodePoolSetList
 	if err := p.live.List(ctx, &sets, client.InNamespace(cluster.Namespace)); err != nil {
-		return nil, fmt.Errorf("listing NodePoolSets: %w", err)
+		return nil, nil, fmt.Errorf("listing NodePoolSets: %w", err)
 	}
 	byAge(sets.Items)
 	published, _ := plan(cluster.Labels, sets.Items)
-	return published, nil
+	var names []string
+	for i := range sets.Items {
+		if sets.Items[i].DeletionTimestamp.IsZero() {
+			names = append(names, sets.Items[i].Name)
+		}
+	}
+	slices.Sort(names)
+	return published, names, nil
 }
 
 // write writes a set's status if it has changed.

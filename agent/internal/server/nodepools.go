@@ -18,8 +18,9 @@ import (
 type NodePools struct {
 	// Feed is the view that is served. REQUIRED.
 	Feed *feed.Feed[*agentv1alpha1.PublishedObject]
-	// List returns what is published to a Cluster, as the hub's API server has it now. REQUIRED.
-	List func(ctx context.Context, cluster *clusterv1.Cluster) ([]*agentv1alpha1.PublishedObject, error)
+	// List returns what is published to a Cluster, and the names of the NodePoolSets of its
+	// namespace, as the hub's API server has them now. REQUIRED.
+	List func(ctx context.Context, cluster *clusterv1.Cluster) (objects []*agentv1alpha1.PublishedObject, sets []string, err error)
 	// Report records what a shim reports. It fails with [*spokes.TooSoonError] if changes come too
 	// fast. REQUIRED.
 	Report func(ctx context.Context, cluster *clusterv1.Cluster, report spokes.Report) error
@@ -46,11 +47,11 @@ func (s *nodePoolService) ListPublishedObjects(
 	if err != nil {
 		return nil, err
 	}
-	objects, err := s.config.NodePools.List(ctx, cluster)
+	objects, sets, err := s.config.NodePools.List(ctx, cluster)
 	if err != nil {
 		return nil, answerOther(ctx, err)
 	}
-	return &agentv1alpha1.ListPublishedObjectsResponse{Objects: objects}, nil
+	return &agentv1alpha1.ListPublishedObjectsResponse{Objects: objects, Sets: sets}, nil
 }
 
 func (s *nodePoolService) ReportNodePools(

@@ -22,7 +22,8 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// DeletionPolicy is what happens to an object that is no longer published.
+// DeletionPolicy is what happens to an object that is no longer published although its NodePoolSet
+// exists.
 type DeletionPolicy int32
 
 const (
@@ -125,7 +126,10 @@ func (x *ListPublishedObjectsRequest) GetCluster() *ClusterRef {
 type ListPublishedObjectsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The objects, ordered by kind and name.
-	Objects       []*PublishedObject `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"`
+	Objects []*PublishedObject `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"`
+	// The names of all NodePoolSets of the Cluster's namespace, sorted, without those that are being
+	// deleted. Whether they select the Cluster does not matter.
+	Sets          []string `protobuf:"bytes,2,rep,name=sets,proto3" json:"sets,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -163,6 +167,13 @@ func (*ListPublishedObjectsResponse) Descriptor() ([]byte, []int) {
 func (x *ListPublishedObjectsResponse) GetObjects() []*PublishedObject {
 	if x != nil {
 		return x.Objects
+	}
+	return nil
+}
+
+func (x *ListPublishedObjectsResponse) GetSets() []string {
+	if x != nil {
+		return x.Sets
 	}
 	return nil
 }
@@ -778,9 +789,10 @@ const file_capi_agent_v1alpha1_node_pool_proto_rawDesc = "" +
 	"\n" +
 	"#capi/agent/v1alpha1/node_pool.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\"`\n" +
 	"\x1bListPublishedObjectsRequest\x12A\n" +
-	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\"^\n" +
+	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\"r\n" +
 	"\x1cListPublishedObjectsResponse\x12>\n" +
-	"\aobjects\x18\x01 \x03(\v2$.capi.agent.v1alpha1.PublishedObjectR\aobjects\"a\n" +
+	"\aobjects\x18\x01 \x03(\v2$.capi.agent.v1alpha1.PublishedObjectR\aobjects\x12\x12\n" +
+	"\x04sets\x18\x02 \x03(\tR\x04sets\"a\n" +
 	"\x1cWatchPublishedObjectsRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\"\xb9\x02\n" +
 	"\x1dWatchPublishedObjectsResponse\x12>\n" +

@@ -36,8 +36,10 @@ const (
 // spoke's API server validates it.
 type NodePoolServiceClient interface {
 	// ListPublishedObjects returns every object that is published to one Cluster, completely or not
-	// at all. The agent asks the hub's API server, so a missing object is certainly not published:
-	// a caller that would delete something because of that asks here first.
+	// at all, and the NodePoolSets that exist. The agent asks the hub's API server, so a missing object
+	// is certainly not published: a caller that would delete something because of that asks here
+	// first. It deletes nothing that a missing NodePoolSet published: a hub that was restored may have
+	// its Clusters before its NodePoolSets.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
@@ -126,8 +128,10 @@ func (c *nodePoolServiceClient) ReportNodePools(ctx context.Context, in *ReportN
 // spoke's API server validates it.
 type NodePoolServiceServer interface {
 	// ListPublishedObjects returns every object that is published to one Cluster, completely or not
-	// at all. The agent asks the hub's API server, so a missing object is certainly not published:
-	// a caller that would delete something because of that asks here first.
+	// at all, and the NodePoolSets that exist. The agent asks the hub's API server, so a missing object
+	// is certainly not published: a caller that would delete something because of that asks here
+	// first. It deletes nothing that a missing NodePoolSet published: a hub that was restored may have
+	// its Clusters before its NodePoolSets.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"slices"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -159,7 +160,10 @@ func (c *Controller) removeUnpublished(ctx context.Context) error {
 	}
 	var gone []*metav1.PartialObjectMetadata
 	for _, object := range ours {
-		if _, published := c.Published.Get(object.Kind + "/" + object.Name); !published && object.DeletionTimestamp == nil {
+		key := object.Kind + "/" + object.Name
+		if _, published := c.Published.Get(key); published {
+			delete(c.kept, key)
+		} else if at, kept := c.kept[key]; object.DeletionTimestamp == nil && (!kept || c.Clock.Since(at) >= repeatInterval) {
 			gone = append(gone, object)
 		}
 	}
@@ -183,6 +187,10 @@ func (c *Controller) removeUnpublished(ctx context.Context) error {
 	}
 	for _, object := range gone {
 		if object == nil {
+			continue
+		}
+		if !slices.Contains(response.GetSets(), object.Labels[v1alpha1.PublishedByLabel]) {
+			c.keep(ctx, object)
 			continue
 		}
 		if err := c.remove(ctx, object); client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) {
@@ -217,11 +225,24 @@ func (c *Controller) ours(ctx context.Context) ([]*metav1.PartialObjectMetadata,
 	return all, nil
 }
 
+// keep leaves an object as it is whose NodePoolSet the hub does not have. It may have been deleted,
+// or not been restored yet.
+func (c *Controller) keep(ctx context.Context, object *metav1.PartialObjectMetadata) {
+	set, key := object.Labels[v1alpha1.PublishedByLabel], object.Kind+"/"+object.Name
+	if _, known := c.kept[key]; !known {
+		log.FromContext(ctx).Info("an object stays whose NodePoolSet is not in the hub", "kind", object.Kind, "name", object.Name, "set", set)
+		c.announce(object, "NodePoolSetMissing", fmt.Sprintf("The hub has no NodePoolSet %s: this object stays as it is. "+
+			"To make it the spoke's own, remove the label %s.", set, v1alpha1.PublishedByLabel))
+	}
+	c.kept[key] = c.Clock.Now()
+}
+
 // remove deletes the object if its policy is to, and otherwise removes our label and annotations. It
 // fails if the object has changed since it was read.
 func (c *Controller) remove(ctx context.Context, object *metav1.PartialObjectMetadata) error {
 	set := object.Labels[v1alpha1.PublishedByLabel]
 	delete(c.applied, object.Kind+"/"+object.Name)
+	delete(c.kept, object.Kind+"/"+object.Name)
 	made := object.Annotations[v1alpha1.PublishedFromAnnotation] == c.Cluster.GetNamespace()+"/"+set
 	if made && object.Annotations[v1alpha1.PublishedPolicyAnnotation] == deletes {
 		log.FromContext(ctx).Info("deleting an object that the hub publishes no longer", "kind", object.Kind, "name", object.Name, "set", set)

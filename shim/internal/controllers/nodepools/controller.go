@@ -3,7 +3,8 @@
 //
 // Only objects that this package created are ever changed or deleted: they carry a label with the
 // name of the NodePoolSet. A user takes such an object over by removing the label. Nothing is
-// removed before the agent has confirmed, from the hub's API server, that it is not published.
+// removed before the agent has confirmed, from the hub's API server, that it is not published
+// although its NodePoolSet exists.
 package nodepools
 
 import (
@@ -88,6 +89,9 @@ type Controller struct {
 
 	// applied is what the API server had after each object was last applied, by key.
 	applied map[string]applied
+	// kept is when the hub was last seen without the NodePoolSet of an object that is published no
+	// longer, by the object's key.
+	kept map[string]time.Time
 	// reported is the last report that the agent accepted, at reportedAt.
 	reported   *agentv1alpha1.ReportNodePoolsRequest
 	reportedAt time.Time
@@ -96,7 +100,9 @@ type Controller struct {
 }
 
 // New returns the controller.
-func New(c Config) *Controller { return &Controller{Config: c, applied: map[string]applied{}} }
+func New(c Config) *Controller {
+	return &Controller{Config: c, applied: map[string]applied{}, kept: map[string]time.Time{}}
+}
 
 // Reconcile applies everything that is published, removes what no longer is, and reports. Without a
 // complete view of what is published, it does nothing.

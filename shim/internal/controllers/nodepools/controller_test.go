@@ -19,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/utils/clock"
+	testclock "k8s.io/utils/clock/testing"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
@@ -69,13 +70,17 @@ type world struct {
 	mirror     *agentclient.Mirror[*agentv1alpha1.PublishedObject]
 	controller *nodepools.Controller
 	recorder   *shimtest.Recorder
+	clock      *testclock.FakeClock
 	types      []*cloudprovider.InstanceType
 	revisions  int
 }
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
-	w := &world{T: t, agent: fakeagent.New(), cluster: fakeagent.DefaultCluster(), recorder: &shimtest.Recorder{}}
+	w := &world{
+		T: t, agent: fakeagent.New(), cluster: fakeagent.DefaultCluster(),
+		recorder: &shimtest.Recorder{}, clock: testclock.NewFakeClock(time.Now()),
+	}
 	t.Cleanup(w.agent.Close)
 	shim := w.agent.ClientFor(w.cluster)
 	w.mirror = shim.MirrorPublishedObjects(w.cluster)
@@ -85,7 +90,7 @@ func newWorld(t *testing.T) *world {
 	t.Cleanup(func() { cancel(); running.Wait() })
 	w.controller = nodepools.New(nodepools.Config{
 		Kube: kube, Live: kube, Published: w.mirror, Agent: shim.NodePools, Cluster: w.cluster, InstanceTypes: w, Recorder: w.recorder,
-		Timeout: shimtest.Timeout, Clock: clock.RealClock{},
+		Timeout: shimtest.Timeout, Clock: w.clock,
 	})
 	t.Cleanup(func() {
 		for _, list := range []client.Object{&karpv1.NodePool{}, &karpv1.NodeClaim{}, &v1alpha1.ClusterAPINodeClass{}} {
@@ -293,6 +298,32 @@ func TestWhatIsPublishedNoLongerIsKeptOrDeleted(t *testing.T) {
 	require.NoError(t, kube.Update(t.Context(), relabelled))
 	w.unpublish("other")
 	assert.True(t, w.exists("other"), "the label names another NodePoolSet than the one that it was made for")
+}
+
+func TestAMissingNodePoolSetRemovesNothing(t *testing.T) {
+	w := newWorld(t)
+	w.publish("retained", "")
+	w.publish("deleted", "", deleted)
+	before := map[string]*karpv1.NodePool{"retained": w.pool("retained"), "deleted": w.pool("deleted")}
+	w.agent.DeleteNodePoolSet(w.cluster, "fleet") // or the hub was restored without it
+	w.eventually("the mirror knows", func() bool { objects, _ := w.mirror.List(); return len(objects) == 0 })
+	for range 3 {
+		w.reconcile()
+	}
+	for name, pool := range before {
+		assert.Equal(t, pool.ResourceVersion, w.pool(name).ResourceVersion, name)
+	}
+	assert.Equal(t, 2, lo.Count(w.recorder.Reasons(), "NodePoolSetMissing"), "each object says so once")
+
+	w.publish("deleted", `, "weight": 10`, deleted)
+	assert.Empty(t, w.result("deleted"), "it is the NodePoolSet's again")
+	assert.EqualValues(t, 10, *w.pool("deleted").Spec.Weight)
+	w.unpublish("deleted")
+	assert.False(t, w.exists("deleted"), "the NodePoolSet is there, and publishes it no longer")
+	assert.Equal(t, "fleet", w.pool("retained").Labels[v1alpha1.PublishedByLabel], "it is asked for again later")
+	w.clock.Step(10 * time.Minute)
+	w.reconcile()
+	assert.NotContains(t, w.pool("retained").Labels, v1alpha1.PublishedByLabel)
 }
 
 func TestNothingIsRemovedBeforeTheHubConfirmsIt(t *testing.T) {
