@@ -15,6 +15,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/metrics"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
@@ -61,7 +62,25 @@ func TestTheShimsKubeconfigIsReplacedThirtyTimes(t *testing.T) {
 	figure("in %.0f s", time.Since(began).Seconds())
 	require.NoError(t, h.source.Recorder.Await(within(t, 2*time.Minute), running(3)))
 	h.goes(t)
+	h.rests(t, figure)
 	require.Equal(t, before.PID, h.source.Status(sandbox.Shim).PID, "it was not restarted")
+}
+
+// rests shows what the shim needs while nothing happens, by its own metrics.
+func (h hubs) rests(t *testing.T, figure func(format string, args ...any)) {
+	t.Helper()
+	read := func() metrics.Families {
+		families, err := metrics.Read(within(t, soon), h.source.Sandbox.State().ShimMetrics)
+		require.NoError(t, err)
+		return families
+	}
+	used := func(f metrics.Families) float64 { return f.Sum("process_cpu_seconds_total", nil) }
+	const d = time.Minute
+	before := used(read())
+	require.Positive(t, before)
+	var memory []float64
+	throughout(t, d, 5*time.Second, func() { memory = append(memory, read().Sum("process_resident_memory_bytes", nil)) })
+	figure("at rest the shim uses %.0f thousandths of a processor and %.0f MiB", (used(read())-before)/d.Seconds()*1000, lo.Max(memory)/(1<<20))
 }
 
 func kubeconfigOf(i int) string { return fmt.Sprintf("kubeconfig-%d", i) }
