@@ -118,6 +118,13 @@ var causes = map[string]cause{
 		`capi_agent_ledger_unreadable{pod="a",namespace="team-a",machine_deployment="workers"} 1x120`,
 		"agent/internal/claims/collector_test.go:TestCollectorShowsEveryPartOfTheLedger",
 	},
+	"CapiAgentNodePoolSetNotApplied": {
+		`capi_agent_node_pool_set_clusters{pod="a",namespace="team-a",node_pool_set="general",state="failing"} 1x120
+		 capi_agent_node_pool_set_clusters{pod="a",namespace="team-a",node_pool_set="general",state="applied"} 7x120
+		 capi_agent_node_pool_set_clusters{pod="b",namespace="team-a",node_pool_set="general",state="failing"} 1x120
+		 capi_agent_node_pool_set_clusters{pod="a",namespace="team-a",node_pool_set="spot",state="failing"} 0x120`,
+		"agent/internal/agent/nodepools_test.go:TestTheHubShowsWhatSpokesReport",
+	},
 	"CapiAgentNodeGroupProblems": {
 		`capi_agent_node_group_problems{pod="a",namespace="team-a",machine_deployment="workers"} 1x120`,
 		"agent/internal/nodegroupview/nodegroupview_test.go:TestProblemsAreReportedOnceEachAndCounted",

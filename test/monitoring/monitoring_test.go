@@ -156,7 +156,7 @@ func TestKubeStateMetricsReadsFieldsThatExist(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, yaml.Unmarshal(content, &values))
 	resources := values.CustomResourceState.Config.Spec.Resources
-	require.Len(t, resources, 2)
+	require.Len(t, resources, 3)
 	for _, resource := range resources {
 		kind := resource.GroupVersionKind
 		file := fmt.Sprintf("deploy/charts/agent/crds/%s_%ss.yaml", kind.Group, strings.ToLower(kind.Kind))

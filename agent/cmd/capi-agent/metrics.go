@@ -33,7 +33,7 @@ func newMetricsDocs() *cobra.Command {
 func describeMetrics(ctx context.Context, w io.Writer) error {
 	o := options.New()
 	o.MetricsBindAddress, o.HealthProbeBindAddress = "0", "0"
-	o.Policy, o.PriceList = "namespace/policy", "namespace/prices"
+	o.Policy, o.PriceList, o.PublishNodePools = "namespace/policy", "namespace/prices", true
 	scheme, err := hub.Scheme()
 	if err != nil {
 		return err

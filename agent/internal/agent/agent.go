@@ -192,7 +192,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 			return nil, fmt.Errorf("registering the Spokes' metrics: %w", err)
 		}
 	}
-	published, err := a.publishing(o, scope, keeper)
+	published, err := a.publishing(c, scope, keeper)
 	if err != nil {
 		return nil, err
 	}
@@ -227,12 +227,17 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 }
 
 // publishing sets up the publication of NodePools. It returns nil if it is not configured.
-func (a *Agent) publishing(o *options.Options, scope hub.Scope, keeper *spokes.Spokes) (*server.NodePools, error) {
-	if !o.PublishNodePools {
+func (a *Agent) publishing(c Config, scope hub.Scope, keeper *spokes.Spokes) (*server.NodePools, error) {
+	if !c.Options.PublishNodePools {
 		return nil, nil
 	}
-	objects := newFeed(o, nodepools.Equal)
-	publisher := nodepools.New(nodepools.Config{Feed: objects, Scope: scope, Recorder: a.manager.GetEventRecorder("capi-agent")})
+	objects := newFeed(c.Options, nodepools.Equal)
+	publisher, err := nodepools.New(nodepools.Config{
+		Feed: objects, Scope: scope, Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+	})
+	if err != nil {
+		return nil, err
+	}
 	if err := publisher.SetupWithManager(a.manager); err != nil {
 		return nil, err
 	}

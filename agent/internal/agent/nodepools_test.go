@@ -6,11 +6,13 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -30,19 +32,41 @@ import (
 type poolsHub struct {
 	t         *testing.T
 	namespace string
+	registry  *prometheus.Registry
 	*running
 }
 
 func newPoolsHub(t *testing.T) *poolsHub {
 	t.Helper()
-	h := &poolsHub{t: t, namespace: plane.Namespace(t)}
+	h := &poolsHub{t: t, namespace: plane.Namespace(t), registry: prometheus.NewRegistry()}
 	for _, name := range []string{"spoke", "other"} {
 		cluster := capitest.NewCluster(h.namespace, name)
 		cluster.Labels = map[string]string{"pools": name}
 		plane.Create(t, cluster)
 	}
-	h.running = start(t, agent.Config{Options: testOptions(h.namespace)})
+	h.running = start(t, agent.Config{Options: testOptions(h.namespace), Registerer: h.registry})
 	return h
+}
+
+// counted returns how many Clusters a metric shows by set and state, as in "general failing".
+func (h *poolsHub) counted(metric string) map[string]float64 {
+	h.t.Helper()
+	families, err := h.registry.Gather()
+	require.NoError(h.t, err)
+	counted := map[string]float64{}
+	for _, family := range families {
+		if family.GetName() != metric {
+			continue
+		}
+		for _, m := range family.GetMetric() {
+			labels := map[string]string{}
+			for _, label := range m.GetLabel() {
+				labels[label.GetName()] = label.GetValue()
+			}
+			counted[labels["node_pool_set"]+" "+labels["state"]] = m.GetGauge().GetValue()
+		}
+	}
+	return counted
 }
 
 // set returns a set that selects the Cluster spoke.
@@ -182,6 +206,7 @@ func TestTheOlderNodePoolSetPublishesWhatTwoName(t *testing.T) {
 }
 
 func TestTheHubShowsWhatSpokesReport(t *testing.T) {
+	const clustersMetric = "capi_agent_node_pool_set_clusters"
 	h := newPoolsHub(t)
 	plane.Create(t, h.set("fleet", pool("default", `{"weight": 1}`), pool("spot", `{"weight": 2}`)))
 	h.ready("fleet", v1alpha1.WaitingReason)
@@ -202,9 +227,15 @@ func TestTheHubShowsWhatSpokesReport(t *testing.T) {
 	shim := h.client(h.namespace, "spoke").NodePools
 	_, err = shim.ReportNodePools(t.Context(), report)
 	require.NoError(t, err)
+	changed := proto.CloneOf(report)
+	changed.Objects[1] = result("default", "")
+	_, err = shim.ReportNodePools(t.Context(), changed)
+	delay, throttled := agenterrors.RetryDelay(err)
+	assert.True(t, throttled && delay > 0, "a change comes too soon after the last one: %v", err)
 	failing := h.ready("fleet", v1alpha1.NotAppliedReason)
 	assert.Equal(t, "1 of 1 Clusters: spoke: NodePool default: spec.weight: Invalid value", message(failing))
 	assert.Equal(t, []int32{1, 0, 1}, []int32{*failing.Status.Clusters, *failing.Status.AppliedClusters, *failing.Status.FailingClusters})
+	assert.Equal(t, map[string]float64{"fleet applied": 0, "fleet failing": 1, "fleet waiting": 0}, h.counted(clustersMetric))
 
 	spoke := &v1alpha1.Spoke{}
 	require.NoError(t, plane.Client.Get(t.Context(), types.NamespacedName{Namespace: h.namespace, Name: "spoke"}, spoke))
@@ -215,12 +246,8 @@ func TestTheHubShowsWhatSpokesReport(t *testing.T) {
 
 	_, err = shim.ReportNodePools(t.Context(), report)
 	require.NoError(t, err, "nothing has changed")
-	report.Objects[1] = result("default", "")
-	_, err = shim.ReportNodePools(t.Context(), report)
-	delay, throttled := agenterrors.RetryDelay(err)
-	assert.True(t, throttled && delay > 0, "a change comes too soon after the last one: %v", err)
 	eventually(t, "the change is accepted", func(ctx context.Context) (bool, error) {
-		_, err := shim.ReportNodePools(ctx, report)
+		_, err := shim.ReportNodePools(ctx, changed)
 		return err == nil, lo.Ternary(status.Code(err) == codes.ResourceExhausted, nil, err)
 	})
 	applied := h.ready("fleet", v1alpha1.AppliedReason)
@@ -228,6 +255,9 @@ func TestTheHubShowsWhatSpokesReport(t *testing.T) {
 
 	h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Spec.NodePools[0].Spec.Raw = []byte(`{"weight": 9}`) })
 	h.ready("fleet", v1alpha1.WaitingReason) // the report is about the content before
+	assert.Equal(t, map[string]float64{"fleet applied": 0, "fleet failing": 0, "fleet waiting": 1}, h.counted(clustersMetric))
+	require.NoError(t, plane.Client.Delete(t.Context(), h.set("fleet")))
+	eventually(t, "the deleted set is not counted", func(context.Context) (bool, error) { return len(h.counted(clustersMetric)) == 0, nil })
 }
 
 func TestMistakesInNodePoolSetsAreNamed(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -36,6 +37,8 @@ type Config struct {
 	Scope hub.Scope
 	// Recorder records events on NodePoolSets. REQUIRED.
 	Recorder events.EventRecorder
+	// Registerer receives the metrics. If nil, there are none.
+	Registerer prometheus.Registerer
 }
 
 // Publisher fills the feed. Use [New].
@@ -45,14 +48,29 @@ type Publisher struct {
 	client      client.Client
 	live        client.Reader
 	initialSync *initialsync.Tracker
+	clusters    *prometheus.GaugeVec
+	// counted are the sets that the metric shows, by namespace. One goroutine uses it at a time.
+	counted map[string][]string
 }
 
 // Equal reports whether two objects are the same to every subscriber.
 func Equal(a, b *agentv1alpha1.PublishedObject) bool { return proto.Equal(a, b) }
 
 // New returns a publisher. It fills its feed once it has been set up with a manager.
-func New(c Config) *Publisher {
-	return &Publisher{Config: c, initialSync: initialsync.New(c.Feed.SetReady)}
+func New(c Config) (*Publisher, error) {
+	p := &Publisher{
+		Config: c, initialSync: initialsync.New(c.Feed.SetReady), counted: map[string][]string{},
+		clusters: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "capi_agent_node_pool_set_clusters",
+			Help: "Number of Clusters that a NodePoolSet selects, by state: applied, failing, or waiting for the first report.",
+		}, []string{"namespace", "node_pool_set", "state"}),
+	}
+	if c.Registerer != nil {
+		if err := c.Registerer.Register(p.clusters); err != nil {
+			return nil, fmt.Errorf("registering metrics: %w", err)
+		}
+	}
+	return p, nil
 }
 
 // SetupWithManager adds the publisher to the manager. A request names a namespace: the Clusters and
@@ -140,12 +158,32 @@ func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (_
 			p.publish(name, nil)
 		}
 	}
+	p.count(request.Name, sets.Items, outcomes)
 	for i := range sets.Items {
 		if err := p.write(ctx, &sets.Items[i], outcomes[sets.Items[i].Name]); err != nil {
 			return reconcile.Result{}, err
 		}
 	}
 	return reconcile.Result{}, nil
+}
+
+// count updates the metric of a namespace's sets.
+func (p *Publisher) count(namespace string, sets []v1alpha1.NodePoolSet, outcomes map[string]*outcome) {
+	before := p.counted[namespace]
+	delete(p.counted, namespace)
+	for i := range sets {
+		name := sets[i].Name
+		p.counted[namespace] = append(p.counted[namespace], name)
+		o := outcomes[name]
+		p.clusters.WithLabelValues(namespace, name, "applied").Set(float64(o.applied))
+		p.clusters.WithLabelValues(namespace, name, "failing").Set(float64(len(o.failing)))
+		p.clusters.WithLabelValues(namespace, name, "waiting").Set(float64(len(o.waiting)))
+	}
+	for _, name := range before {
+		if !slices.Contains(p.counted[namespace], name) {
+			p.clusters.DeletePartialMatch(prometheus.Labels{"namespace": namespace, "node_pool_set": name})
+		}
+	}
 }
 
 // publish makes the objects the Cluster's whole view.
