@@ -560,8 +560,10 @@ func (w *world) checkGroupAtRest(group string) {
 	case w.wiped[group] && l == nil:
 		want = *md.Spec.Replicas // no claim was made on it since
 	case l != nil && l.Unnamed() > 0 && w.overfull(group):
-		// Claims wait for room, in the ledger too. Here that may last.
-		want = max(want-w.queued(group), *md.Spec.Replicas)
+		// Claims wait for room, in the ledger too. Here that may last. One that has been entered may
+		// have lost its replica: it went with a Machine that no claim may have, and before it was
+		// ordered anew, a person took the room.
+		want = max(min(want-w.queued(group), w.maximum(group)), *md.Spec.Replicas)
 	}
 	if w.wiped[group] && *md.Spec.Replicas >= w.maximum(group) {
 		want = min(want, *md.Spec.Replicas) // what it cannot explain is the user's as far as the max size allows
