@@ -53,6 +53,9 @@ func metadataOf(kind schema.GroupVersionKind) *metav1.PartialObjectMetadata {
 	return object
 }
 
+// keyOf is [agentclient.PublishedKey] of an object in the spoke.
+func keyOf(object *metav1.PartialObjectMetadata) string { return object.Kind + "/" + object.Name }
+
 // cached reads an object of one of the kinds from the cache.
 func (c *Controller) cached(ctx context.Context, kind, objectName string) (client.Object, error) {
 	var object client.Object = &karpv1.NodePool{}
@@ -160,10 +163,10 @@ func (c *Controller) removeUnpublished(ctx context.Context) error {
 	}
 	var gone []*metav1.PartialObjectMetadata
 	for _, object := range ours {
-		key := object.Kind + "/" + object.Name
+		key := keyOf(object)
 		if _, published := c.Published.Get(key); published {
 			delete(c.kept, key)
-		} else if at, kept := c.kept[key]; object.DeletionTimestamp == nil && (!kept || c.Clock.Since(at) >= repeatInterval) {
+		} else if at, kept := c.kept[key]; object.DeletionTimestamp == nil && (!kept || c.Clock.Since(at) >= askInterval) {
 			gone = append(gone, object)
 		}
 	}
@@ -178,15 +181,12 @@ func (c *Controller) removeUnpublished(ctx context.Context) error {
 		log.FromContext(ctx).V(1).Info("objects that seem to be published no longer are kept for now", "cause", err.Error())
 		return nil
 	}
+	published := map[string]bool{}
 	for _, object := range response.GetObjects() {
-		for i := range gone {
-			if gone[i] != nil && gone[i].Kind == object.GetKind() && gone[i].Name == object.GetName() {
-				gone[i] = nil
-			}
-		}
+		published[agentclient.PublishedKey(object)] = true
 	}
 	for _, object := range gone {
-		if object == nil {
+		if published[keyOf(object)] {
 			continue
 		}
 		if !slices.Contains(response.GetSets(), object.Labels[v1alpha1.PublishedByLabel]) {
@@ -228,7 +228,7 @@ func (c *Controller) ours(ctx context.Context) ([]*metav1.PartialObjectMetadata,
 // keep leaves an object as it is whose NodePoolSet the hub does not have. It may have been deleted,
 // or not been restored yet.
 func (c *Controller) keep(ctx context.Context, object *metav1.PartialObjectMetadata) {
-	set, key := object.Labels[v1alpha1.PublishedByLabel], object.Kind+"/"+object.Name
+	set, key := object.Labels[v1alpha1.PublishedByLabel], keyOf(object)
 	if _, known := c.kept[key]; !known {
 		log.FromContext(ctx).Info("an object stays whose NodePoolSet is not in the hub", "kind", object.Kind, "name", object.Name, "set", set)
 		c.announce(object, "NodePoolSetMissing", fmt.Sprintf("The hub has no NodePoolSet %s: this object stays as it is. "+
@@ -241,8 +241,8 @@ func (c *Controller) keep(ctx context.Context, object *metav1.PartialObjectMetad
 // fails if the object has changed since it was read.
 func (c *Controller) remove(ctx context.Context, object *metav1.PartialObjectMetadata) error {
 	set := object.Labels[v1alpha1.PublishedByLabel]
-	delete(c.applied, object.Kind+"/"+object.Name)
-	delete(c.kept, object.Kind+"/"+object.Name)
+	delete(c.applied, keyOf(object))
+	delete(c.kept, keyOf(object))
 	made := object.Annotations[v1alpha1.PublishedFromAnnotation] == c.Cluster.GetNamespace()+"/"+set
 	if made && object.Annotations[v1alpha1.PublishedPolicyAnnotation] == deletes {
 		log.FromContext(ctx).Info("deleting an object that the hub publishes no longer", "kind", object.Kind, "name", object.Name, "set", set)

@@ -45,6 +45,8 @@ const (
 	interval = 15 * time.Second
 	// repeatInterval is how often an unchanged status is reported. The hub may have lost it.
 	repeatInterval = 5 * time.Minute
+	// askInterval is how often the hub is asked for the missing NodePoolSet of an object.
+	askInterval = 5 * time.Minute
 	// maxReported is how many NodePools are reported in detail.
 	maxReported = 64
 )
