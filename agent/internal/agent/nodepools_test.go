@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -48,25 +49,16 @@ func newPoolsHub(t *testing.T) *poolsHub {
 	return h
 }
 
-// counted returns how many Clusters a metric shows by set and state, as in "general failing".
-func (h *poolsHub) counted(metric string) map[string]float64 {
+// counts requires that a metric shows these numbers of Clusters of the set fleet.
+func (h *poolsHub) counts(metric string, applied, failing, waiting int) {
 	h.t.Helper()
-	families, err := h.registry.Gather()
-	require.NoError(h.t, err)
-	counted := map[string]float64{}
-	for _, family := range families {
-		if family.GetName() != metric {
-			continue
-		}
-		for _, m := range family.GetMetric() {
-			labels := map[string]string{}
-			for _, label := range m.GetLabel() {
-				labels[label.GetName()] = label.GetValue()
-			}
-			counted[labels["node_pool_set"]+" "+labels["state"]] = m.GetGauge().GetValue()
-		}
+	var want strings.Builder
+	fmt.Fprintf(&want, "# HELP %[1]s Number of Clusters that a NodePoolSet selects, by state: applied, failing, or waiting for the first report.\n"+
+		"# TYPE %[1]s gauge\n", metric)
+	for state, n := range map[string]int{"applied": applied, "failing": failing, "waiting": waiting} {
+		fmt.Fprintf(&want, "%s{namespace=%q,node_pool_set=\"fleet\",state=%q} %d\n", metric, h.namespace, state, n)
 	}
-	return counted
+	require.NoError(h.t, testutil.GatherAndCompare(h.registry, strings.NewReader(want.String()), metric))
 }
 
 // set returns a set that selects the Cluster spoke.
@@ -172,6 +164,15 @@ func TestNodePoolSetsReachTheSelectedClusters(t *testing.T) {
 	selected, err := h.published(t.Context(), "other")
 	require.NoError(t, err)
 	assert.Contains(t, selected, "NodePool/default", "it is selected now")
+
+	h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Finalizers = []string{"a.example/of-a-tool"} })
+	t.Cleanup(func() { h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Finalizers = nil }) })
+	require.NoError(t, plane.Client.Delete(t.Context(), h.set("fleet")))
+	leaving, err := h.client(h.namespace, "other").NodePools.ListPublishedObjects(t.Context(),
+		&agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref("other")})
+	require.NoError(t, err)
+	assert.Empty(t, leaving.GetObjects())
+	assert.Empty(t, leaving.GetSets(), "a set that is being deleted removes nothing")
 }
 
 func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {
@@ -235,7 +236,7 @@ func TestTheHubShowsWhatSpokesReport(t *testing.T) {
 	failing := h.ready("fleet", v1alpha1.NotAppliedReason)
 	assert.Equal(t, "1 of 1 Clusters: spoke: NodePool default: spec.weight: Invalid value", message(failing))
 	assert.Equal(t, []int32{1, 0, 1}, []int32{*failing.Status.Clusters, *failing.Status.AppliedClusters, *failing.Status.FailingClusters})
-	assert.Equal(t, map[string]float64{"fleet applied": 0, "fleet failing": 1, "fleet waiting": 0}, h.counted(clustersMetric))
+	h.counts(clustersMetric, 0, 1, 0)
 
 	spoke := &v1alpha1.Spoke{}
 	require.NoError(t, plane.Client.Get(t.Context(), types.NamespacedName{Namespace: h.namespace, Name: "spoke"}, spoke))
@@ -255,9 +256,12 @@ func TestTheHubShowsWhatSpokesReport(t *testing.T) {
 
 	h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Spec.NodePools[0].Spec.Raw = []byte(`{"weight": 9}`) })
 	h.ready("fleet", v1alpha1.WaitingReason) // the report is about the content before
-	assert.Equal(t, map[string]float64{"fleet applied": 0, "fleet failing": 0, "fleet waiting": 1}, h.counted(clustersMetric))
+	h.counts(clustersMetric, 0, 0, 1)
 	require.NoError(t, plane.Client.Delete(t.Context(), h.set("fleet")))
-	eventually(t, "the deleted set is not counted", func(context.Context) (bool, error) { return len(h.counted(clustersMetric)) == 0, nil })
+	eventually(t, "the deleted set is not counted", func(context.Context) (bool, error) {
+		n, err := testutil.GatherAndCount(h.registry, clustersMetric)
+		return n == 0, err
+	})
 }
 
 func TestMistakesInNodePoolSetsAreNamed(t *testing.T) {

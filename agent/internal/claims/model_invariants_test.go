@@ -560,9 +560,9 @@ func (w *world) checkGroupAtRest(group string) {
 	case w.wiped[group] && l == nil:
 		want = *md.Spec.Replicas // no claim was made on it since
 	case l != nil && l.Unnamed() > 0 && w.overfull(group):
-		// Claims wait for room, in the ledger too. Here that may last. One that has been entered may
-		// have lost its replica: it went with a Machine that no claim may have, and before it was
-		// ordered anew, a person took the room.
+		// Claims wait for room, in the ledger too. Here that may last. A claim that was entered may
+		// have lost its replica: it is given up with a Machine that no claim may have, to be ordered
+		// anew, and meanwhile a person raised the replicas to the max size or above it.
 		want = max(min(want-w.queued(group), w.maximum(group)), *md.Spec.Replicas)
 	}
 	if w.wiped[group] && *md.Spec.Replicas >= w.maximum(group) {

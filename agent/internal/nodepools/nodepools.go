@@ -49,7 +49,8 @@ type Publisher struct {
 	live        client.Reader
 	initialSync *initialsync.Tracker
 	clusters    *prometheus.GaugeVec
-	// counted are the sets that the metric shows, by namespace. One goroutine uses it at a time.
+	// counted are the sets that the metric shows, by namespace. Only the controller's single worker
+	// uses it.
 	counted map[string][]string
 }
 
