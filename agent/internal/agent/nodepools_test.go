@@ -100,12 +100,12 @@ func (h *poolsHub) ready(name, reason string) *v1alpha1.NodePoolSet {
 	return set
 }
 
-// update changes a set. The agent may write its status meanwhile.
-func (h *poolsHub) update(name string, change func(*v1alpha1.NodePoolSet)) {
+// update changes the set fleet. The agent may write its status meanwhile.
+func (h *poolsHub) update(change func(*v1alpha1.NodePoolSet)) {
 	h.t.Helper()
 	require.NoError(h.t, retry.RetryOnConflict(retry.DefaultRetry, func() error {
 		set := &v1alpha1.NodePoolSet{}
-		if err := plane.Client.Get(h.t.Context(), types.NamespacedName{Namespace: h.namespace, Name: name}, set); err != nil {
+		if err := plane.Client.Get(h.t.Context(), types.NamespacedName{Namespace: h.namespace, Name: "fleet"}, set); err != nil {
 			return err
 		}
 		change(set)
@@ -152,27 +152,27 @@ func TestNodePoolSetsReachTheSelectedClusters(t *testing.T) {
 		&agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref("spoke")})
 	assert.Equal(t, codes.PermissionDenied, status.Code(err), "%v", err)
 
-	h.update("fleet", func(set *v1alpha1.NodePoolSet) {
+	h.update(func(set *v1alpha1.NodePoolSet) {
 		set.Spec.NodePools[0].Spec.Raw, set.Spec.DeletionPolicy = []byte(`{"weight": 20}`), v1alpha1.DeletionPolicyDelete
 	})
 	changed := shown("the change is published", func(o *agentv1alpha1.PublishedObject) bool { return o.GetSpecJson() == `{"weight":20}` })
 	assert.NotEqual(t, first.GetRevision(), changed.GetRevision())
 	assert.Equal(t, agentv1alpha1.DeletionPolicy_DELETION_POLICY_DELETE, changed.GetDeletionPolicy())
 
-	h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Spec.ClusterSelector.MatchLabels["pools"] = "other" })
+	h.update(func(set *v1alpha1.NodePoolSet) { set.Spec.ClusterSelector.MatchLabels["pools"] = "other" })
 	shown("the pool is published no longer", func(o *agentv1alpha1.PublishedObject) bool { return o == nil })
 	selected, err := h.published(t.Context(), "other")
 	require.NoError(t, err)
 	assert.Contains(t, selected, "NodePool/default", "it is selected now")
 
-	h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Finalizers = []string{"a.example/of-a-tool"} })
-	t.Cleanup(func() { h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Finalizers = nil }) })
+	h.update(func(set *v1alpha1.NodePoolSet) { set.Finalizers = []string{"a.example/of-a-tool"} })
 	require.NoError(t, plane.Client.Delete(t.Context(), h.set("fleet")))
 	leaving, err := h.client(h.namespace, "other").NodePools.ListPublishedObjects(t.Context(),
 		&agentv1alpha1.ListPublishedObjectsRequest{Cluster: h.ref("other")})
 	require.NoError(t, err)
 	assert.Empty(t, leaving.GetObjects())
 	assert.Empty(t, leaving.GetSets(), "a set that is being deleted removes nothing")
+	h.update(func(set *v1alpha1.NodePoolSet) { set.Finalizers = nil })
 }
 
 func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {
@@ -254,7 +254,7 @@ func TestTheHubShowsWhatSpokesReport(t *testing.T) {
 	applied := h.ready("fleet", v1alpha1.AppliedReason)
 	assert.Equal(t, []int32{1, 1, 0}, []int32{*applied.Status.Clusters, *applied.Status.AppliedClusters, *applied.Status.FailingClusters})
 
-	h.update("fleet", func(set *v1alpha1.NodePoolSet) { set.Spec.NodePools[0].Spec.Raw = []byte(`{"weight": 9}`) })
+	h.update(func(set *v1alpha1.NodePoolSet) { set.Spec.NodePools[0].Spec.Raw = []byte(`{"weight": 9}`) })
 	h.ready("fleet", v1alpha1.WaitingReason) // the report is about the content before
 	h.counts(clustersMetric, 0, 0, 1)
 	require.NoError(t, plane.Client.Delete(t.Context(), h.set("fleet")))
