@@ -36,7 +36,7 @@ var (
 
 // TestClaimsOfManyClustersAtOnce makes every Cluster of a hub claim and release a machine at the
 // same moment, over mutual TLS, each with its own certificate. Cluster API creates no Machines
-// meanwhile. The durations are only logged.
+// meanwhile. The durations are only logged, so a call may take longer than a client waits by default.
 func TestClaimsOfManyClustersAtOnce(t *testing.T) {
 	o := testOptions("")
 	o.KubeAPIQPS, o.KubeAPIBurst = options.New().KubeAPIQPS, options.New().KubeAPIBurst
@@ -65,6 +65,8 @@ func TestClaimsOfManyClustersAtOnce(t *testing.T) {
 			return err == nil && group.GetNodeGroup().GetAvailability().GetAvailable(), nil
 		})
 	}
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
 	atOnce := func(call func(c types.NamespacedName) error) []time.Duration {
 		took := make([]time.Duration, len(clusters))
 		var calls errgroup.Group
@@ -82,7 +84,7 @@ func TestClaimsOfManyClustersAtOnce(t *testing.T) {
 	for round := range *manyRounds {
 		id := fmt.Sprintf("one-more-%d", round)
 		created := atOnce(func(c types.NamespacedName) error {
-			_, err := running.client(c.Namespace, c.Name).Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+			_, err := running.client(c.Namespace, c.Name).Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
 				Cluster: ref(c), ClaimId: id, Holder: "karpenter", Candidates: []string{groupID(c)},
 			})
 			return err
@@ -98,7 +100,7 @@ func TestClaimsOfManyClustersAtOnce(t *testing.T) {
 		ends := watchEnds(t, o.Namespaces, id)
 		began := time.Now()
 		released := atOnce(func(c types.NamespacedName) error {
-			_, err := running.client(c.Namespace, c.Name).Claims.ReleaseClaim(t.Context(), &agentv1alpha1.ReleaseClaimRequest{
+			_, err := running.client(c.Namespace, c.Name).Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
 				Cluster: ref(c), ClaimId: id,
 			})
 			return err
