@@ -407,7 +407,34 @@ func TestThePlugin(t *testing.T) {
 				"shimVersion": "v0.1.0",
 				"certificate": map[string]any{"serial": "ab", "notAfter": time.Now().Add(30*time.Hour + time.Minute).UTC().Format(time.RFC3339)},
 			})
-		assert.Regexp(t, `default/workload +True \(Synchronized\) +- +v0\.1\.0 +30h0\dm`, w.must("spokes", "--hub-kubeconfig="+w.hubFile))
+		hub := "--hub-kubeconfig=" + w.hubFile
+		assert.Regexp(t, `default/workload +True \(Synchronized\) +- +v0\.1\.0 +30h0\dm`, w.must("spokes", hub))
+		assert.Contains(t, w.must("spokes", "workload", hub), "Its shim reports no NodePools")
+		for _, namespace := range []string{"default", "kube-public"} {
+			create(t, w.hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: Spoke, metadata: {namespace: "+namespace+", name: pools}}",
+				map[string]any{
+					"nodePools": []any{
+						map[string]any{
+							"name": "gpu", "set": "general", "ready": false, "nodes": 2, "pendingNodeClaims": 1, "message": "its NodeClass\nis not ready",
+						},
+						map[string]any{"name": "own", "ready": true, "nodes": 3, "pendingNodeClaims": 0, "pricePerHour": "0.41"},
+					},
+					"published": []any{map[string]any{
+						"kind": "NodePool", "name": "gpu", "set": "general", "revision": "ab", "applied": false, "message": "another field manager owns it",
+					}},
+				})
+		}
+		one := w.must("spokes", "default/pools", hub)
+		assert.Regexp(t, `gpu +general +no +2 +1 +unknown +its NodeClass is not ready`, one)
+		assert.Regexp(t, `own +- +yes +3 +0 +0\.41`, one)
+		assert.Regexp(t, `NodePool/gpu +general +no +another field manager owns it`, one)
+		assert.Regexp(t, `default/pools +unknown +- +- +- +- +2 +5 `, w.must("spokes", hub, "-o", "wide"))
+		assert.Contains(t, w.must("spokes", "pools", hub, "--namespace=kube-public", "-o", "json"), `"pricePerHour": "0.41"`)
+		_, err = w.run("spokes", "pools", hub)
+		require.ErrorContains(t, err, "2 namespaces have a Spoke pools")
+		_, err = w.run("spokes", "absent", hub)
+		require.ErrorContains(t, err, "there is no Spoke absent")
+		assert.Contains(t, w.must("__complete", "spokes", hub, ""), "default/workload\n")
 		id := string(nodeClaim.UID)
 		create(t, w.hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: MachineClaim, metadata: {namespace: default, name: workload."+id+
 			"}, spec: {clusterName: workload, claimID: "+id+", holder: karpenter, displayName: default-a, nodeGroup: workers}}",

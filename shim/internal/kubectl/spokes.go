@@ -2,11 +2,15 @@ package kubectl
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"io"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/spf13/cobra"
 	apimeta "k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -34,28 +38,90 @@ type spoke struct {
 			Serial   string       `json:"serial"`
 			NotAfter *metav1.Time `json:"notAfter"`
 		} `json:"certificate"`
+		NodePools []struct {
+			Name              string `json:"name"`
+			Set               string `json:"set"`
+			Ready             bool   `json:"ready"`
+			Nodes             int32  `json:"nodes"`
+			PendingNodeClaims int32  `json:"pendingNodeClaims"`
+			PricePerHour      string `json:"pricePerHour"`
+			Message           string `json:"message"`
+		} `json:"nodePools"`
+		MoreNodePools int32 `json:"moreNodePools"`
+		Published     []struct {
+			Kind    string `json:"kind"`
+			Name    string `json:"name"`
+			Set     string `json:"set"`
+			Applied bool   `json:"applied"`
+			Message string `json:"message"`
+		} `json:"published"`
 	} `json:"status"`
+}
+
+// connected returns whether the spoke's shim is connected, with the reason, and what to know about it.
+func (s *spoke) connected() (state, message string) {
+	condition := apimeta.FindStatusCondition(s.Status.Conditions, "Connected")
+	if condition == nil {
+		return "unknown", ""
+	}
+	return string(condition.Status) + " (" + condition.Reason + ")", oneLine(condition.Message)
+}
+
+// onboarded returns how long ago the spoke was onboarded, or an empty text if it was not.
+func (s *spoke) onboarded(now time.Time) string {
+	if s.Spec.Enrollment == nil {
+		return ""
+	}
+	return since(&s.Spec.Enrollment.Time, now)
+}
+
+// certificateEndsIn returns the time until the shim's certificate expires, or an empty text if it has none.
+func (s *spoke) certificateEndsIn(now time.Time) string {
+	switch certificate := s.Status.Certificate; {
+	case certificate == nil || certificate.NotAfter == nil:
+		return ""
+	case certificate.NotAfter.After(now):
+		return explain.Age(certificate.NotAfter.Sub(now))
+	default:
+		return "ended"
+	}
 }
 
 func spokesCommand(access *Access) *cobra.Command {
 	return &cobra.Command{
-		Use:   "spokes",
-		Short: "Show the workload clusters whose Karpenter calls the agent; needs the management cluster's kubeconfig",
-		Args:  cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			kube, err := access.Hub()
+		Use: "spokes [CLUSTER]",
+		Short: "Show the workload clusters whose Karpenter calls the agent; with a name, its NodePools and what the hub publishes to it; " +
+			"needs the management cluster's kubeconfig",
+		Args: cobra.MaximumNArgs(1),
+		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+			if err := access.complete(cmd.Flags()); err != nil || len(args) > 0 {
+				return nil, cobra.ShellCompDirectiveNoFileComp
+			}
+			list, err := access.spokes(cmd.Context())
+			if err != nil {
+				return nil, cobra.ShellCompDirectiveNoFileComp
+			}
+			return lo.Map(list.Items, func(s unstructured.Unstructured, _ int) string { return s.GetNamespace() + "/" + s.GetName() }),
+				cobra.ShellCompDirectiveNoFileComp
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			list, err := access.spokes(cmd.Context())
 			if err != nil {
 				return err
 			}
-			list := &unstructured.UnstructuredList{}
-			list.SetGroupVersionKind(spokeKind.GroupVersion().WithKind("SpokeList"))
-			var options []client.ListOption
-			if access.Namespace != "" {
-				options = append(options, client.InNamespace(access.Namespace))
-			}
-			if err := kube.List(cmd.Context(), list, options...); err != nil {
-				return problem(fmt.Errorf("reading the Spokes: %w", err),
-					"See whether --hub-kubeconfig and --hub-context name the management cluster, and whether the agent's CRDs are there.")
+			if len(args) > 0 {
+				one, err := named(list.Items, args[0])
+				if err != nil {
+					return err
+				}
+				if structured(access.Output) {
+					return writeValue(cmd.OutOrStdout(), access.Output, one)
+				}
+				var s spoke
+				if err := decode(one.Object, &s); err != nil {
+					return err
+				}
+				return writeSpoke(cmd.OutOrStdout(), &s, time.Now())
 			}
 			if structured(access.Output) {
 				return writeValue(cmd.OutOrStdout(), access.Output, list)
@@ -71,42 +137,126 @@ func spokesCommand(access *Access) *cobra.Command {
 	}
 }
 
+// spokes reads the Spokes of the hub, or of one of its namespaces.
+func (a *Access) spokes(ctx context.Context) (*unstructured.UnstructuredList, error) {
+	kube, err := a.Hub()
+	if err != nil {
+		return nil, err
+	}
+	list := &unstructured.UnstructuredList{}
+	list.SetGroupVersionKind(spokeKind.GroupVersion().WithKind("SpokeList"))
+	var options []client.ListOption
+	if a.Namespace != "" {
+		options = append(options, client.InNamespace(a.Namespace))
+	}
+	if err := kube.List(ctx, list, options...); err != nil {
+		return nil, problem(fmt.Errorf("reading the Spokes: %w", err),
+			"See whether --hub-kubeconfig and --hub-context name the management cluster, and whether the agent's CRDs are there.")
+	}
+	return list, nil
+}
+
+// named returns the Spoke of a Cluster, which is given as its name or as <namespace>/<name>.
+func named(spokes []unstructured.Unstructured, name string) (*unstructured.Unstructured, error) {
+	found := lo.Filter(spokes, func(s unstructured.Unstructured, _ int) bool {
+		return s.GetName() == name || s.GetNamespace()+"/"+s.GetName() == name
+	})
+	switch len(found) {
+	case 0:
+		return nil, problem(fmt.Errorf("there is no Spoke %s", name), "See which there are: kubectl capi spokes.",
+			"A Cluster has one once it was onboarded, or once its Karpenter has called the agent.")
+	case 1:
+		return &found[0], nil
+	default:
+		return nil, problem(fmt.Errorf("%d namespaces have a Spoke %s", len(found), name),
+			"Name one as <namespace>/<name>, or give --namespace.")
+	}
+}
+
 func writeSpokes(to io.Writer, spokes []spoke, wide bool, now time.Time) error {
 	slices.SortFunc(spokes, func(x, y spoke) int {
 		return cmp.Or(cmp.Compare(x.Namespace, y.Namespace), cmp.Compare(x.Name, y.Name))
 	})
 	header := []string{"CLUSTER", "CONNECTED", "LAST SYNC", "SHIM", "CERTIFICATE ENDS IN", "ONBOARDED"}
 	if wide {
-		header = append(header, "SPOKE ID", "SERIAL", "MESSAGE")
+		header = append(header, "NODEPOOLS", "NODES", "SPOKE ID", "SERIAL", "MESSAGE")
 	}
 	rows := [][]string{header}
 	for i := range spokes {
 		s := &spokes[i]
-		connected, message := "unknown", ""
-		if condition := apimeta.FindStatusCondition(s.Status.Conditions, "Connected"); condition != nil {
-			connected, message = string(condition.Status)+" ("+condition.Reason+")", condition.Message
-		}
-		row := []string{s.Namespace + "/" + s.Name, connected, since(s.Status.LastSyncTime, now), s.Status.ShimVersion, "", ""}
-		serial := ""
-		if certificate := s.Status.Certificate; certificate != nil {
-			serial = certificate.Serial
-			if ends := certificate.NotAfter; ends != nil {
-				row[4] = "ended"
-				if ends.After(now) {
-					row[4] = explain.Age(ends.Sub(now))
-				}
-			}
-		}
-		if s.Spec.Enrollment != nil {
-			row[5] = since(&s.Spec.Enrollment.Time, now)
+		connected, message := s.connected()
+		row := []string{
+			s.Namespace + "/" + s.Name, connected, since(s.Status.LastSyncTime, now), s.Status.ShimVersion, s.certificateEndsIn(now), s.onboarded(now),
 		}
 		if wide {
-			row = append(row, s.Status.SpokeID, serial, oneLine(message))
+			pools, nodes := "", ""
+			if len(s.Status.NodePools) > 0 {
+				pools = strconv.Itoa(len(s.Status.NodePools) + int(s.Status.MoreNodePools))
+				if s.Status.MoreNodePools == 0 {
+					// The Nodes of the others are not reported.
+					sum := 0
+					for _, pool := range s.Status.NodePools {
+						sum += int(pool.Nodes)
+					}
+					nodes = strconv.Itoa(sum)
+				}
+			}
+			serial := ""
+			if s.Status.Certificate != nil {
+				serial = s.Status.Certificate.Serial
+			}
+			row = append(row, pools, nodes, s.Status.SpokeID, serial, message)
 		}
 		rows = append(rows, row)
 	}
 	return table(to, rows)
 }
+
+// writeSpoke writes everything about one spoke.
+func writeSpoke(to io.Writer, s *spoke, now time.Time) error {
+	connected, message := s.connected()
+	rows := [][]string{
+		{"connected", strings.TrimSpace(connected + " " + message)},
+		{"last sync", since(s.Status.LastSyncTime, now)},
+		{"shim", s.Status.ShimVersion},
+		{"certificate ends in", s.certificateEndsIn(now)},
+		{"onboarded", s.onboarded(now)},
+		{"spoke ID", s.Status.SpokeID},
+	}
+	fmt.Fprintf(to, "%s/%s\n\n", s.Namespace, s.Name)
+	if err := table(to, rows); err != nil {
+		return err
+	}
+	fmt.Fprintln(to)
+	if len(s.Status.NodePools) == 0 {
+		fmt.Fprintln(to, "Its shim reports no NodePools: the option --published-node-pools is off, or there are none.")
+	} else {
+		rows = [][]string{{"NODEPOOL", "SET", "READY", "NODES", "PENDING", "PRICE/H", "MESSAGE"}}
+		for _, pool := range s.Status.NodePools {
+			rows = append(rows, []string{
+				pool.Name, pool.Set, yesOrNo(pool.Ready), strconv.Itoa(int(pool.Nodes)), strconv.Itoa(int(pool.PendingNodeClaims)),
+				cmp.Or(pool.PricePerHour, "unknown"), oneLine(pool.Message),
+			})
+		}
+		if err := table(to, rows); err != nil {
+			return err
+		}
+		if more := s.Status.MoreNodePools; more > 0 {
+			fmt.Fprintf(to, "and %d more\n", more)
+		}
+	}
+	if len(s.Status.Published) == 0 {
+		return nil
+	}
+	fmt.Fprintln(to)
+	rows = [][]string{{"PUBLISHED", "SET", "APPLIED", "MESSAGE"}}
+	for _, object := range s.Status.Published {
+		rows = append(rows, []string{object.Kind + "/" + object.Name, object.Set, yesOrNo(object.Applied), oneLine(object.Message)})
+	}
+	return table(to, rows)
+}
+
+func yesOrNo(is bool) string { return lo.Ternary(is, "yes", "no") }
 
 func since(at *metav1.Time, now time.Time) string {
 	if at.IsZero() {
