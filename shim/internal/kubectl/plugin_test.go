@@ -409,8 +409,8 @@ func TestThePlugin(t *testing.T) {
 			})
 		hub := "--hub-kubeconfig=" + w.hubFile
 		assert.Regexp(t, `default/workload +True \(Synchronized\) +- +v0\.1\.0 +30h0\dm`, w.must("spokes", hub))
-		assert.Contains(t, w.must("spokes", "workload", hub), "Its shim reports no NodePools")
-		for _, namespace := range []string{"default", "kube-public"} {
+		assert.Contains(t, w.must("spokes", "workload", hub), "No NodePools are reported")
+		for namespace, more := range map[string]int{"default": 0, "kube-public": 3} {
 			create(t, w.hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: Spoke, metadata: {namespace: "+namespace+", name: pools}}",
 				map[string]any{
 					"nodePools": []any{
@@ -419,6 +419,7 @@ func TestThePlugin(t *testing.T) {
 						},
 						map[string]any{"name": "own", "ready": true, "nodes": 3, "pendingNodeClaims": 0, "pricePerHour": "0.41"},
 					},
+					"moreNodePools": more,
 					"published": []any{map[string]any{
 						"kind": "NodePool", "name": "gpu", "set": "general", "revision": "ab", "applied": false, "message": "another field manager owns it",
 					}},
@@ -428,7 +429,10 @@ func TestThePlugin(t *testing.T) {
 		assert.Regexp(t, `gpu +general +no +2 +1 +unknown +its NodeClass is not ready`, one)
 		assert.Regexp(t, `own +- +yes +3 +0 +0\.41`, one)
 		assert.Regexp(t, `NodePool/gpu +general +no +another field manager owns it`, one)
-		assert.Regexp(t, `default/pools +unknown +- +- +- +- +2 +5 `, w.must("spokes", hub, "-o", "wide"))
+		assert.Contains(t, w.must("spokes", "kube-public/pools", hub), "and 3 more")
+		wide := w.must("spokes", hub, "-o", "wide")
+		assert.Regexp(t, `default/pools +unknown +- +- +- +- +2 +5 `, wide)
+		assert.Regexp(t, `kube-public/pools +unknown +- +- +- +- +5 +- `, wide, "the Nodes of three are not known")
 		assert.Contains(t, w.must("spokes", "pools", hub, "--namespace=kube-public", "-o", "json"), `"pricePerHour": "0.41"`)
 		_, err = w.run("spokes", "pools", hub)
 		require.ErrorContains(t, err, "2 namespaces have a Spoke pools")

@@ -75,7 +75,24 @@ func (s *spoke) onboarded(now time.Time) string {
 	return since(&s.Spec.Enrollment.Time, now)
 }
 
-// certificateEndsIn returns the time until the shim's certificate expires, or an empty text if it has none.
+// nodePools returns how many NodePools the spoke has, and how many Nodes they have in all. Both are
+// empty if the shim reports none, and the Nodes also if it does not report every NodePool.
+func (s *spoke) nodePools() (pools, nodes string) {
+	if len(s.Status.NodePools) == 0 {
+		return "", ""
+	}
+	if s.Status.MoreNodePools > 0 {
+		return strconv.Itoa(len(s.Status.NodePools) + int(s.Status.MoreNodePools)), ""
+	}
+	sum := int32(0)
+	for _, pool := range s.Status.NodePools {
+		sum += pool.Nodes
+	}
+	return strconv.Itoa(len(s.Status.NodePools)), strconv.Itoa(int(sum))
+}
+
+// certificateEndsIn returns the time until the shim's certificate expires, "ended" if it has, or an
+// empty text if the shim has none.
 func (s *spoke) certificateEndsIn(now time.Time) string {
 	switch certificate := s.Status.Certificate; {
 	case certificate == nil || certificate.NotAfter == nil:
@@ -110,7 +127,7 @@ func spokesCommand(access *Access) *cobra.Command {
 				return err
 			}
 			if len(args) > 0 {
-				one, err := named(list.Items, args[0])
+				one, err := spokeNamed(list.Items, args[0])
 				if err != nil {
 					return err
 				}
@@ -156,8 +173,8 @@ func (a *Access) spokes(ctx context.Context) (*unstructured.UnstructuredList, er
 	return list, nil
 }
 
-// named returns the Spoke of a Cluster, which is given as its name or as <namespace>/<name>.
-func named(spokes []unstructured.Unstructured, name string) (*unstructured.Unstructured, error) {
+// spokeNamed returns the Spoke of a Cluster, which is given as its name or as <namespace>/<name>.
+func spokeNamed(spokes []unstructured.Unstructured, name string) (*unstructured.Unstructured, error) {
 	found := lo.Filter(spokes, func(s unstructured.Unstructured, _ int) bool {
 		return s.GetName() == name || s.GetNamespace()+"/"+s.GetName() == name
 	})
@@ -189,18 +206,7 @@ func writeSpokes(to io.Writer, spokes []spoke, wide bool, now time.Time) error {
 			s.Namespace + "/" + s.Name, connected, since(s.Status.LastSyncTime, now), s.Status.ShimVersion, s.certificateEndsIn(now), s.onboarded(now),
 		}
 		if wide {
-			pools, nodes := "", ""
-			if len(s.Status.NodePools) > 0 {
-				pools = strconv.Itoa(len(s.Status.NodePools) + int(s.Status.MoreNodePools))
-				if s.Status.MoreNodePools == 0 {
-					// The Nodes of the others are not reported.
-					sum := 0
-					for _, pool := range s.Status.NodePools {
-						sum += int(pool.Nodes)
-					}
-					nodes = strconv.Itoa(sum)
-				}
-			}
+			pools, nodes := s.nodePools()
 			serial := ""
 			if s.Status.Certificate != nil {
 				serial = s.Status.Certificate.Serial
@@ -229,7 +235,7 @@ func writeSpoke(to io.Writer, s *spoke, now time.Time) error {
 	}
 	fmt.Fprintln(to)
 	if len(s.Status.NodePools) == 0 {
-		fmt.Fprintln(to, "Its shim reports no NodePools: the option --published-node-pools is off, or there are none.")
+		fmt.Fprintln(to, "No NodePools are reported. Its shim reports them with --published-node-pools, if the agent has --publish-node-pools.")
 	} else {
 		rows = [][]string{{"NODEPOOL", "SET", "READY", "NODES", "PENDING", "PRICE/H", "MESSAGE"}}
 		for _, pool := range s.Status.NodePools {
