@@ -1,6 +1,7 @@
 package e2e_test
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -12,10 +13,12 @@ import (
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
@@ -95,6 +98,20 @@ func TestSlowMachinesJoin(t *testing.T) {
 		require.Equal(t, m.nodeClaims, made(name), name)
 		require.True(t, described(t, name).GetAvailability().GetAvailable(), "late is not failed: "+name)
 	}
+	// Karpenter stops waiting for the replacement of a drifted Node after ten minutes. Its replacement
+	// is used nevertheless, although empty Nodes go at once.
+	began = time.Now()
+	before := machinesOf(t, "slow")
+	require.NoError(t, w.Spoke.Patch(t.Context(), &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "slow"}}, mergePatch(
+		`{"spec":{"disruption":{"consolidateAfter":"0s"},"template":{"metadata":{"labels":{"fleet.example.com/revision":"second"}}}}}`)))
+	poll(t, 6*time.Minute, func(context.Context) (string, error) {
+		have := lo.Map(machinesOf(t, "slow"), func(m clusterv1.Machine, _ int) string { return m.Name })
+		return lo.Ternary(len(have) == 1 && have[0] != before[0].Name, "", fmt.Sprintf("the drifted machine %s is replaced: there are %v", before[0].Name, have)), nil
+	})
+	await(t, 2*time.Minute, running(len(machines)))
+	figure("slow: a drifted Node is replaced within %.0f minutes, with %d NodeClaims", (time.Since(began) * compression).Minutes(), made("slow")-1)
+	require.Equal(t, 2, made("slow"), "a drifted Node is replaced once")
+
 	var groups clusterv1.MachineDeploymentList
 	require.NoError(t, w.Hub.List(t.Context(), &groups, client.InNamespace(sandbox.ClusterNamespace)))
 	for _, md := range groups.Items {
@@ -136,12 +153,17 @@ func hurriedShim(t *testing.T) string {
 	liveness := "pkg/controllers/nodeclaim/lifecycle/liveness.go"
 	changed(filepath.Join(original, liveness), filepath.Join(core, liveness),
 		"registrationTimeout = time.Minute * 15", "registrationTimeout = "+duration(15*time.Minute))
+	queue := "pkg/controllers/disruption/queue.go"
+	changed(filepath.Join(original, queue), filepath.Join(core, queue),
+		"minRetryDuration        = 10 * time.Minute", "minRetryDuration        = "+duration(10*time.Minute))
 	controller, hurried := filepath.Join(repository, "shim/internal/controllers/failedmachine/controller.go"), filepath.Join(dir, "controller.go")
 	changed(controller, hurried,
 		"\tlook = 30 * time.Second", "\tlook = "+duration(30*time.Second),
 		"\tregistrationTimeout = 15 * time.Minute", "\tregistrationTimeout = "+duration(15*time.Minute),
 		"\textendAfter = 5 * time.Minute", "\textendAfter = "+duration(5*time.Minute))
-	overlay, err := json.Marshal(map[string]any{"Replace": map[string]string{controller: hurried}})
+	keeper, hurriedKeeper := filepath.Join(repository, "shim/internal/controllers/latenode/controller.go"), filepath.Join(dir, "keeper.go")
+	changed(keeper, hurriedKeeper, "\tcommandTimeout = 10 * time.Minute", "\tcommandTimeout = "+duration(10*time.Minute))
+	overlay, err := json.Marshal(map[string]any{"Replace": map[string]string{controller: hurried, keeper: hurriedKeeper}})
 	require.NoError(t, err)
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600))
 	changed(filepath.Join(repository, "go.work.sum"), filepath.Join(dir, "go.work.sum"))

@@ -44,6 +44,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/claimsync"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/failedmachine"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/floor"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/latenode"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodeclass"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodepools"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/overlays"
@@ -224,6 +225,7 @@ func run(ctx context.Context) error {
 			finder, opts.AgentTimeout),
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, fit, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
 		floor.New(op.Clock, op.GetClient(), finder, claimSync.Soon, op.EventRecorder),
+		latenode.New(op.Clock, decorated, clusterState),
 	)
 	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
 		core := nodeoverlay.NewController(op.Clock, op.GetClient(), undecorated, op.InstanceTypeStore, clusterState)
