@@ -118,6 +118,7 @@ func message(set *v1alpha1.NodePoolSet) string {
 }
 
 func TestNodePoolSetsReachTheSelectedClusters(t *testing.T) {
+	t.Parallel()
 	h := newPoolsHub(t)
 	mirror := h.client(h.namespace, "spoke").MirrorPublishedObjects(h.ref("spoke"))
 	ctx, cancel := context.WithCancel(t.Context())
@@ -176,6 +177,7 @@ func TestNodePoolSetsReachTheSelectedClusters(t *testing.T) {
 }
 
 func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {
+	t.Parallel()
 	h := newPoolsHub(t)
 	plane.Create(t, h.set("fleet", pool("default", `{}`)))
 	cluster := &clusterv1.Cluster{}
@@ -187,6 +189,7 @@ func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {
 }
 
 func TestTheOlderNodePoolSetPublishesWhatTwoName(t *testing.T) {
+	t.Parallel()
 	h := newPoolsHub(t)
 	plane.Create(t, h.set("b", pool("default", `{"weight": 1}`)))
 	h.ready("b", v1alpha1.WaitingReason)
@@ -207,6 +210,7 @@ func TestTheOlderNodePoolSetPublishesWhatTwoName(t *testing.T) {
 }
 
 func TestTheHubShowsWhatSpokesReport(t *testing.T) {
+	t.Parallel()
 	const clustersMetric = "capi_agent_node_pool_set_clusters"
 	h := newPoolsHub(t)
 	plane.Create(t, h.set("fleet", pool("default", `{"weight": 1}`), pool("spot", `{"weight": 2}`)))
@@ -265,6 +269,7 @@ func TestTheHubShowsWhatSpokesReport(t *testing.T) {
 }
 
 func TestMistakesInNodePoolSetsAreNamed(t *testing.T) {
+	t.Parallel()
 	h := newPoolsHub(t)
 	for name, c := range map[string]struct {
 		change func(*v1alpha1.NodePoolSet)
@@ -317,6 +322,7 @@ func TestMistakesInNodePoolSetsAreNamed(t *testing.T) {
 }
 
 func TestWithoutTheOptionNothingIsPublished(t *testing.T) {
+	t.Parallel()
 	namespace := plane.Namespace(t)
 	plane.Create(t, capitest.NewCluster(namespace, "spoke"))
 	o := testOptions(namespace)

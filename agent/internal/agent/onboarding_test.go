@@ -177,6 +177,7 @@ func assertSays(err error, text string) bool {
 }
 
 func TestABootstrapCertificateServesOneKey(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	secret := o.onboard(false)
 	first, second := o.with(0, secret), o.with(1, secret)
@@ -204,6 +205,7 @@ func TestABootstrapCertificateServesOneKey(t *testing.T) {
 
 // This holds however many keys race for it, with both agents.
 func TestABootstrapCertificateServesOneOfManyKeysAtOnce(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	secret := o.onboard(false)
 	by := []*client.Client{o.with(0, secret), o.with(1, secret)}
@@ -235,6 +237,7 @@ func TestABootstrapCertificateServesOneOfManyKeysAtOnce(t *testing.T) {
 }
 
 func TestAnotherOnboardingEndsTheOneBefore(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	// This certificate is from an authority without onboardings.
 	before := o.agents[0].client(o.cluster.Namespace, o.cluster.Name)
@@ -259,6 +262,7 @@ func TestAnotherOnboardingEndsTheOneBefore(t *testing.T) {
 
 // A certificate of an ended onboarding does not use up the limits of the current one.
 func TestAnEndedCertificateTakesNothingFromThePresentOne(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	key := o.key()
 	first, err := o.issue(o.with(0, o.onboard(false)), key)
@@ -278,6 +282,7 @@ func TestAnEndedCertificateTakesNothingFromThePresentOne(t *testing.T) {
 // A policy's grant to a Cluster's identity for another Cluster ends with the onboarding of the
 // former, even if the agent does not serve it.
 func TestAGrantForAnotherClusterNeedsThePresentOnboarding(t *testing.T) {
+	t.Parallel()
 	namespace := plane.Namespace(t)
 	own := capitest.NewCluster(namespace, "own")
 	own.Labels = map[string]string{v1alpha1.OnboardingLabel: "abc"}
@@ -307,6 +312,7 @@ identities:
 
 // An onboarding that has ended meanwhile does not replace the current one.
 func TestAnEarlierOnboardingDoesNotEnroll(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	keeper := spokes.New(spokes.Config{
 		Client: plane.Client, Clock: clocktesting.NewFakeClock(time.Now()), Serves: func(types.NamespacedName) bool { return true },
@@ -325,6 +331,7 @@ func TestAnEarlierOnboardingDoesNotEnroll(t *testing.T) {
 // Cluster API writes a Cluster's status while the Cluster is being created. A concurrent onboarding
 // is still detected.
 func TestAnOnboardingIsNotDisturbedByTheClustersStatus(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	prepare := func() *onboarding.Onboarding {
 		prepared, err := onboarding.Prepare(t.Context(), plane.Client, o.options, clock.RealClock{})
@@ -358,6 +365,7 @@ func drain[T any](stream interface{ Recv() (T, error) }) error {
 
 // Certificates of a Cluster are not valid for a Cluster that is recreated under its name.
 func TestAClusterThatIsMadeAgainObeysNoOldKey(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	shim := o.enrolled(false)
 	require.NoError(t, o.list(shim[0]))
@@ -372,6 +380,7 @@ func TestAClusterThatIsMadeAgainObeysNoOldKey(t *testing.T) {
 }
 
 func TestOffboardingEndsEveryKeyOfTheCluster(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	elsewhere := o.agents[0].client(o.cluster.Namespace, o.cluster.Name)
 	shim := o.enrolled(false)
@@ -394,6 +403,7 @@ func TestOffboardingEndsEveryKeyOfTheCluster(t *testing.T) {
 
 // Whichever way an onboarding ends, the shim's open streams end too, at both agents.
 func TestOpenStreamsEndWithTheOnboarding(t *testing.T) {
+	t.Parallel()
 	for name, end := range map[string]func(t *testing.T, o *onboarded, cluster *clusterv1.Cluster){
 		"the spoke is offboarded": func(t *testing.T, o *onboarded, _ *clusterv1.Cluster) {
 			t.Helper()
@@ -441,6 +451,7 @@ func TestOpenStreamsEndWithTheOnboarding(t *testing.T) {
 }
 
 func TestASpokeShowsItsShim(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	shim := o.enrolled(false)
 	sync := func(agent int) {
@@ -473,6 +484,7 @@ func TestASpokeShowsItsShim(t *testing.T) {
 }
 
 func TestUninstallTakesOnboardingsOff(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	o.enrolled(false)
 	prepared := o.dispatched(true)
@@ -508,6 +520,7 @@ func (o *onboarded) sets() []addonsv1.ClusterResourceSet {
 }
 
 func TestAClusterResourceSetIsForOneOnboardingOfOneCluster(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	first := o.dispatched(false)
 	sets := o.sets()
@@ -533,6 +546,7 @@ func TestAClusterResourceSetIsForOneOnboardingOfOneCluster(t *testing.T) {
 
 // The hub plays the role of the spoke.
 func TestTheSecretIsWrittenIntoTheSpoke(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	o.options.Secret.Namespace = o.cluster.Namespace + "-new"
 	prepare := func(again bool) *onboarding.Onboarding {
@@ -554,6 +568,7 @@ func TestTheSecretIsWrittenIntoTheSpoke(t *testing.T) {
 }
 
 func TestMistakesInOnboardingAreNamed(t *testing.T) {
+	t.Parallel()
 	o := newOnboarded(t)
 	for says, change := range map[string]func(*onboarding.Options){
 		"there is no Cluster":                   func(o *onboarding.Options) { o.Cluster.Name = "none" },
@@ -578,6 +593,7 @@ func TestMistakesInOnboardingAreNamed(t *testing.T) {
 
 // The look at a Spoke is not part of a call.
 func TestAPanicCostsOneSpokeAlone(t *testing.T) {
+	t.Parallel()
 	namespace, now := plane.Namespace(t), clocktesting.NewFakeClock(time.Now())
 	broken := true
 	keeper := spokes.New(spokes.Config{
@@ -610,6 +626,7 @@ func TestAPanicCostsOneSpokeAlone(t *testing.T) {
 
 // A Spoke is no longer connected once its shim has not synchronized for 15 minutes.
 func TestASilentSpokeIsNotConnected(t *testing.T) {
+	t.Parallel()
 	namespace := plane.Namespace(t)
 	cluster := capitest.NewCluster(namespace, "spoke")
 	plane.Create(t, cluster)
@@ -657,6 +674,7 @@ func TestASilentSpokeIsNotConnected(t *testing.T) {
 // Each agent also shows the shims that call the other agents, and a watcher receives each change
 // once.
 func TestWhatOneAgentNotesTheOthersShow(t *testing.T) {
+	t.Parallel()
 	namespace := plane.Namespace(t)
 	cluster := capitest.NewCluster(namespace, "spoke")
 	plane.Create(t, cluster)
