@@ -181,6 +181,8 @@ const (
 	ReasonFailed            = "Failed"
 	ReasonLate              = "Late"
 	ReasonNodeNotSeen       = "NodeNotSeen"
+	ReasonInfrastructure    = "WaitingForInfrastructure"
+	ReasonWaitingForNode    = "WaitingForNode"
 	ReasonNoRoom            = "NoRoom"
 	ReasonRefused           = "Refused"
 	ReasonNodeGroupGone     = "NodeGroupGone"

@@ -91,7 +91,12 @@ func (s *Snapshot) final(m *clusterv1.Machine) (why string, class failures.Class
 	if left := verdict.After - s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))); verdict.After > 0 && left > 0 {
 		return "", failures.Transient, left
 	}
-	return fmt.Sprintf("%s: the infrastructure of Machine %s reports %s: %s", verdict.Class.Says(), m.Name, reason, message), verdict.Class, 0
+	return fmt.Sprintf("%s: %s%s", verdict.Class.Says(), reports(m, reason), message), verdict.Class, 0
+}
+
+// reports returns the beginning of a message about what a Machine's infrastructure reports.
+func reports(m *clusterv1.Machine, reason string) string {
+	return fmt.Sprintf("the infrastructure of Machine %s reports %s: ", m.Name, reason)
 }
 
 // missingAfter is how long Cluster API must have found no infrastructure object of a Machine for
@@ -159,7 +164,7 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), s.failsAfter(option)
 		if why = s.late(d, since, given, what); why == "" {
 			verdict, reason = TimeOut, ReasonLate
-			since, given = latest(boundAt(c, m), unpausedAt(m.Status.Conditions)), lateAfter(s.Group.MaxNodeProvisionTime, c, option)
+			since, given = waitsSince(c, m), lateAfter(s.Group.MaxNodeProvisionTime, c, option)
 			why = s.late(d, since, given, what)
 		}
 		if unseen := s.unseen(c, m, since.Add(given)); why != "" && unseen != "" {
@@ -168,7 +173,9 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 			}
 			return false
 		}
-		if why != "" && trouble != "" {
+		if why == "" {
+			s.explainTrouble(d, c, m, trouble, message)
+		} else if trouble != "" {
 			why += fmt.Sprintf("; its infrastructure reports %s: %s", trouble, message)
 		}
 	}
@@ -221,6 +228,11 @@ func (s *Snapshot) failsAfter(option time.Duration) time.Duration {
 func (f Failure) NodeDeadlineOf(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) time.Duration {
 	ofGroup, _ := eligibility.MaxNodeProvisionTime(md)
 	return lateAfter(ofGroup, c, f.NodeDeadline)
+}
+
+// waitsSince returns when the claim's wait for the Machine starts, after the last pause.
+func waitsSince(c *v1alpha1.MachineClaim, m *clusterv1.Machine) time.Time {
+	return latest(boundAt(c, m), unpausedAt(m.Status.Conditions))
 }
 
 // boundAt returns since when the claim waits for the Machine: the time of binding if the Machine

@@ -1286,7 +1286,8 @@ type Claim struct {
 	// The claim's phase.
 	Phase ClaimPhase `protobuf:"varint,6,opt,name=phase,proto3,enum=capi.agent.v1alpha1.ClaimPhase" json:"phase,omitempty"`
 	// Why it is in this phase, one CamelCase word: while PENDING what it waits for
-	// (`WaitingForMachine`), while RELEASING the cause of the release (`ReleaseRequested`,
+	// (`WaitingForMachine`), while BOUND what its machine waits for (`WaitingForInfrastructure`,
+	// `WaitingForNode`, `NodeNotSeen`), while RELEASING the cause of the release (`ReleaseRequested`,
 	// `ReturnRequested`, `Collected`, `Late`, `Failed`), when ENDED how it ended (`Released`,
 	// `Returned`, `HandedOver`, `Cancelled`, `MachineLost`, `NoRoom`, `Refused`, `Failed`,
 	// `NodeGroupGone`, `NeverMade`).
