@@ -16,10 +16,12 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Class is the meaning of a report. Every class except [Transient] means that the machine will not
-// come.
+// Class is why a machine does not come. Every class except [Transient] means that it will not.
+//
+// Claims and metrics carry the names, so a name never changes its meaning.
 type Class string
 
+// Classes of reports.
 const (
 	// Transient means that the machine may still come. Unknown reports are transient.
 	Transient Class = "Transient"
@@ -29,14 +31,26 @@ const (
 	Quota Class = "Quota"
 	// Configuration means that a setting is wrong and must be corrected.
 	Configuration Class = "Configuration"
-	// GivenUp means that the provider has stopped trying, without a specific reason.
+	// GivenUp means that the provider has stopped trying, without a specific reason, or that the
+	// infrastructure object no longer exists.
 	GivenUp Class = "GivenUp"
 )
 
-// Says describes the class in a few words, for messages. It is "" for [Transient].
+// Classes of failures that do not follow from a report of the infrastructure.
+const (
+	// TimedOut means that the machine took several times its deadline, or was never created.
+	TimedOut Class = "TimedOut"
+	// Reported means that the claim's holder released the claim as failed.
+	Reported Class = "Reported"
+)
+
+// Final returns the classes that mean that the machine will not come.
+func Final() []Class { return []Class{Capacity, Quota, Configuration, GivenUp, TimedOut, Reported} }
+
+// Says describes the class of a report in a few words, for messages. It is "" for [Transient].
 func (c Class) Says() string {
 	switch c {
-	case Transient:
+	case Transient, TimedOut, Reported:
 	case Capacity:
 		return "there is no capacity"
 	case Quota:

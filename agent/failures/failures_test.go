@@ -92,6 +92,7 @@ func TestRulesThatCannotBeReadAreRefused(t *testing.T) {
 		"- {message: 'a(', means: Capacity}":                "[0].message",
 		"- {reason: a, means: Broken}":                      `[0].means: "Broken"`,
 		"- {reason: a}":                                     "[0].means",
+		"- {reason: a, means: TimedOut}":                    `[0].means: "TimedOut"`,
 		"- {reason: a, means: Quota, after: soon}":          "[0].after",
 		"- {reason: a, means: Quota, otherwise: Transient}": "otherwise",
 	} {
@@ -101,8 +102,10 @@ func TestRulesThatCannotBeReadAreRefused(t *testing.T) {
 	}
 }
 
-func TestEveryClassButTransientSaysSomething(t *testing.T) {
-	assert.Empty(t, Transient.Says())
+func TestEveryClassOfAReportButTransientSaysSomething(t *testing.T) {
+	for _, c := range []Class{Transient, TimedOut, Reported} {
+		assert.Empty(t, c.Says(), "no report has it, or it is no failure")
+	}
 	for _, c := range []Class{Capacity, Quota, Configuration, GivenUp} {
 		assert.NotEmpty(t, strings.TrimSpace(c.Says()))
 	}

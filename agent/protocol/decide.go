@@ -9,6 +9,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 )
 
 // Decision is what the protocol asks for, given a snapshot. [Decide] computes it without side
@@ -87,6 +88,8 @@ type Action struct {
 	// UIDs are the Machines that a MachineSet is lowered for. Counts are all Machines that the
 	// ledger lowers for under pause.
 	UIDs, Counts []types.UID
+	// Class is why the Machine of a claim that fails does not come.
+	Class failures.Class
 	// Event is added to the claim's history. The writer sets its time.
 	Event v1alpha1.Event
 }
@@ -178,6 +181,8 @@ const (
 	ReasonFailed            = "Failed"
 	ReasonLate              = "Late"
 	ReasonNodeNotSeen       = "NodeNotSeen"
+	ReasonInfrastructure    = "WaitingForInfrastructure"
+	ReasonWaitingForNode    = "WaitingForNode"
 	ReasonNoRoom            = "NoRoom"
 	ReasonRefused           = "Refused"
 	ReasonNodeGroupGone     = "NodeGroupGone"

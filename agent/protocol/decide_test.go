@@ -15,6 +15,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 )
 
 func TestAFirstClaimRaisesReplicasAndLeavesTheFloorAlone(t *testing.T) {
@@ -449,6 +450,50 @@ func TestAMachineIsGivenUpForWhatIsKnownOfItsProvider(t *testing.T) {
 	assert.Equal(t, []ActionKind{Fail}, kinds(Decide(s)))
 	s.Machines[0].Spec.ProviderID = "metal3://a"
 	assert.Empty(t, kinds(Decide(s)), "it has come")
+}
+
+func TestAFailureHasAClass(t *testing.T) {
+	const deadline = 2 * time.Minute
+	blocked := func(why string) *Snapshot {
+		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
+		s.Now = s.Now.Add(deadline)
+		if why != "" {
+			s.Sets[0].Status.Conditions = []metav1.Condition{{
+				Type: clusterv1.MachineSetScalingUpCondition, Status: "True", Message: "Scaling up from 0 to 1 replicas is blocked because:\n* " + why,
+			}}
+		}
+		return s
+	}
+	bound := func(reason, message string, age time.Duration) *Snapshot {
+		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+			withMachine("m", "c", infrastructure(reason)).withClaim("c", v1alpha1.PhaseBound, "m")
+		s.Machines[0].Spec.InfrastructureRef.Kind = "AzureMachine"
+		c := &s.Machines[0].Status.Conditions[0]
+		c.Message, c.LastTransitionTime = message, s.Machines[0].CreationTimestamp
+		s.Now = s.Now.Add(age)
+		return s
+	}
+	for name, test := range map[string]struct {
+		s    *Snapshot
+		want failures.Class
+	}{
+		"no capacity":                             {bound("Failed", "ERROR CODE: ZonalAllocationFailed", 0), failures.Capacity},
+		"no quota":                                {bound("Failed", "ERROR CODE: QuotaExceeded", 0), failures.Quota},
+		"a mistake":                               {bound("Failed", "ERROR CODE: AuthorizationFailed", 5*time.Minute), failures.Configuration},
+		"a reason of --failure-reasons":           {bound("NoRoom", "", 0), failures.GivenUp},
+		"no infrastructure":                       {bound(clusterv1.MachineInfrastructureDoesNotExistReason, "", time.Hour), failures.GivenUp},
+		"nothing final for several deadlines":     {bound("Failed", "RESPONSE 429", Patience*deadline), failures.TimedOut},
+		"no Machine":                              {blocked(""), failures.TimedOut},
+		"no Machine, for no reason that is known": {blocked("the control plane is upgrading"), failures.TimedOut},
+		"no Machine, for a quota of the hub":      {blocked(`machines is forbidden: exceeded quota: fleet`), failures.Quota},
+	} {
+		t.Run(name, func(t *testing.T) {
+			test.s.Failure = Failure{Known: true, Reasons: []string{"NoRoom"}, ObjectDeadline: deadline, ProviderIDDeadline: deadline}
+			d := Decide(test.s)
+			require.Equal(t, []ActionKind{Fail}, kinds(d))
+			assert.Equal(t, test.want, d.Actions[0].Class, d.Actions[0].Event.Message)
+		})
+	}
 }
 
 func TestWhereTheMachineSaysNothingItsInfrastructureIsAsked(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/samber/lo"
@@ -72,25 +73,30 @@ func (f Failure) See(m *clusterv1.Machine) string {
 	return f.of(m.Spec.InfrastructureRef.Kind, reason, message).See
 }
 
-// final returns why the Machine will not come, as its infrastructure reports; "" if it may come.
-// left is when to look again; zero means at no particular time.
-func (s *Snapshot) final(m *clusterv1.Machine) (why string, left time.Duration) {
+// final returns why the Machine will not come, as its infrastructure reports, and the class of the
+// report; "" if it may come. left is when to look again; zero means at no particular time.
+func (s *Snapshot) final(m *clusterv1.Machine) (why string, class failures.Class, left time.Duration) {
 	if m.Spec.ProviderID != "" {
-		return "", 0
+		return "", failures.Transient, 0
 	}
 	reason, message := s.trouble(m)
 	verdict := s.Failure.of(m.Spec.InfrastructureRef.Kind, reason, message)
 	if verdict.Class == failures.Transient {
 		if s.Failure.See(m) == "" {
-			return "", 0
+			return "", failures.Transient, 0
 		}
 		_, known := s.Reports[m.UID]
-		return "", lo.Ternary(known, ReportLife, reportSoon)
+		return "", failures.Transient, lo.Ternary(known, ReportLife, reportSoon)
 	}
 	if left := verdict.After - s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))); verdict.After > 0 && left > 0 {
-		return "", left
+		return "", failures.Transient, left
 	}
-	return fmt.Sprintf("%s: the infrastructure of Machine %s reports %s: %s", verdict.Class.Says(), m.Name, reason, message), 0
+	return fmt.Sprintf("%s: %s%s", verdict.Class.Says(), reports(m, reason), message), verdict.Class, 0
+}
+
+// reports returns the beginning of a message about what a Machine's infrastructure reports.
+func reports(m *clusterv1.Machine, reason string) string {
+	return fmt.Sprintf("the infrastructure of Machine %s reports %s: ", m.Name, reason)
 }
 
 // missingAfter is how long Cluster API must have found no infrastructure object of a Machine for
@@ -129,22 +135,25 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 		return false
 	}
 	var why string
-	verdict, reason := Fail, ReasonFailed
+	verdict, reason, class := Fail, ReasonFailed, failures.TimedOut
 	switch {
 	case m == nil:
 		if why = s.unmade(d, c); why == "" {
 			s.explainBlocked(d, c)
 		} else if blocked := s.blocked(); blocked != "" {
 			why += ": " + blocked
+			class = classOfBlocked(blocked)
 		}
 	case s.gone(m):
 		why, _ = missing(m)
+		class = failures.GivenUp
 	default:
 		if what, since := missing(m); what != "" {
 			d.Wake(missingAfter - s.ago(since))
 		}
-		var counts time.Duration
-		if why, counts = s.final(m); why != "" {
+		final, reported, counts := s.final(m)
+		if final != "" {
+			why, class = final, reported
 			break
 		}
 		if counts > 0 {
@@ -155,7 +164,7 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), s.failsAfter(option)
 		if why = s.late(d, since, given, what); why == "" {
 			verdict, reason = TimeOut, ReasonLate
-			since, given = latest(boundAt(c, m), unpausedAt(m.Status.Conditions)), lateAfter(s.Group.MaxNodeProvisionTime, c, option)
+			since, given = waitsSince(c, m), lateAfter(s.Group.MaxNodeProvisionTime, c, option)
 			why = s.late(d, since, given, what)
 		}
 		if unseen := s.unseen(c, m, since.Add(given)); why != "" && unseen != "" {
@@ -164,15 +173,26 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 			}
 			return false
 		}
-		if why != "" && trouble != "" {
+		if why == "" {
+			s.explainTrouble(d, c, m, trouble, message)
+		} else if trouble != "" {
 			why += fmt.Sprintf("; its infrastructure reports %s: %s", trouble, message)
 		}
 	}
 	if why == "" {
 		return false
 	}
-	d.Actions = append(d.Actions, Action{Kind: verdict, Claim: c, Machine: m, Event: v1alpha1.Event{Reason: reason, Message: why}})
+	d.Actions = append(d.Actions, Action{Kind: verdict, Claim: c, Machine: m, Class: class, Event: v1alpha1.Event{Reason: reason, Message: why}})
 	return true
+}
+
+// classOfBlocked returns the class of the failure of a claim for which no Machine was created in
+// time, given why Cluster API creates none. A ResourceQuota's refusal always has these words.
+func classOfBlocked(blocked string) failures.Class {
+	if strings.Contains(blocked, "exceeded quota") {
+		return failures.Quota
+	}
+	return failures.TimedOut
 }
 
 // awaited returns what the Machine lacks, and the option that limits how long claims wait for it by
@@ -208,6 +228,11 @@ func (s *Snapshot) failsAfter(option time.Duration) time.Duration {
 func (f Failure) NodeDeadlineOf(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) time.Duration {
 	ofGroup, _ := eligibility.MaxNodeProvisionTime(md)
 	return lateAfter(ofGroup, c, f.NodeDeadline)
+}
+
+// waitsSince returns when the claim's wait for the Machine starts, after the last pause.
+func waitsSince(c *v1alpha1.MachineClaim, m *clusterv1.Machine) time.Time {
+	return latest(boundAt(c, m), unpausedAt(m.Status.Conditions))
 }
 
 // boundAt returns since when the claim waits for the Machine: the time of binding if the Machine
@@ -262,7 +287,7 @@ func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	if given := s.failsAfter(option); given > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= given {
 		return true
 	}
-	why, _ := s.final(m)
+	why, _, _ := s.final(m)
 	return why != ""
 }
 

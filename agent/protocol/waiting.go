@@ -19,6 +19,10 @@ const (
 	punctual = time.Minute
 	// explainEvery is the minimum time between two explanations of why one claim waits.
 	explainEvery = time.Minute
+	// slowInfrastructure is how long a bound claim waits for its Machine's infrastructure before it
+	// explains why. Until then most infrastructure reports only that it is being created, and an
+	// explanation would be a write for every claim.
+	slowInfrastructure = 3 * time.Minute
 )
 
 // unmade returns a message if no Machine was created for the claim within its deadline, "" while
@@ -71,6 +75,40 @@ func (s *Snapshot) explainBlocked(d *Decision, c *v1alpha1.MachineClaim) {
 		}
 	}
 	d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{Reason: ReasonWaitingForMachine, Message: blocked}})
+}
+
+// explainTrouble records on a bound claim that waits for long what its Machine's infrastructure
+// reports, and takes that back once the infrastructure reports nothing. Only another reason is news,
+// because a message may contain the number of an attempt or of a request.
+func (s *Snapshot) explainTrouble(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, reason, message string) {
+	event := v1alpha1.Event{Reason: ReasonInfrastructure, Message: Line(reports(m, reason) + message)}
+	head := Line(reports(m, reason))
+	head = head[:min(len(head), MaxMessage/2)] // of what is left of a message that was cut
+	switch c.Status.Reason {
+	case ReasonBound, ReasonWaitingForNode:
+		if reason == "" {
+			return
+		}
+	case ReasonInfrastructure:
+		if reason == "" {
+			event = v1alpha1.Event{
+				Reason: ReasonWaitingForNode, Message: "the infrastructure of Machine " + m.Name + " reports no trouble any more; no Node has joined yet",
+			}
+		} else if strings.HasPrefix(c.Status.Message, head) {
+			return
+		}
+	default: // another explanation, which matters more
+		return
+	}
+	left := slowInfrastructure - s.Now.Sub(waitsSince(c, m))
+	if n := len(c.Status.History); n > 0 {
+		left = max(left, explainEvery-s.Now.Sub(c.Status.History[n-1].Time.Time))
+	}
+	if left > 0 {
+		d.Wake(left)
+		return
+	}
+	d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: event})
 }
 
 // blocked returns which MachineSet creates no Machines, and why; "" if none is blocked.

@@ -1,6 +1,8 @@
 package protocol
 
 import (
+	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -100,16 +102,107 @@ func TestExplanationsOfABlockedGroupAreFew(t *testing.T) {
 			Type: clusterv1.MachineSetScalingUpCondition, Status: "True",
 			Message: "Scaling up from 0 to " + string(rune('0'+replicas%10)) + " replicas is blocked because:\n* the control plane is upgrading",
 		}}
-		for _, a := range Decide(s).Actions {
-			require.Equal(t, Explain, a.Kind)
-			a.Event.Time = metav1.NewTime(s.Now)
-			a.Claim.Status.History = append(a.Claim.Status.History, a.Event)
-			a.Claim.Status.Reason, a.Claim.Status.Message = a.Event.Reason, a.Event.Message
-			writes++
-		}
+		writes += explained(t, s)
 		s.Now = s.Now.Add(time.Second)
 	}
 	assert.Equal(t, 2, writes)
+}
+
+// explained writes the explanations that are due, and returns how many there were.
+func explained(t *testing.T, s *Snapshot) int {
+	t.Helper()
+	actions := Decide(s).Actions
+	for _, a := range actions {
+		require.Equal(t, Explain, a.Kind)
+		a.Event.Time = metav1.NewTime(s.Now)
+		a.Claim.Status.History = append(a.Claim.Status.History, a.Event)
+		a.Claim.Status.Reason, a.Claim.Status.Message = a.Event.Reason, a.Event.Message
+	}
+	return len(actions)
+}
+
+// troubled is a group with a claim that was bound just now, to a Machine whose infrastructure
+// reports something that passes.
+func troubled() (*Snapshot, *v1alpha1.MachineClaim) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+		withMachine("m", "c", infrastructure("RequestLimited")).withClaim("c", v1alpha1.PhaseBound, "m")
+	bound := metav1.NewTime(s.Now)
+	c := s.Claims[0]
+	c.Status.Reason, c.Status.Message, c.Status.BoundAt = ReasonBound, "bound to Machine m", &bound
+	c.Status.History = []v1alpha1.Event{{Time: bound, Reason: ReasonBound}}
+	return s, c
+}
+
+func TestABoundClaimThatWaitsForLongShowsWhatItsInfrastructureReports(t *testing.T) {
+	s, c := troubled()
+	condition := &s.Machines[0].Status.Conditions[0]
+	d := Decide(s)
+	require.Empty(t, kinds(d), "most Machines come before that")
+	require.Equal(t, slowInfrastructure, d.Again)
+
+	writes := 0
+	for attempt := range 30 {
+		s.Now = s.Now.Add(time.Minute)
+		condition.Message = fmt.Sprintf("attempt %d", attempt)
+		writes += explained(t, s)
+	}
+	assert.Equal(t, 1, writes, "another attempt is no news")
+	assert.Equal(t, "WaitingForInfrastructure", c.Status.Reason)
+	assert.Equal(t, "the infrastructure of Machine m reports RequestLimited: attempt 2", c.Status.Message)
+
+	condition.Reason, condition.Message = "NoHost", strings.Repeat("é", MaxMessage)
+	require.Equal(t, 1, explained(t, s))
+	assert.Contains(t, c.Status.Message, "reports NoHost: é")
+	assert.LessOrEqual(t, len(c.Status.Message), MaxMessage)
+	s.Now = s.Now.Add(time.Hour)
+	require.Zero(t, explained(t, s))
+
+	condition.Reason = strings.Repeat("R", MaxMessage)
+	require.Equal(t, 1, explained(t, s))
+	s.Now = s.Now.Add(time.Hour)
+	require.Zero(t, explained(t, s), "a reason that fills the message")
+
+	condition.Status = metav1.ConditionTrue
+	require.Equal(t, 1, explained(t, s), "what holds no longer is not shown")
+	assert.Equal(t, "WaitingForNode", c.Status.Reason)
+	s.Now = s.Now.Add(time.Hour)
+	require.Zero(t, explained(t, s))
+}
+
+func TestTroubleThatComesAndGoesIsExplainedOnceAMinute(t *testing.T) {
+	s, _ := troubled()
+	condition := &s.Machines[0].Status.Conditions[0]
+	s.Now = s.Now.Add(slowInfrastructure)
+	writes := 0
+	for i := range 10 * 60 {
+		condition.Reason = []string{"RequestLimited", "NoHost"}[i%2]
+		condition.Status = []metav1.ConditionStatus{"False", "False", "True"}[i%3]
+		writes += explained(t, s)
+		s.Now = s.Now.Add(time.Second)
+	}
+	assert.InDelta(t, 10, writes, 1)
+}
+
+func TestWhatIsWrongWithAClaimMattersMoreThanItsInfrastructure(t *testing.T) {
+	for _, reason := range []string{ReasonOwnerMissing, ReasonWriteRefused, ReasonNodeNotSeen} {
+		s, c := troubled()
+		c.Status.Reason = reason
+		s.Now = s.Now.Add(time.Hour)
+		assert.Zero(t, explained(t, s), reason)
+	}
+	s, _ := troubled()
+	s.Group = s.Group.With(&eligibility.Refusal{Reason: eligibility.Paused})
+	s.Now = s.Now.Add(time.Hour)
+	assert.Zero(t, explained(t, s), "nothing is expected of a paused group")
+}
+
+// A Machine that joins is told by its Node, whatever its infrastructure reported.
+func TestAMachineWithItsNodeIsNotExplained(t *testing.T) {
+	s, c := troubled()
+	node(s.Machines[0])
+	c.Status.Machine.NodeName = "node-m"
+	s.Now = s.Now.Add(time.Hour)
+	assert.Zero(t, explained(t, s))
 }
 
 // The texts are those of Cluster API 1.14.

@@ -131,6 +131,22 @@ var releaseCases = []testCase{
 		require.True(s, agenterrors.IsNoRoom(err), "%v", err)
 	}},
 
+	{"release.failure-class", fault(), "a claim that its holder released as failed is shown as such, and no other one", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.mustCreate("fine", id)
+		s.untilBound("fine")
+		s.mustRelease("fine")
+		require.Equal(s, agentv1alpha1.FailureClass_FAILURE_CLASS_UNSPECIFIED, s.untilEnded("fine").GetFailureClass())
+		s.mustCreate("bad", id)
+		s.untilBound("bad")
+		response, err := s.Client().Claims.ReleaseClaim(s.bounded(), &agentv1alpha1.ReleaseClaimRequest{
+			Cluster: s.Cluster(), ClaimId: "bad", Failed: true,
+		})
+		require.NoError(s, err)
+		require.Equal(s, agentv1alpha1.FailureClass_FAILURE_CLASS_REPORTED, response.GetClaim().GetFailureClass())
+		require.Equal(s, agentv1alpha1.FailureClass_FAILURE_CLASS_REPORTED, s.untilEnded("bad").GetFailureClass())
+	}},
+
 	{"release.room", fault(), "room that a release makes can be claimed again", func(s *suite) {
 		id := s.group(deployment("workers", maxSize(1)))
 		s.running("first", id)

@@ -37,6 +37,13 @@ const (
 	reasonLate              = "Late"
 )
 
+// These are what the fake gives up machines for.
+const (
+	notFailed = agentv1alpha1.FailureClass_FAILURE_CLASS_UNSPECIFIED
+	givenUp   = agentv1alpha1.FailureClass_FAILURE_CLASS_GIVEN_UP
+	reported  = agentv1alpha1.FailureClass_FAILURE_CLASS_REPORTED
+)
+
 // unknownHolder is the holder of the tombstone of a claim that was never made.
 const unknownHolder = "unknown"
 
@@ -55,6 +62,7 @@ type claim struct {
 	releasedAt      time.Time
 	endedAt         time.Time
 	failedAt        time.Time // when its machine was given up
+	failure         agentv1alpha1.FailureClass
 	spoke           string
 	registered      bool                 // its machine's Node was reported as registered
 	patience        *durationpb.Duration // the requested MaxNodeProvisionTime; nil if none
@@ -89,13 +97,13 @@ func (a *Agent) Claim(cluster *agentv1alpha1.ClusterRef, claimID string) *agentv
 // removed, and the node group cools down. It panics if there is no such claim, or the claim is not
 // live.
 func (a *Agent) GiveUp(cluster *agentv1alpha1.ClusterRef, claimID, message string) {
-	a.edit(func() { a.release(a.mustLive(cluster, claimID), reasonFailed, message, true) })
+	a.edit(func() { a.release(a.mustLive(cluster, claimID), reasonFailed, message, givenUp) })
 }
 
 // TimeOut makes the agent treat the claim's machine as late: the claim is released, and a machine
 // without a Node is handed over. It panics if there is no such claim, or the claim is not live.
 func (a *Agent) TimeOut(cluster *agentv1alpha1.ClusterRef, claimID, message string) {
-	a.edit(func() { a.release(a.mustLive(cluster, claimID), reasonLate, message, false) })
+	a.edit(func() { a.release(a.mustLive(cluster, claimID), reasonLate, message, notFailed) })
 }
 
 func (a *Agent) mustLive(cluster *agentv1alpha1.ClusterRef, claimID string) *claim {
@@ -249,7 +257,8 @@ func (a *Agent) make(c *claim, g *group) {
 
 // release starts the release of a live claim, and completes it if there is nothing to wait for. A
 // failed machine is not handed over, and its group cools down.
-func (a *Agent) release(c *claim, reason, why string, failed bool) {
+func (a *Agent) release(c *claim, reason, why string, failure agentv1alpha1.FailureClass) {
+	failed := failure != notFailed
 	c.releasedAt = a.now()
 	c.reason, c.message = reason, why
 	c.happened(c.releasedAt, reason, why)
@@ -257,7 +266,7 @@ func (a *Agent) release(c *claim, reason, why string, failed bool) {
 	g := a.groups[c.groupID]
 	m := c.machine
 	if failed {
-		c.failedAt = c.releasedAt
+		c.failedAt, c.failure = c.releasedAt, failure
 	}
 	if failed && a.settings.coolDown > 0 && g != nil {
 		a.block(g, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, why, a.now().Add(a.settings.coolDown))
@@ -414,7 +423,7 @@ func (c *claim) render() *agentv1alpha1.Claim {
 		object.EndedAt = timestamppb.New(c.endedAt)
 	}
 	if !c.failedAt.IsZero() {
-		object.FailedAt = timestamppb.New(c.failedAt)
+		object.FailedAt, object.FailureClass = timestamppb.New(c.failedAt), c.failure
 	}
 	object.Drained, object.Returned, object.MaxNodeProvisionTime = c.drained, c.returned, c.patience
 	return object

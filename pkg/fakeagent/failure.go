@@ -135,11 +135,11 @@ func (a *Agent) failed(m *machine) {
 		if c == nil || !c.live() {
 			return
 		}
-		reason := reasonFailed
+		reason, failure := reasonFailed, givenUp
 		if m.fails.Outcome == OutcomeLate {
-			reason = reasonLate
+			reason, failure = reasonLate, notFailed
 		}
-		a.release(c, reason, why, m.fails.Outcome == OutcomeFailed)
+		a.release(c, reason, why, failure)
 	case OutcomeLost:
 		a.lose(m)
 	default:

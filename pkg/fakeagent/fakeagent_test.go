@@ -232,6 +232,7 @@ func TestAFailedMachineCoolsItsGroupDown(t *testing.T) {
 
 	agent.GiveUp(fakeagent.DefaultCluster(), "a-claim", "no more of these in zone-a")
 	require.NotNil(t, claimOf(agent, "a-claim").GetFailedAt())
+	require.Equal(t, agentv1alpha1.FailureClass_FAILURE_CLASS_GIVEN_UP, claimOf(agent, "a-claim").GetFailureClass())
 	err := create(t, agent, "b-claim")
 	require.True(t, agenterrors.IsNoRoom(err), "%v", err)
 	rejection := agenterrors.Rejections(err)[0]

@@ -141,7 +141,11 @@ func (s claimService) ReleaseClaim(
 		if c.drained = request.GetDrained(); c.drained {
 			why += " (drained)"
 		}
-		a.release(c, reasonReleaseRequested, why, request.GetFailed())
+		failure := notFailed
+		if request.GetFailed() {
+			failure = reported
+		}
+		a.release(c, reasonReleaseRequested, why, failure)
 		a.publish()
 	}
 	if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING && request.GetDrained() && !c.drained {
@@ -330,7 +334,7 @@ func (s claimService) SyncClaims(
 			continue
 		}
 		response.CollectedClaimIds = append(response.CollectedClaimIds, c.id)
-		a.release(c, reasonCollected, "its owner is gone: it is not in the live set of "+c.holder, false)
+		a.release(c, reasonCollected, "its owner is gone: it is not in the live set of "+c.holder, notFailed)
 	}
 	if reports {
 		a.reports[cluster] = request.GetNodes()

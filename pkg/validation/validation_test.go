@@ -2,15 +2,20 @@ package validation_test
 
 import (
 	"context"
+	"regexp/syntax"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
+	"unicode"
 
+	"buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
 	"buf.build/go/protovalidate"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
@@ -100,11 +105,43 @@ func TestWhatCannotBeReadIsLeftToTheDecoder(t *testing.T) {
 	}
 }
 
-// TestEveryListAndMapOfARequestIsBounded walks every request of the API: an unbounded list or map
-// would be decoded whatever its size.
-func TestEveryListAndMapOfARequestIsBounded(t *testing.T) {
+// eachRequest calls visit with every message that a call of the API can send, which are those of the
+// requests and of their fields. It finds the API's files by their package.
+func eachRequest(t *testing.T, visit func(message protoreflect.MessageDescriptor)) {
+	t.Helper()
+	seen := map[protoreflect.FullName]bool{}
 	var walk func(message protoreflect.MessageDescriptor)
 	walk = func(message protoreflect.MessageDescriptor) {
+		if seen[message.FullName()] {
+			return
+		}
+		seen[message.FullName()] = true
+		visit(message)
+		for i := range message.Fields().Len() {
+			if field := message.Fields().Get(i); field.Message() != nil && !field.IsMap() {
+				walk(field.Message())
+			}
+		}
+	}
+	api := agentv1alpha1.File_capi_agent_v1alpha1_claim_proto.Package()
+	services := 0
+	protoregistry.GlobalFiles.RangeFilesByPackage(api, func(file protoreflect.FileDescriptor) bool {
+		for i := range file.Services().Len() {
+			services++
+			methods := file.Services().Get(i).Methods()
+			for j := range methods.Len() {
+				walk(methods.Get(j).Input())
+			}
+		}
+		return true
+	})
+	require.GreaterOrEqual(t, services, 7, "services of the API")
+	require.True(t, seen["capi.agent.v1alpha1.NodePoolStatus"], "a message in a request of the newest service")
+}
+
+// An unbounded list or map would be decoded whatever its size.
+func TestEveryListAndMapOfARequestIsBounded(t *testing.T) {
+	eachRequest(t, func(message protoreflect.MessageDescriptor) {
 		for i := range message.Fields().Len() {
 			field := message.Fields().Get(i)
 			rules, err := protovalidate.ResolveFieldRules(field)
@@ -115,21 +152,119 @@ func TestEveryListAndMapOfARequestIsBounded(t *testing.T) {
 			case field.IsList():
 				require.Positive(t, rules.GetRepeated().GetMaxItems(), "%s has no max_items", field.FullName())
 			}
-			if field.Message() != nil && !field.IsMap() {
-				walk(field.Message())
-			}
 		}
+	})
+}
+
+// What is stored, logged or sent back is counted in bytes. A length in characters alone allows four
+// times as many.
+func TestEveryTextOfARequestIsBoundedInBytes(t *testing.T) {
+	eachRequest(t, func(message protoreflect.MessageDescriptor) {
+		for i := range message.Fields().Len() {
+			field := message.Fields().Get(i)
+			rules, err := protovalidate.ResolveFieldRules(field)
+			require.NoError(t, err)
+			if field.IsMap() {
+				requireBytes(t, field.MapKey(), rules.GetMap().GetKeys(), field.FullName()+" (keys)")
+				requireBytes(t, field.MapValue(), rules.GetMap().GetValues(), field.FullName()+" (values)")
+				continue
+			}
+			if field.IsList() {
+				rules = rules.GetRepeated().GetItems()
+			}
+			requireBytes(t, field, rules, field.FullName())
+		}
+	})
+}
+
+// requireBytes fails if a string or bytes field has no maximum in bytes.
+func requireBytes(t *testing.T, field protoreflect.FieldDescriptor, rules *validate.FieldRules, name protoreflect.FullName) {
+	t.Helper()
+	switch field.Kind() { //nolint:exhaustive // other kinds have a size
+	case protoreflect.BytesKind:
+		require.Positive(t, rules.GetBytes().GetMaxLen(), "%s has no max_len", name)
+	case protoreflect.StringKind:
+		text := rules.GetString()
+		if text.GetMaxBytes() > 0 {
+			return
+		}
+		require.Positive(t, text.GetMaxLen(), "%s has neither max_bytes nor max_len", name)
+		require.True(t, onlyASCII(t, text.GetPattern()), "%s has no max_bytes, and its pattern %q allows more than ASCII", name, text.GetPattern())
 	}
-	for _, file := range []protoreflect.FileDescriptor{
-		agentv1alpha1.File_capi_agent_v1alpha1_claim_proto, agentv1alpha1.File_capi_agent_v1alpha1_machine_proto,
-		agentv1alpha1.File_capi_agent_v1alpha1_node_group_proto, agentv1alpha1.File_capi_agent_v1alpha1_status_proto,
-	} {
-		for i := range file.Services().Len() {
-			methods := file.Services().Get(i).Methods()
-			for j := range methods.Len() {
-				walk(methods.Get(j).Input())
-			}
+}
+
+// onlyASCII reports whether every text that matches the pattern consists of ASCII characters.
+func onlyASCII(t *testing.T, pattern string) bool {
+	t.Helper()
+	parsed, err := syntax.Parse(pattern, syntax.Perl)
+	require.NoError(t, err)
+	if !strings.HasPrefix(pattern, "^") || !strings.HasSuffix(pattern, "$") {
+		return false // the rest of the text may be anything
+	}
+	var ascii func(part *syntax.Regexp) bool
+	ascii = func(part *syntax.Regexp) bool {
+		switch part.Op { //nolint:exhaustive // what matches no characters itself, or those of its parts
+		case syntax.OpAnyChar, syntax.OpAnyCharNotNL:
+			return false
+		case syntax.OpLiteral, syntax.OpCharClass: // a class is a list of ranges
+			return !slices.ContainsFunc(part.Rune, func(r rune) bool { return r > unicode.MaxASCII })
 		}
+		return !slices.ContainsFunc(part.Sub, func(sub *syntax.Regexp) bool { return !ascii(sub) })
+	}
+	return ascii(parsed)
+}
+
+func TestPatternsThatAllowOnlyASCII(t *testing.T) {
+	for pattern, want := range map[string]bool{
+		"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": true, "^(abc|[0-9]+)?$": true, "^\\d+$": true,
+		"": false, "[a-z]": false, "^[a-z]": false, "^.*$": false, "^\\P{Cc}*$": false, "^[^/]+$": false, "^(a|é)$": false,
+	} {
+		require.Equal(t, want, onlyASCII(t, pattern), pattern)
+	}
+}
+
+// What a shim sends of NodePools is accepted: it cuts messages in characters, and the label with the
+// set's name is a user's to write.
+func TestReportsOfNodePools(t *testing.T) {
+	type request = agentv1alpha1.ReportNodePoolsRequest
+	long := strings.Repeat("…", 1024)
+	object := func(change func(*agentv1alpha1.AppliedObject)) *request {
+		o := &agentv1alpha1.AppliedObject{Kind: "NodePool", Name: "default", Set: "fleet", Revision: "0123456789abcdef", Message: long}
+		change(o)
+		return &request{Objects: []*agentv1alpha1.AppliedObject{o}}
+	}
+	pool := func(change func(*agentv1alpha1.NodePoolStatus)) *request {
+		p := &agentv1alpha1.NodePoolStatus{Name: "a.pool", Set: "Fleet_1", PricePerHour: "0.25", Message: long}
+		change(p)
+		return &request{NodePools: []*agentv1alpha1.NodePoolStatus{p}}
+	}
+	for name, test := range map[string]struct {
+		request *request
+		field   string
+	}{
+		"an object":                {object(func(*agentv1alpha1.AppliedObject) {}), ""},
+		"another kind":             {object(func(o *agentv1alpha1.AppliedObject) { o.Kind = "ClusterAPINodeClass" }), ""},
+		"a kind with a line":       {object(func(o *agentv1alpha1.AppliedObject) { o.Kind = "Node\nPool" }), "objects[0].kind"},
+		"an object's bad name":     {object(func(o *agentv1alpha1.AppliedObject) { o.Name = "é" }), "objects[0].name"},
+		"an object's bad set":      {object(func(o *agentv1alpha1.AppliedObject) { o.Set = "Fleet" }), "objects[0].set"},
+		"a revision of more bytes": {object(func(o *agentv1alpha1.AppliedObject) { o.Revision = strings.Repeat("é", 64) }), "objects[0].revision"},
+		"a NodePool":               {pool(func(*agentv1alpha1.NodePoolStatus) {}), ""},
+		"a NodePool of no set":     {pool(func(p *agentv1alpha1.NodePoolStatus) { p.Set = "" }), ""},
+		"a NodePool's bad name":    {pool(func(p *agentv1alpha1.NodePoolStatus) { p.Name = "A" }), "node_pools[0].name"},
+		"a NodePool's bad set":     {pool(func(p *agentv1alpha1.NodePoolStatus) { p.Set = "é" }), "node_pools[0].set"},
+		"a message of more bytes": {
+			pool(func(p *agentv1alpha1.NodePoolStatus) { p.Message = strings.Repeat("\U0001F600", 1025) }), "node_pools[0].message",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			test.request.Cluster = &agentv1alpha1.ClusterRef{Namespace: "fleet", Name: "spoke"}
+			err := newValidator(t).Check(test.request)
+			if test.field == "" {
+				require.NoError(t, err)
+				return
+			}
+			require.Equal(t, test.field, agenterrors.FieldViolations(err)[0].Field)
+		})
 	}
 }
 

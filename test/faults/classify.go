@@ -189,7 +189,7 @@ func claimStatus(c *agentv1.MachineClaim) Class {
 		return ClaimEntered
 	case agentv1.PhaseBound:
 		switch {
-		case s.Reason == "MachineDeleting":
+		case s.Reason == "MachineDeleting", s.Reason == "WaitingForInfrastructure", s.Reason == "WaitingForNode":
 			return ClaimExplained
 		case s.Reason == "NodeJoined":
 			return NodeNoted

@@ -67,6 +67,8 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.ClaimEntered, "update", ours, "machineclaims", "status", status("Pending", "WaitingForMachine", "", 1)},
 		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Pending", "WaitingForMachine", "", 2)},
 		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Bound", "MachineDeleting", "", 3)},
+		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Bound", "WaitingForInfrastructure", "", 3)},
+		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Bound", "WaitingForNode", "", 4)},
 		{
 			faults.ClaimExplained, "update", ours, "machineclaims", "status",
 			status("Releasing", "DrainingNode", "the deletion of Machine m takes long: pods", 4),

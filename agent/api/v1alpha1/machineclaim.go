@@ -202,6 +202,12 @@ type MachineClaimStatus struct {
 	// cools down. Unset for a Machine that is only late.
 	// +optional
 	FailedAt *metav1.Time `json:"failedAt,omitempty"`
+	// failureClass is why the Machine was given up: Capacity, Quota, Configuration, GivenUp,
+	// TimedOut, or Reported by the holder. Set once, together with failedAt. Empty if the agent that
+	// wrote failedAt recorded no class. Further classes may be added.
+	// +optional
+	// +kubebuilder:validation:MaxLength=63
+	FailureClass string `json:"failureClass,omitempty"`
 	// releasedAt is when the release was requested.
 	// +optional
 	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`

@@ -142,9 +142,18 @@ func machine(providerID, node string) func(*agentv1alpha1.Claim) {
 	}
 }
 
-func failed(at time.Time, message string) func(*agentv1alpha1.Claim) {
-	return func(c *agentv1alpha1.Claim) { c.FailedAt, c.Message = timestamppb.New(at), message }
+func failed(at time.Time, class agentv1alpha1.FailureClass, message string) func(*agentv1alpha1.Claim) {
+	return func(c *agentv1alpha1.Claim) {
+		c.FailedAt, c.FailureClass, c.Message = timestamppb.New(at), class, message
+	}
 }
+
+const (
+	unclassified = agentv1alpha1.FailureClass_FAILURE_CLASS_UNSPECIFIED
+	noCapacity   = agentv1alpha1.FailureClass_FAILURE_CLASS_CAPACITY
+	noQuota      = agentv1alpha1.FailureClass_FAILURE_CLASS_QUOTA
+	timedOut     = agentv1alpha1.FailureClass_FAILURE_CLASS_TIMED_OUT
+)
 
 const (
 	pending   = agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING
@@ -306,11 +315,12 @@ func TestInstances(t *testing.T) {
 	f.show("cancelled", releasing)
 	f.show("gone", ended, machine("test://gone", "node"))
 	f.show("returned", releasing, machine("test://returned", "node"), func(c *agentv1alpha1.Claim) { c.Returned = true })
-	f.show("full", releasing, machine("", ""), failed(start.Add(-time.Minute), "there is no capacity: none in zone a"))
-	f.show("limited", ended, machine("", ""), failed(start.Add(-9*time.Minute), "a quota is used up: of CPUs"))
-	f.show("broken", ended, machine("test://broken", ""), failed(start, "no Node joined for Machine m in 30m"))
-	f.show("old", ended, machine("", ""), failed(start.Add(-10*time.Minute), "there is no capacity: none"))
-	f.show("worn", releasing, machine("test://worn", "node"), failed(start, "the node is unhealthy"))
+	f.show("full", releasing, machine("", ""), failed(start.Add(-time.Minute), noCapacity, "there is no capacity: none in zone a"))
+	f.show("limited", ended, machine("", ""), failed(start.Add(-9*time.Minute), noQuota, "no room: exceeded quota"))
+	f.show("broken", ended, machine("test://broken", ""), failed(start, timedOut, "no Node joined for Machine m in 30m"))
+	f.show("older", ended, machine("", ""), failed(start, unclassified, "there is no capacity: says an agent without classes"))
+	f.show("old", ended, machine("", ""), failed(start.Add(-10*time.Minute), noCapacity, "there is no capacity: none"))
+	f.show("worn", releasing, machine("test://worn", "node"), failed(start, timedOut, "the node is unhealthy"))
 	failure := func(out bool, code, message string) *autoscaler.Failure {
 		return &autoscaler.Failure{OutOfResources: out, Code: code, Message: message}
 	}
@@ -323,8 +333,12 @@ func TestInstances(t *testing.T) {
 		{ID: "test://leaving", State: autoscaler.Deleting},
 		{ID: "test://worn", State: autoscaler.Deleting},
 		{ID: id("full"), State: autoscaler.Creating, Failure: failure(true, "OutOfCapacity", "there is no capacity: none in zone a")},
-		{ID: id("limited"), State: autoscaler.Creating, Failure: failure(true, "QuotaExceeded", "a quota is used up: of CPUs")},
+		{ID: id("limited"), State: autoscaler.Creating, Failure: failure(true, "QuotaExceeded", "no room: exceeded quota")},
 		{ID: id("broken"), State: autoscaler.Creating, Failure: failure(false, "ProvisioningFailed", "no Node joined for Machine m in 30m")},
+		{
+			ID: id("older"), State: autoscaler.Creating,
+			Failure: failure(false, "ProvisioningFailed", "there is no capacity: says an agent without classes"),
+		},
 	} {
 		want[instance.ID] = instance
 	}
@@ -344,7 +358,7 @@ func TestNodesBelongToTheGroupsOfTheirClaims(t *testing.T) {
 	f.show("a", bound, machine("test://a", "a"))
 	f.show("b", pending)
 	f.show("c", releasing, machine("test://c", "c"))
-	f.show("failed", ended, failed(start, "it will not come"))
+	f.show("failed", ended, failed(start, timedOut, "it will not come"))
 	f.show("gone", ended, machine("test://gone", "gone"))
 	f.show("returned", bound, machine("test://returned", "x"), func(c *agentv1alpha1.Claim) { c.Returned = true })
 	f.show("k", bound, machine("test://k", "k"), func(c *agentv1alpha1.Claim) { c.Holder = "karpenter" })

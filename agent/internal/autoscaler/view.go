@@ -10,7 +10,6 @@ import (
 
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -215,11 +214,12 @@ func failureOf(claim *agentv1alpha1.Claim) *Failure {
 		return nil
 	}
 	f := &Failure{Code: "ProvisioningFailed", Message: claim.GetMessage()}
-	switch message := claim.GetMessage(); {
-	case strings.HasPrefix(message, failures.Capacity.Says()):
+	switch claim.GetFailureClass() {
+	case agentv1alpha1.FailureClass_FAILURE_CLASS_CAPACITY:
 		f.OutOfResources, f.Code = true, "OutOfCapacity"
-	case strings.HasPrefix(message, failures.Quota.Says()), strings.Contains(message, "exceeded quota"):
+	case agentv1alpha1.FailureClass_FAILURE_CLASS_QUOTA:
 		f.OutOfResources, f.Code = true, "QuotaExceeded"
+	default:
 	}
 	return f
 }

@@ -12,13 +12,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// Reasons of conditions that are no reasons of claims. All others are the claim's.
-const (
-	// reasonLive is the reason of [v1alpha1.ConditionEnded] before the release.
-	reasonLive = "Live"
-	// reasonWaitingForNode is the reason of [v1alpha1.ConditionReady] while the Machine has no Node.
-	reasonWaitingForNode = "WaitingForNode"
-)
+// reasonLive is the reason of [v1alpha1.ConditionEnded] before the release. All other reasons of
+// conditions are reasons of claims.
+const reasonLive = "Live"
 
 // reasonFormat is what the API server accepts as the reason of a condition. Reasons of claims may
 // come from a Machine's conditions.
@@ -72,7 +68,7 @@ func conditionsOf(c *v1alpha1.MachineClaim, now metav1.Time) []metav1.Condition 
 		ready.LastTransitionTime = first(first(made, s.EndedAt),
 			earlier(earlier(s.ReleasedAt, happened(c, protocol.ReasonMachineDeleting)), happened(c, protocol.ReasonReturnRequested)))
 	case phase == v1alpha1.PhaseBound && reason == protocol.ReasonBound:
-		ready.Reason = reasonWaitingForNode
+		ready.Reason = protocol.ReasonWaitingForNode
 	}
 
 	end := metav1.Condition{Type: v1alpha1.ConditionEnded, Status: metav1.ConditionFalse, Reason: reasonLive, LastTransitionTime: made}

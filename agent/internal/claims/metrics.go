@@ -3,6 +3,7 @@ package claims
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"time"
 
@@ -12,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -40,8 +42,9 @@ var (
 	}, []string{namespaceLabel, clusterLabel})
 	endedTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claims_ended_total",
-		Help: "Claims that ended, by Cluster, node group and reason.",
-	}, []string{namespaceLabel, clusterLabel, deploymentLabel, "reason"})
+		Help: "Claims that ended, by Cluster, node group and reason; those with the reason Failed also by class (Capacity, Quota, Configuration, " +
+			"GivenUp, TimedOut, Reported: by the holder; Unknown: recorded by an agent without classes). The class of the others is empty.",
+	}, []string{namespaceLabel, clusterLabel, deploymentLabel, "reason", "class"})
 	refusedTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claims_refused_total",
 		Help: "Claims and releases that were refused because a limit was reached (live: claims that have not ended; ended: tombstones; " +
@@ -88,8 +91,9 @@ func observeCreate(c clock.Clock, begun time.Time, cluster types.NamespacedName,
 	}
 	createSeconds.WithLabelValues(cluster.Namespace, cluster.Name).Observe(c.Since(begun).Seconds())
 	// A counter that appears with its first increment has no increase that a rule could see.
-	for _, reason := range []string{protocol.ReasonFailed, protocol.ReasonMachineLost} {
-		endedCounter(claim, reason).Add(0)
+	endedCounter(claim, protocol.ReasonMachineLost, "").Add(0)
+	for _, class := range failures.Final() {
+		endedCounter(claim, protocol.ReasonFailed, string(class)).Add(0)
 	}
 	for _, limit := range []Bound{BoundLive, BoundEnded, BoundQuota, BoundCreations, BoundReleases} {
 		refusedTotal.WithLabelValues(cluster.Namespace, cluster.Name, string(limit)).Add(0)
@@ -120,12 +124,26 @@ func observeJoined(c clock.Clock, claim *v1alpha1.MachineClaim) {
 	joinedSeconds.WithLabelValues(claim.Namespace, claim.Spec.ClusterName).Observe(c.Since(claim.CreationTimestamp.Time).Seconds())
 }
 
-func countEnded(claim *v1alpha1.MachineClaim, reason string) { endedCounter(claim, reason).Inc() }
+func countEnded(claim *v1alpha1.MachineClaim, reason string) {
+	endedCounter(claim, reason, classLabel(claim, reason)).Inc()
+}
 
-func endedCounter(claim *v1alpha1.MachineClaim, reason string) prometheus.Counter {
+// classLabel returns the value of the label class. Only the classes that this agent knows become
+// values, so that their number is bounded.
+func classLabel(claim *v1alpha1.MachineClaim, reason string) string {
+	switch class := claim.Status.FailureClass; {
+	case reason != protocol.ReasonFailed:
+		return ""
+	case slices.Contains(failures.Final(), failures.Class(class)):
+		return class
+	}
+	return "Unknown"
+}
+
+func endedCounter(claim *v1alpha1.MachineClaim, reason, class string) prometheus.Counter {
 	clusterSeries.note(clusterOf(claim))
 	groupSeries.note(types.NamespacedName{Namespace: claim.Namespace, Name: claim.Spec.NodeGroup})
-	return endedTotal.WithLabelValues(claim.Namespace, claim.Spec.ClusterName, claim.Spec.NodeGroup, reason)
+	return endedTotal.WithLabelValues(claim.Namespace, claim.Spec.ClusterName, claim.Spec.NodeGroup, reason, class)
 }
 
 func countRefused(cluster types.NamespacedName, limit Bound) {

@@ -81,8 +81,9 @@ func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
 	require.NoError(t, err)
 	assert.InDelta(t, 1, measured(t, "capi_agent_claim_creates_total", with("result", "durable")), 0)
 	assert.InDelta(t, 1, measured(t, "capi_agent_claim_create_seconds", of), 0)
-	for _, reason := range []string{protocol.ReasonFailed, protocol.ReasonMachineLost} {
-		assert.Zero(t, measured(t, "capi_agent_claims_ended_total", with("reason", reason)), "it increases from zero")
+	assert.Zero(t, measured(t, "capi_agent_claims_ended_total", with("reason", protocol.ReasonMachineLost)), "it increases from zero")
+	for _, class := range []string{"Capacity", "Quota", "Configuration", "GivenUp", "TimedOut", "Reported"} {
+		assert.Zero(t, measured(t, "capi_agent_claims_ended_total", with("class", class)), "it increases from zero")
 	}
 
 	_, err = e.Create(t.Context(), askingMeasured("b", "no-such-group"))
@@ -112,9 +113,11 @@ func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
 	require.NoError(t, hub.Get(t.Context(), client.ObjectKeyFromObject(c), c)) // the agent has written its status
 	require.NoError(t, e.noteRegistered(c).write(t.Context()))
 	assert.InDelta(t, 1, measured(t, "capi_agent_claim_node_joined_seconds", of), 0)
+	c.Status.FailureClass = "Configuration"
 	require.NoError(t, e.endClaim(t.Context(), c, v1alpha1.Event{Reason: protocol.ReasonFailed}))
 	assert.InDelta(t, 1, measured(t, "capi_agent_claims_ended_total", prometheus.Labels{
 		"namespace": namespace, "cluster": measuredCluster, "machine_deployment": "measured-workers", "reason": protocol.ReasonFailed,
+		"class": "Configuration",
 	}), 0)
 
 	// Those of owners that exist stay.
@@ -130,6 +133,17 @@ func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
 	for _, name := range []string{"capi_agent_claim_creates_total", "capi_agent_claim_create_seconds", "capi_agent_claim_bound_seconds"} {
 		assert.InDelta(t, -1, measured(t, name, of), 0, name)
 	}
+}
+
+func TestTheClassesOfEndedClaimsAreFew(t *testing.T) {
+	of := func(class string) *v1alpha1.MachineClaim {
+		return &v1alpha1.MachineClaim{Status: v1alpha1.MachineClaimStatus{FailureClass: class}}
+	}
+	assert.Equal(t, "Capacity", classLabel(of("Capacity"), protocol.ReasonFailed))
+	assert.Equal(t, "Unknown", classLabel(of(""), protocol.ReasonFailed), "an older agent gave it up")
+	assert.Equal(t, "Unknown", classLabel(of("OfANewerAgent"), protocol.ReasonFailed))
+	assert.Empty(t, classLabel(of("Capacity"), protocol.ReasonMachineLost))
+	assert.Empty(t, classLabel(of(""), protocol.ReasonReleased))
 }
 
 func TestALimitThatIsReachedIsCounted(t *testing.T) {

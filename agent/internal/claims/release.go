@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -132,7 +133,7 @@ func (e *Engine) beginRelease(ctx context.Context, c *v1alpha1.MachineClaim, o R
 		now := metav1.NewTime(e.Clock.Now())
 		c.Status.Phase, c.Status.ReleasedAt = v1alpha1.PhaseReleasing, &now
 		if o.Failed {
-			c.Status.FailedAt = &now
+			c.Status.FailedAt, c.Status.FailureClass = &now, string(failures.Reported)
 		}
 		e.note(c, why)
 	}

@@ -653,7 +653,7 @@ func (e *Engine) takeBack(ctx context.Context, a protocol.Action) error {
 	c.Status.Phase = v1alpha1.PhaseReleasing
 	c.Status.ReleasedAt = &now
 	if a.Kind == protocol.Fail {
-		c.Status.FailedAt = &now
+		c.Status.FailedAt, c.Status.FailureClass = &now, string(a.Class)
 	}
 	e.note(c, a.Event)
 	if err := e.writeStatus(ctx, c); err != nil {

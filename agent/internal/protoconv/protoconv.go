@@ -18,6 +18,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
@@ -266,7 +267,7 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 		message.MaxNodeProvisionTime = durationpb.New(patience)
 	}
 	if c.Status.FailedAt != nil {
-		message.FailedAt = timestamp(c.Status.FailedAt.Time)
+		message.FailedAt, message.FailureClass = timestamp(c.Status.FailedAt.Time), failureClasses[failures.Class(c.Status.FailureClass)]
 	}
 	if message.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING && message.GetReason() == "" {
 		message.Reason, message.Message = WaitingReason, "waiting for a Machine of "+c.Spec.NodeGroup
@@ -311,6 +312,16 @@ var phases = map[v1alpha1.Phase]agentv1alpha1.ClaimPhase{
 	v1alpha1.PhaseBound:     agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND,
 	v1alpha1.PhaseReleasing: agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING,
 	v1alpha1.PhaseEnded:     agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED,
+}
+
+// failureClasses lacks the classes of newer agents, and the empty one of older agents.
+var failureClasses = map[failures.Class]agentv1alpha1.FailureClass{
+	failures.Capacity:      agentv1alpha1.FailureClass_FAILURE_CLASS_CAPACITY,
+	failures.Quota:         agentv1alpha1.FailureClass_FAILURE_CLASS_QUOTA,
+	failures.Configuration: agentv1alpha1.FailureClass_FAILURE_CLASS_CONFIGURATION,
+	failures.GivenUp:       agentv1alpha1.FailureClass_FAILURE_CLASS_GIVEN_UP,
+	failures.TimedOut:      agentv1alpha1.FailureClass_FAILURE_CLASS_TIMED_OUT,
+	failures.Reported:      agentv1alpha1.FailureClass_FAILURE_CLASS_REPORTED,
 }
 
 // timestamp converts a time. The zero time becomes nil.

@@ -13,6 +13,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
@@ -73,6 +74,26 @@ func TestWhyTheHubRefusesAWriteStaysInTheHub(t *testing.T) {
 	}
 	require.Equal(t, "bound to m", protoconv.Claim(claim, nil).GetHistory()[0].GetMessage(), "the agent's own words are passed on")
 	require.Equal(t, secret, claim.Status.Message, "the hub's object keeps them all")
+}
+
+func TestWhyAClaimFailed(t *testing.T) {
+	shown := func(class string) agentv1alpha1.FailureClass {
+		return protoconv.Claim(&v1alpha1.MachineClaim{
+			Status: v1alpha1.MachineClaimStatus{FailedAt: new(metav1.Now()), FailureClass: class},
+		}, nil).GetFailureClass()
+	}
+	seen := map[agentv1alpha1.FailureClass]bool{}
+	for _, class := range failures.Final() {
+		seen[shown(string(class))] = true
+	}
+	require.Len(t, seen, len(agentv1alpha1.FailureClass_name)-1, "each class has a value of its own")
+	require.NotContains(t, seen, agentv1alpha1.FailureClass_FAILURE_CLASS_UNSPECIFIED)
+	require.Equal(t, agentv1alpha1.FailureClass_FAILURE_CLASS_CAPACITY, shown("Capacity"))
+	for _, class := range []string{"", "OfANewerAgent"} {
+		require.Equal(t, agentv1alpha1.FailureClass_FAILURE_CLASS_UNSPECIFIED, shown(class))
+	}
+	late := &v1alpha1.MachineClaim{Status: v1alpha1.MachineClaimStatus{FailureClass: "Capacity"}}
+	require.Equal(t, agentv1alpha1.FailureClass_FAILURE_CLASS_UNSPECIFIED, protoconv.Claim(late, nil).GetFailureClass(), "it did not fail")
 }
 
 func TestAvailability(t *testing.T) {

@@ -781,6 +781,15 @@ var mutants = []mutant{
 		{"			return oneLine(reasons)\n", "			return oneLine(reasons) + c.Message\n"},
 		{"left := explainEvery - s.Now.Sub(c.Status.History[n-1].Time.Time); left > 0 {\n", "left := explainEvery - s.Now.Sub(c.Status.History[n-1].Time.Time); left > explainEvery {\n"},
 	}},
+	{name: "a claim is explained anew with each message of its infrastructure", test: "TestABoundClaimThatWaitsForLongShowsWhatItsInfrastructureReports", edits: []edit{
+		{"		} else if strings.HasPrefix(c.Status.Message, head) {\n", "		} else if c.Status.Message == event.Message {\n"},
+	}},
+	{name: "trouble that comes and goes is explained each time", test: "TestTroubleThatComesAndGoesIsExplainedOnceAMinute", edits: []edit{
+		{"		left = max(left, explainEvery-s.Now.Sub(c.Status.History[n-1].Time.Time))\n", ""},
+	}},
+	{name: "another trouble hides that a claim's owner is missing", test: "TestWhatIsWrongWithAClaimMattersMoreThanItsInfrastructure", edits: []edit{
+		{"	default: // another explanation, which matters more\n		return\n", ""},
+	}},
 	{name: "writes that fail starve the others", test: "TestWritesThatFailDoNotStarveTheOthers", edits: []edit{
 		{"	at := g.skip % len(actions)\n", "	at := g.skip * 0\n"},
 	}},

@@ -85,6 +85,77 @@ func (ClaimPhase) EnumDescriptor() ([]byte, []int) {
 	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{0}
 }
 
+// FailureClass is why a machine was given up.
+type FailureClass int32
+
+const (
+	// Not given up, or not known.
+	FailureClass_FAILURE_CLASS_UNSPECIFIED FailureClass = 0
+	// The provider currently has no capacity for such a machine.
+	FailureClass_FAILURE_CLASS_CAPACITY FailureClass = 1
+	// A quota is used up: one of the provider's, or a ResourceQuota of the hub.
+	FailureClass_FAILURE_CLASS_QUOTA FailureClass = 2
+	// A setting is wrong, and a person has to correct it.
+	FailureClass_FAILURE_CLASS_CONFIGURATION FailureClass = 3
+	// The provider has stopped trying without a specific reason, or the machine's infrastructure
+	// object was deleted.
+	FailureClass_FAILURE_CLASS_GIVEN_UP FailureClass = 4
+	// The machine took several times its deadline, or was never created. Its provider reported
+	// nothing final.
+	FailureClass_FAILURE_CLASS_TIMED_OUT FailureClass = 5
+	// The caller released the claim with `failed`.
+	FailureClass_FAILURE_CLASS_REPORTED FailureClass = 6
+)
+
+// Enum value maps for FailureClass.
+var (
+	FailureClass_name = map[int32]string{
+		0: "FAILURE_CLASS_UNSPECIFIED",
+		1: "FAILURE_CLASS_CAPACITY",
+		2: "FAILURE_CLASS_QUOTA",
+		3: "FAILURE_CLASS_CONFIGURATION",
+		4: "FAILURE_CLASS_GIVEN_UP",
+		5: "FAILURE_CLASS_TIMED_OUT",
+		6: "FAILURE_CLASS_REPORTED",
+	}
+	FailureClass_value = map[string]int32{
+		"FAILURE_CLASS_UNSPECIFIED":   0,
+		"FAILURE_CLASS_CAPACITY":      1,
+		"FAILURE_CLASS_QUOTA":         2,
+		"FAILURE_CLASS_CONFIGURATION": 3,
+		"FAILURE_CLASS_GIVEN_UP":      4,
+		"FAILURE_CLASS_TIMED_OUT":     5,
+		"FAILURE_CLASS_REPORTED":      6,
+	}
+)
+
+func (x FailureClass) Enum() *FailureClass {
+	p := new(FailureClass)
+	*p = x
+	return p
+}
+
+func (x FailureClass) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (FailureClass) Descriptor() protoreflect.EnumDescriptor {
+	return file_capi_agent_v1alpha1_claim_proto_enumTypes[1].Descriptor()
+}
+
+func (FailureClass) Type() protoreflect.EnumType {
+	return &file_capi_agent_v1alpha1_claim_proto_enumTypes[1]
+}
+
+func (x FailureClass) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use FailureClass.Descriptor instead.
+func (FailureClass) EnumDescriptor() ([]byte, []int) {
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{1}
+}
+
 // CreateClaimRequest asks for one machine.
 type CreateClaimRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1215,7 +1286,8 @@ type Claim struct {
 	// The claim's phase.
 	Phase ClaimPhase `protobuf:"varint,6,opt,name=phase,proto3,enum=capi.agent.v1alpha1.ClaimPhase" json:"phase,omitempty"`
 	// Why it is in this phase, one CamelCase word: while PENDING what it waits for
-	// (`WaitingForMachine`), while RELEASING the cause of the release (`ReleaseRequested`,
+	// (`WaitingForMachine`), while BOUND what its machine waits for (`WaitingForInfrastructure`,
+	// `WaitingForNode`, `NodeNotSeen`), while RELEASING the cause of the release (`ReleaseRequested`,
 	// `ReturnRequested`, `Collected`, `Late`, `Failed`), when ENDED how it ended (`Released`,
 	// `Returned`, `HandedOver`, `Cancelled`, `MachineLost`, `NoRoom`, `Refused`, `Failed`,
 	// `NodeGroupGone`, `NeverMade`).
@@ -1239,6 +1311,10 @@ type Claim struct {
 	// `failed`. The machine is removed, and its node group cools down. The claim is then RELEASING or
 	// ENDED. Otherwise unset: a late machine has not failed.
 	FailedAt *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=failed_at,json=failedAt,proto3" json:"failed_at,omitempty"`
+	// Why its machine was given up, for programs; `message` has the details. Set once, together with
+	// `failed_at`. Unspecified if the machine was not given up, or by an agent that recorded no class.
+	// A caller treats a value that it does not know as unspecified.
+	FailureClass FailureClass `protobuf:"varint,19,opt,name=failure_class,json=failureClass,proto3,enum=capi.agent.v1alpha1.FailureClass" json:"failure_class,omitempty"`
 	// Whether a caller that released it reported that its Node is drained and its volumes are
 	// detached. Once true, it stays true.
 	Drained bool `protobuf:"varint,16,opt,name=drained,proto3" json:"drained,omitempty"`
@@ -1386,6 +1462,13 @@ func (x *Claim) GetFailedAt() *timestamppb.Timestamp {
 		return x.FailedAt
 	}
 	return nil
+}
+
+func (x *Claim) GetFailureClass() FailureClass {
+	if x != nil {
+		return x.FailureClass
+	}
+	return FailureClass_FAILURE_CLASS_UNSPECIFIED
 }
 
 func (x *Claim) GetDrained() bool {
@@ -1564,7 +1647,7 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x12SyncClaimsResponse\x12.\n" +
 	"\x13collected_claim_ids\x18\x01 \x03(\tR\x11collectedClaimIds\x12*\n" +
 	"\x11unknown_claim_ids\x18\x02 \x03(\tR\x0funknownClaimIds\x12$\n" +
-	"\x0ekept_claim_ids\x18\x03 \x03(\tR\fkeptClaimIds\"\xad\x06\n" +
+	"\x0ekept_claim_ids\x18\x03 \x03(\tR\fkeptClaimIds\"\xf5\x06\n" +
 	"\x05Claim\x129\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x19\n" +
 	"\bclaim_id\x18\x02 \x01(\tR\aclaimId\x12\x16\n" +
@@ -1583,7 +1666,8 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\bended_at\x18\f \x01(\v2\x1a.google.protobuf.TimestampR\aendedAt\x129\n" +
 	"\ahistory\x18\r \x03(\v2\x1f.capi.agent.v1alpha1.ClaimEventR\ahistory\x12#\n" +
 	"\radopt_machine\x18\x0e \x01(\tR\fadoptMachine\x127\n" +
-	"\tfailed_at\x18\x0f \x01(\v2\x1a.google.protobuf.TimestampR\bfailedAt\x12\x18\n" +
+	"\tfailed_at\x18\x0f \x01(\v2\x1a.google.protobuf.TimestampR\bfailedAt\x12F\n" +
+	"\rfailure_class\x18\x13 \x01(\x0e2!.capi.agent.v1alpha1.FailureClassR\ffailureClass\x12\x18\n" +
 	"\adrained\x18\x10 \x01(\bR\adrained\x12\x1a\n" +
 	"\breturned\x18\x12 \x01(\bR\breturned\x12P\n" +
 	"\x17max_node_provision_time\x18\x11 \x01(\v2\x19.google.protobuf.DurationR\x14maxNodeProvisionTime\"n\n" +
@@ -1598,7 +1682,15 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x13CLAIM_PHASE_PENDING\x10\x01\x12\x15\n" +
 	"\x11CLAIM_PHASE_BOUND\x10\x02\x12\x19\n" +
 	"\x15CLAIM_PHASE_RELEASING\x10\x03\x12\x15\n" +
-	"\x11CLAIM_PHASE_ENDED\x10\x042\xb8\x05\n" +
+	"\x11CLAIM_PHASE_ENDED\x10\x04*\xd8\x01\n" +
+	"\fFailureClass\x12\x1d\n" +
+	"\x19FAILURE_CLASS_UNSPECIFIED\x10\x00\x12\x1a\n" +
+	"\x16FAILURE_CLASS_CAPACITY\x10\x01\x12\x17\n" +
+	"\x13FAILURE_CLASS_QUOTA\x10\x02\x12\x1f\n" +
+	"\x1bFAILURE_CLASS_CONFIGURATION\x10\x03\x12\x1a\n" +
+	"\x16FAILURE_CLASS_GIVEN_UP\x10\x04\x12\x1b\n" +
+	"\x17FAILURE_CLASS_TIMED_OUT\x10\x05\x12\x1a\n" +
+	"\x16FAILURE_CLASS_REPORTED\x10\x062\xb8\x05\n" +
 	"\fClaimService\x12`\n" +
 	"\vCreateClaim\x12'.capi.agent.v1alpha1.CreateClaimRequest\x1a(.capi.agent.v1alpha1.CreateClaimResponse\x12c\n" +
 	"\fReleaseClaim\x12(.capi.agent.v1alpha1.ReleaseClaimRequest\x1a).capi.agent.v1alpha1.ReleaseClaimResponse\x12f\n" +
@@ -1622,89 +1714,91 @@ func file_capi_agent_v1alpha1_claim_proto_rawDescGZIP() []byte {
 	return file_capi_agent_v1alpha1_claim_proto_rawDescData
 }
 
-var file_capi_agent_v1alpha1_claim_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_capi_agent_v1alpha1_claim_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
 var file_capi_agent_v1alpha1_claim_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_capi_agent_v1alpha1_claim_proto_goTypes = []any{
 	(ClaimPhase)(0),               // 0: capi.agent.v1alpha1.ClaimPhase
-	(*CreateClaimRequest)(nil),    // 1: capi.agent.v1alpha1.CreateClaimRequest
-	(*CreateClaimResponse)(nil),   // 2: capi.agent.v1alpha1.CreateClaimResponse
-	(*ReleaseClaimRequest)(nil),   // 3: capi.agent.v1alpha1.ReleaseClaimRequest
-	(*ReleaseClaimResponse)(nil),  // 4: capi.agent.v1alpha1.ReleaseClaimResponse
-	(*ReturnMachineRequest)(nil),  // 5: capi.agent.v1alpha1.ReturnMachineRequest
-	(*ReturnMachineResponse)(nil), // 6: capi.agent.v1alpha1.ReturnMachineResponse
-	(*GetClaimRequest)(nil),       // 7: capi.agent.v1alpha1.GetClaimRequest
-	(*GetClaimResponse)(nil),      // 8: capi.agent.v1alpha1.GetClaimResponse
-	(*ListClaimsRequest)(nil),     // 9: capi.agent.v1alpha1.ListClaimsRequest
-	(*ListClaimsResponse)(nil),    // 10: capi.agent.v1alpha1.ListClaimsResponse
-	(*WatchClaimsRequest)(nil),    // 11: capi.agent.v1alpha1.WatchClaimsRequest
-	(*WatchClaimsResponse)(nil),   // 12: capi.agent.v1alpha1.WatchClaimsResponse
-	(*SyncClaimsRequest)(nil),     // 13: capi.agent.v1alpha1.SyncClaimsRequest
-	(*NodeReport)(nil),            // 14: capi.agent.v1alpha1.NodeReport
-	(*SyncClaimsResponse)(nil),    // 15: capi.agent.v1alpha1.SyncClaimsResponse
-	(*Claim)(nil),                 // 16: capi.agent.v1alpha1.Claim
-	(*ClaimEvent)(nil),            // 17: capi.agent.v1alpha1.ClaimEvent
-	nil,                           // 18: capi.agent.v1alpha1.NodeReport.CapacityEntry
-	nil,                           // 19: capi.agent.v1alpha1.NodeReport.AllocatableEntry
-	nil,                           // 20: capi.agent.v1alpha1.NodeReport.LabelsEntry
-	(*ClusterRef)(nil),            // 21: capi.agent.v1alpha1.ClusterRef
-	(*durationpb.Duration)(nil),   // 22: google.protobuf.Duration
-	(*Synced)(nil),                // 23: capi.agent.v1alpha1.Synced
-	(*Heartbeat)(nil),             // 24: capi.agent.v1alpha1.Heartbeat
-	(*Resync)(nil),                // 25: capi.agent.v1alpha1.Resync
-	(*Machine)(nil),               // 26: capi.agent.v1alpha1.Machine
-	(*timestamppb.Timestamp)(nil), // 27: google.protobuf.Timestamp
+	(FailureClass)(0),             // 1: capi.agent.v1alpha1.FailureClass
+	(*CreateClaimRequest)(nil),    // 2: capi.agent.v1alpha1.CreateClaimRequest
+	(*CreateClaimResponse)(nil),   // 3: capi.agent.v1alpha1.CreateClaimResponse
+	(*ReleaseClaimRequest)(nil),   // 4: capi.agent.v1alpha1.ReleaseClaimRequest
+	(*ReleaseClaimResponse)(nil),  // 5: capi.agent.v1alpha1.ReleaseClaimResponse
+	(*ReturnMachineRequest)(nil),  // 6: capi.agent.v1alpha1.ReturnMachineRequest
+	(*ReturnMachineResponse)(nil), // 7: capi.agent.v1alpha1.ReturnMachineResponse
+	(*GetClaimRequest)(nil),       // 8: capi.agent.v1alpha1.GetClaimRequest
+	(*GetClaimResponse)(nil),      // 9: capi.agent.v1alpha1.GetClaimResponse
+	(*ListClaimsRequest)(nil),     // 10: capi.agent.v1alpha1.ListClaimsRequest
+	(*ListClaimsResponse)(nil),    // 11: capi.agent.v1alpha1.ListClaimsResponse
+	(*WatchClaimsRequest)(nil),    // 12: capi.agent.v1alpha1.WatchClaimsRequest
+	(*WatchClaimsResponse)(nil),   // 13: capi.agent.v1alpha1.WatchClaimsResponse
+	(*SyncClaimsRequest)(nil),     // 14: capi.agent.v1alpha1.SyncClaimsRequest
+	(*NodeReport)(nil),            // 15: capi.agent.v1alpha1.NodeReport
+	(*SyncClaimsResponse)(nil),    // 16: capi.agent.v1alpha1.SyncClaimsResponse
+	(*Claim)(nil),                 // 17: capi.agent.v1alpha1.Claim
+	(*ClaimEvent)(nil),            // 18: capi.agent.v1alpha1.ClaimEvent
+	nil,                           // 19: capi.agent.v1alpha1.NodeReport.CapacityEntry
+	nil,                           // 20: capi.agent.v1alpha1.NodeReport.AllocatableEntry
+	nil,                           // 21: capi.agent.v1alpha1.NodeReport.LabelsEntry
+	(*ClusterRef)(nil),            // 22: capi.agent.v1alpha1.ClusterRef
+	(*durationpb.Duration)(nil),   // 23: google.protobuf.Duration
+	(*Synced)(nil),                // 24: capi.agent.v1alpha1.Synced
+	(*Heartbeat)(nil),             // 25: capi.agent.v1alpha1.Heartbeat
+	(*Resync)(nil),                // 26: capi.agent.v1alpha1.Resync
+	(*Machine)(nil),               // 27: capi.agent.v1alpha1.Machine
+	(*timestamppb.Timestamp)(nil), // 28: google.protobuf.Timestamp
 }
 var file_capi_agent_v1alpha1_claim_proto_depIdxs = []int32{
-	21, // 0: capi.agent.v1alpha1.CreateClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	22, // 1: capi.agent.v1alpha1.CreateClaimRequest.max_node_provision_time:type_name -> google.protobuf.Duration
-	16, // 2: capi.agent.v1alpha1.CreateClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	21, // 3: capi.agent.v1alpha1.ReleaseClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	16, // 4: capi.agent.v1alpha1.ReleaseClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	21, // 5: capi.agent.v1alpha1.ReturnMachineRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	16, // 6: capi.agent.v1alpha1.ReturnMachineResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	21, // 7: capi.agent.v1alpha1.GetClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	16, // 8: capi.agent.v1alpha1.GetClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	21, // 9: capi.agent.v1alpha1.ListClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	16, // 10: capi.agent.v1alpha1.ListClaimsResponse.claims:type_name -> capi.agent.v1alpha1.Claim
-	21, // 11: capi.agent.v1alpha1.WatchClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	16, // 12: capi.agent.v1alpha1.WatchClaimsResponse.upsert:type_name -> capi.agent.v1alpha1.Claim
-	23, // 13: capi.agent.v1alpha1.WatchClaimsResponse.synced:type_name -> capi.agent.v1alpha1.Synced
-	24, // 14: capi.agent.v1alpha1.WatchClaimsResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
-	25, // 15: capi.agent.v1alpha1.WatchClaimsResponse.resync:type_name -> capi.agent.v1alpha1.Resync
-	21, // 16: capi.agent.v1alpha1.SyncClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	14, // 17: capi.agent.v1alpha1.SyncClaimsRequest.nodes:type_name -> capi.agent.v1alpha1.NodeReport
-	18, // 18: capi.agent.v1alpha1.NodeReport.capacity:type_name -> capi.agent.v1alpha1.NodeReport.CapacityEntry
-	19, // 19: capi.agent.v1alpha1.NodeReport.allocatable:type_name -> capi.agent.v1alpha1.NodeReport.AllocatableEntry
-	20, // 20: capi.agent.v1alpha1.NodeReport.labels:type_name -> capi.agent.v1alpha1.NodeReport.LabelsEntry
-	21, // 21: capi.agent.v1alpha1.Claim.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	22, // 0: capi.agent.v1alpha1.CreateClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	23, // 1: capi.agent.v1alpha1.CreateClaimRequest.max_node_provision_time:type_name -> google.protobuf.Duration
+	17, // 2: capi.agent.v1alpha1.CreateClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	22, // 3: capi.agent.v1alpha1.ReleaseClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	17, // 4: capi.agent.v1alpha1.ReleaseClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	22, // 5: capi.agent.v1alpha1.ReturnMachineRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	17, // 6: capi.agent.v1alpha1.ReturnMachineResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	22, // 7: capi.agent.v1alpha1.GetClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	17, // 8: capi.agent.v1alpha1.GetClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	22, // 9: capi.agent.v1alpha1.ListClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	17, // 10: capi.agent.v1alpha1.ListClaimsResponse.claims:type_name -> capi.agent.v1alpha1.Claim
+	22, // 11: capi.agent.v1alpha1.WatchClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	17, // 12: capi.agent.v1alpha1.WatchClaimsResponse.upsert:type_name -> capi.agent.v1alpha1.Claim
+	24, // 13: capi.agent.v1alpha1.WatchClaimsResponse.synced:type_name -> capi.agent.v1alpha1.Synced
+	25, // 14: capi.agent.v1alpha1.WatchClaimsResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
+	26, // 15: capi.agent.v1alpha1.WatchClaimsResponse.resync:type_name -> capi.agent.v1alpha1.Resync
+	22, // 16: capi.agent.v1alpha1.SyncClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	15, // 17: capi.agent.v1alpha1.SyncClaimsRequest.nodes:type_name -> capi.agent.v1alpha1.NodeReport
+	19, // 18: capi.agent.v1alpha1.NodeReport.capacity:type_name -> capi.agent.v1alpha1.NodeReport.CapacityEntry
+	20, // 19: capi.agent.v1alpha1.NodeReport.allocatable:type_name -> capi.agent.v1alpha1.NodeReport.AllocatableEntry
+	21, // 20: capi.agent.v1alpha1.NodeReport.labels:type_name -> capi.agent.v1alpha1.NodeReport.LabelsEntry
+	22, // 21: capi.agent.v1alpha1.Claim.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
 	0,  // 22: capi.agent.v1alpha1.Claim.phase:type_name -> capi.agent.v1alpha1.ClaimPhase
-	26, // 23: capi.agent.v1alpha1.Claim.machine:type_name -> capi.agent.v1alpha1.Machine
-	27, // 24: capi.agent.v1alpha1.Claim.created_at:type_name -> google.protobuf.Timestamp
-	27, // 25: capi.agent.v1alpha1.Claim.released_at:type_name -> google.protobuf.Timestamp
-	27, // 26: capi.agent.v1alpha1.Claim.ended_at:type_name -> google.protobuf.Timestamp
-	17, // 27: capi.agent.v1alpha1.Claim.history:type_name -> capi.agent.v1alpha1.ClaimEvent
-	27, // 28: capi.agent.v1alpha1.Claim.failed_at:type_name -> google.protobuf.Timestamp
-	22, // 29: capi.agent.v1alpha1.Claim.max_node_provision_time:type_name -> google.protobuf.Duration
-	27, // 30: capi.agent.v1alpha1.ClaimEvent.time:type_name -> google.protobuf.Timestamp
-	1,  // 31: capi.agent.v1alpha1.ClaimService.CreateClaim:input_type -> capi.agent.v1alpha1.CreateClaimRequest
-	3,  // 32: capi.agent.v1alpha1.ClaimService.ReleaseClaim:input_type -> capi.agent.v1alpha1.ReleaseClaimRequest
-	5,  // 33: capi.agent.v1alpha1.ClaimService.ReturnMachine:input_type -> capi.agent.v1alpha1.ReturnMachineRequest
-	7,  // 34: capi.agent.v1alpha1.ClaimService.GetClaim:input_type -> capi.agent.v1alpha1.GetClaimRequest
-	9,  // 35: capi.agent.v1alpha1.ClaimService.ListClaims:input_type -> capi.agent.v1alpha1.ListClaimsRequest
-	11, // 36: capi.agent.v1alpha1.ClaimService.WatchClaims:input_type -> capi.agent.v1alpha1.WatchClaimsRequest
-	13, // 37: capi.agent.v1alpha1.ClaimService.SyncClaims:input_type -> capi.agent.v1alpha1.SyncClaimsRequest
-	2,  // 38: capi.agent.v1alpha1.ClaimService.CreateClaim:output_type -> capi.agent.v1alpha1.CreateClaimResponse
-	4,  // 39: capi.agent.v1alpha1.ClaimService.ReleaseClaim:output_type -> capi.agent.v1alpha1.ReleaseClaimResponse
-	6,  // 40: capi.agent.v1alpha1.ClaimService.ReturnMachine:output_type -> capi.agent.v1alpha1.ReturnMachineResponse
-	8,  // 41: capi.agent.v1alpha1.ClaimService.GetClaim:output_type -> capi.agent.v1alpha1.GetClaimResponse
-	10, // 42: capi.agent.v1alpha1.ClaimService.ListClaims:output_type -> capi.agent.v1alpha1.ListClaimsResponse
-	12, // 43: capi.agent.v1alpha1.ClaimService.WatchClaims:output_type -> capi.agent.v1alpha1.WatchClaimsResponse
-	15, // 44: capi.agent.v1alpha1.ClaimService.SyncClaims:output_type -> capi.agent.v1alpha1.SyncClaimsResponse
-	38, // [38:45] is the sub-list for method output_type
-	31, // [31:38] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	27, // 23: capi.agent.v1alpha1.Claim.machine:type_name -> capi.agent.v1alpha1.Machine
+	28, // 24: capi.agent.v1alpha1.Claim.created_at:type_name -> google.protobuf.Timestamp
+	28, // 25: capi.agent.v1alpha1.Claim.released_at:type_name -> google.protobuf.Timestamp
+	28, // 26: capi.agent.v1alpha1.Claim.ended_at:type_name -> google.protobuf.Timestamp
+	18, // 27: capi.agent.v1alpha1.Claim.history:type_name -> capi.agent.v1alpha1.ClaimEvent
+	28, // 28: capi.agent.v1alpha1.Claim.failed_at:type_name -> google.protobuf.Timestamp
+	1,  // 29: capi.agent.v1alpha1.Claim.failure_class:type_name -> capi.agent.v1alpha1.FailureClass
+	23, // 30: capi.agent.v1alpha1.Claim.max_node_provision_time:type_name -> google.protobuf.Duration
+	28, // 31: capi.agent.v1alpha1.ClaimEvent.time:type_name -> google.protobuf.Timestamp
+	2,  // 32: capi.agent.v1alpha1.ClaimService.CreateClaim:input_type -> capi.agent.v1alpha1.CreateClaimRequest
+	4,  // 33: capi.agent.v1alpha1.ClaimService.ReleaseClaim:input_type -> capi.agent.v1alpha1.ReleaseClaimRequest
+	6,  // 34: capi.agent.v1alpha1.ClaimService.ReturnMachine:input_type -> capi.agent.v1alpha1.ReturnMachineRequest
+	8,  // 35: capi.agent.v1alpha1.ClaimService.GetClaim:input_type -> capi.agent.v1alpha1.GetClaimRequest
+	10, // 36: capi.agent.v1alpha1.ClaimService.ListClaims:input_type -> capi.agent.v1alpha1.ListClaimsRequest
+	12, // 37: capi.agent.v1alpha1.ClaimService.WatchClaims:input_type -> capi.agent.v1alpha1.WatchClaimsRequest
+	14, // 38: capi.agent.v1alpha1.ClaimService.SyncClaims:input_type -> capi.agent.v1alpha1.SyncClaimsRequest
+	3,  // 39: capi.agent.v1alpha1.ClaimService.CreateClaim:output_type -> capi.agent.v1alpha1.CreateClaimResponse
+	5,  // 40: capi.agent.v1alpha1.ClaimService.ReleaseClaim:output_type -> capi.agent.v1alpha1.ReleaseClaimResponse
+	7,  // 41: capi.agent.v1alpha1.ClaimService.ReturnMachine:output_type -> capi.agent.v1alpha1.ReturnMachineResponse
+	9,  // 42: capi.agent.v1alpha1.ClaimService.GetClaim:output_type -> capi.agent.v1alpha1.GetClaimResponse
+	11, // 43: capi.agent.v1alpha1.ClaimService.ListClaims:output_type -> capi.agent.v1alpha1.ListClaimsResponse
+	13, // 44: capi.agent.v1alpha1.ClaimService.WatchClaims:output_type -> capi.agent.v1alpha1.WatchClaimsResponse
+	16, // 45: capi.agent.v1alpha1.ClaimService.SyncClaims:output_type -> capi.agent.v1alpha1.SyncClaimsResponse
+	39, // [39:46] is the sub-list for method output_type
+	32, // [32:39] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_capi_agent_v1alpha1_claim_proto_init() }
@@ -1726,7 +1820,7 @@ func file_capi_agent_v1alpha1_claim_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_capi_agent_v1alpha1_claim_proto_rawDesc), len(file_capi_agent_v1alpha1_claim_proto_rawDesc)),
-			NumEnums:      1,
+			NumEnums:      2,
 			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   1,

@@ -687,7 +687,8 @@ type NodePoolStatus struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The NodePool's name. REQUIRED.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// The NodePoolSet that it was published by. Empty for a NodePool of the spoke's own.
+	// The NodePoolSet that it was published by, as its label in the spoke has it. Empty for a NodePool
+	// of the spoke's own.
 	Set string `protobuf:"bytes,2,opt,name=set,proto3" json:"set,omitempty"`
 	// Its condition Ready is True.
 	Ready bool `protobuf:"varint,3,opt,name=ready,proto3" json:"ready,omitempty"`
@@ -825,24 +826,22 @@ const file_capi_agent_v1alpha1_node_pool_proto_rawDesc = "" +
 	"\n" +
 	"node_pools\x18\x03 \x03(\v2#.capi.agent.v1alpha1.NodePoolStatusB\b\xbaH\x05\x92\x01\x02\x10@R\tnodePools\x12/\n" +
 	"\x0fmore_node_pools\x18\x04 \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\rmoreNodePools\"\x19\n" +
-	"\x17ReportNodePoolsResponse\"\xd0\x01\n" +
-	"\rAppliedObject\x12\x1d\n" +
-	"\x04kind\x18\x01 \x01(\tB\t\xbaH\x06r\x04\x10\x01\x18?R\x04kind\x12\x1e\n" +
-	"\x04name\x18\x02 \x01(\tB\n" +
-	"\xbaH\ar\x05\x10\x01\x18\xfd\x01R\x04name\x12\x1b\n" +
-	"\x03set\x18\x03 \x01(\tB\t\xbaH\x06r\x04\x10\x01\x18?R\x03set\x12%\n" +
-	"\brevision\x18\x04 \x01(\tB\t\xbaH\x06r\x04\x10\x01\x18@R\brevision\x12\x18\n" +
-	"\aapplied\x18\x05 \x01(\bR\aapplied\x12\"\n" +
-	"\amessage\x18\x06 \x01(\tB\b\xbaH\x05r\x03\x18\x80\bR\amessage\"\xa5\x02\n" +
-	"\x0eNodePoolStatus\x12\x1e\n" +
-	"\x04name\x18\x01 \x01(\tB\n" +
-	"\xbaH\ar\x05\x10\x01\x18\xfd\x01R\x04name\x12\x19\n" +
-	"\x03set\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x18?R\x03set\x12\x14\n" +
+	"\x17ReportNodePoolsResponse\"\xa9\x02\n" +
+	"\rAppliedObject\x12-\n" +
+	"\x04kind\x18\x01 \x01(\tB\x19\xbaH\x16r\x14\x10\x01\x18?2\x0e^[A-Za-z0-9]+$R\x04kind\x12@\n" +
+	"\x04name\x18\x02 \x01(\tB,\xbaH)r'\x10\x01\x18\xfd\x012 ^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$R\x04name\x12=\n" +
+	"\x03set\x18\x03 \x01(\tB+\xbaH(r&\x10\x01\x18?2 ^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$R\x03set\x12'\n" +
+	"\brevision\x18\x04 \x01(\tB\v\xbaH\br\x06\x10\x01\x18@(@R\brevision\x12\x18\n" +
+	"\aapplied\x18\x05 \x01(\bR\aapplied\x12%\n" +
+	"\amessage\x18\x06 \x01(\tB\v\xbaH\br\x06\x18\x80\b(\x80 R\amessage\"\xf9\x02\n" +
+	"\x0eNodePoolStatus\x12@\n" +
+	"\x04name\x18\x01 \x01(\tB,\xbaH)r'\x10\x01\x18\xfd\x012 ^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$R\x04name\x12H\n" +
+	"\x03set\x18\x02 \x01(\tB6\xbaH3r1\x18?2-^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$R\x03set\x12\x14\n" +
 	"\x05ready\x18\x03 \x01(\bR\x05ready\x12\x1d\n" +
 	"\x05nodes\x18\x04 \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\x05nodes\x127\n" +
 	"\x13pending_node_claims\x18\x05 \x01(\x05B\a\xbaH\x04\x1a\x02(\x00R\x11pendingNodeClaims\x12F\n" +
-	"\x0eprice_per_hour\x18\x06 \x01(\tB \xbaH\x1dr\x1b\x18 2\x17^([0-9]+([.][0-9]+)?)?$R\fpricePerHour\x12\"\n" +
-	"\amessage\x18\a \x01(\tB\b\xbaH\x05r\x03\x18\x80\bR\amessage*i\n" +
+	"\x0eprice_per_hour\x18\x06 \x01(\tB \xbaH\x1dr\x1b\x18 2\x17^([0-9]+([.][0-9]+)?)?$R\fpricePerHour\x12%\n" +
+	"\amessage\x18\a \x01(\tB\v\xbaH\br\x06\x18\x80\b(\x80 R\amessage*i\n" +
 	"\x0eDeletionPolicy\x12\x1f\n" +
 	"\x1bDELETION_POLICY_UNSPECIFIED\x10\x00\x12\x1a\n" +
 	"\x16DELETION_POLICY_RETAIN\x10\x01\x12\x1a\n" +
