@@ -195,6 +195,35 @@ func TestProblemsOfSelectedGroupsAreTold(t *testing.T) {
 	assert.Equal(t, 2, w.Catalogue.Snapshot().Len())
 }
 
+// The default decides nothing, and is not reported.
+func TestADriftPolicyThatDecidesNothingIsTold(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
+		{Name: "karpenter", RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE},
+		{Name: "cluster-api", RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE},
+	})
+	class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+	assert.Empty(t, class.Problems)
+	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
+	for i, action := range []v1alpha1.DriftAction{v1alpha1.DriftIgnore, v1alpha1.DriftReplace} {
+		w.Get(nodeClass)
+		nodeClass.Spec.Drift.MachineNotUpToDate, nodeClass.Generation = action, int64(i+2)
+		w.Update(nodeClass)
+		w.Eventually(func() bool {
+			class, _ = w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+			return class.Generation == nodeClass.Generation
+		}, "the node class is known")
+		require.Len(t, class.Problems, 1, action)
+		assert.Contains(t, class.Problems[0], "default/cluster-api: Cluster API replaces the Machines itself (strategy RollingUpdate)")
+	}
+	w.Agent.UpdateNodeGroup("default/cluster-api", func(g *agentv1alpha1.NodeGroup) {
+		g.RolloutStrategy = agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE
+	})
+	w.Eventually(func() bool {
+		class, _ = w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+		return len(class.Problems) == 0
+	}, "the other strategy shows")
+}
+
 func TestZonesOfMachinesAreRememberedByTheirNodeClaims(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	offered := func(zone string) bool {

@@ -179,7 +179,7 @@ func (s *Snapshot) add(
 	unusable := lo.Filter(s.unusable, func(source *agentv1alpha1.NodeGroup, _ int) bool {
 		return selector.Matches(labels.Set(source.GetLabels()))
 	})
-	class.Problems = s.problems(class.Groups, unusable, viewError)
+	class.Problems = s.problems(class, unusable, viewError)
 	class.Selected = s.selected(class.Groups, unusable)
 	variants := map[variant][]*cloudprovider.InstanceType{}
 	for _, declared := range declaredBefore(before, nodeClass.Name) {
@@ -214,7 +214,7 @@ func taintsOf(groups []*instancetype.Group) []corev1.Taint {
 	return taints
 }
 
-func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alpha1.NodeGroup, viewError error) []string {
+func (s *Snapshot) problems(class *Class, unusable []*agentv1alpha1.NodeGroup, viewError error) []string {
 	var problems []string
 	if viewError != nil {
 		problems = append(problems, viewError.Error())
@@ -227,7 +227,7 @@ func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alp
 			problems = append(problems, err.Error())
 		}
 	}
-	for _, g := range groups {
+	for _, g := range class.Groups {
 		describe(g.Source)
 		if s.untainted.Has(g.ID) {
 			problems = append(problems, fmt.Sprintf("%s: its Nodes join without the taint %s:%s, so that pods may run on them before Karpenter has "+
@@ -238,9 +238,24 @@ func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alp
 	for _, source := range unusable {
 		describe(source)
 	}
-	problems = append(problems, instancetype.Mismatches(groups)...)
+	problems = append(problems, class.withoutEffect()...)
+	problems = append(problems, instancetype.Mismatches(class.Groups)...)
 	slices.Sort(problems)
 	return problems
+}
+
+// withoutEffect names the groups whose Machines Cluster API replaces itself, if the node class
+// decides about them: it has no effect there. The default is not reported, as it decides nothing.
+func (c *Class) withoutEffect() []string {
+	rolling := lo.FilterMap(c.Groups, func(g *instancetype.Group, _ int) (string, bool) {
+		return g.ID, g.Source.GetRolloutStrategy() == agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE
+	})
+	if c.Drift.MachineNotUpToDate == "" || len(rolling) == 0 {
+		return nil
+	}
+	return []string{fmt.Sprintf("%s: Cluster API replaces the Machines itself (strategy RollingUpdate), whatever spec.drift.machineNotUpToDate is: "+
+		"set spec.rollout.strategy.type of the MachineDeployment to OnDelete, or remove the field from the ClusterAPINodeClass",
+		instancetype.Enumerate(rolling))}
 }
 
 // declaredBefore returns the sets of taints that NodePools of the class declared against the

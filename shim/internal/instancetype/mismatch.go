@@ -54,8 +54,18 @@ func Mismatches(groups []*Group) []string {
 	return mismatches
 }
 
-// namedAtOnce is the maximum number of node groups named in one sentence.
+// namedAtOnce is the maximum number of objects named in one sentence.
 const namedAtOnce = 3
+
+// Enumerate names the first few objects in order, and the number of the others.
+func Enumerate(names []string) string {
+	names = slices.Sorted(slices.Values(names))
+	enumerated := strings.Join(lo.Slice(names, 0, namedAtOnce), ", ")
+	if more := len(names) - namedAtOnce; more > 0 {
+		enumerated += fmt.Sprintf(" and %d more", more)
+	}
+	return enumerated
+}
 
 // withoutZone names the groups that have no zone while others have one. Core then treats them as a
 // zone of their own, wherever their machines are, and spreads pods accordingly.
@@ -64,14 +74,9 @@ func withoutZone(groups []*Group) []string {
 	if len(without) == 0 || len(without) == len(groups) {
 		return nil
 	}
-	slices.Sort(without)
-	names := strings.Join(lo.Slice(without, 0, namedAtOnce), ", ")
-	if more := len(without) - namedAtOnce; more > 0 {
-		names += fmt.Sprintf(" and %d more", more)
-	}
 	return []string{fmt.Sprintf("%s: no zone, while other node groups of the class have one, so that pods which spread over zones, or choose by "+
 		"zone, count its machines as one zone more: set spec.template.spec.failureDomain of the MachineDeployment, or the label %s on its template",
-		names, corev1.LabelTopologyZone)}
+		Enumerate(without), corev1.LabelTopologyZone)}
 }
 
 // differentPrices names groups that Karpenter cannot tell apart and that have different prices. It
