@@ -224,6 +224,71 @@ func TestADriftPolicyThatDecidesNothingIsTold(t *testing.T) {
 	}, "the other strategy shows")
 }
 
+// A class whose groups have no zone is usual in a cluster with a single one, and no problem there.
+func TestMissingZonesAreToldWhereZonesMatter(t *testing.T) {
+	problems := func(w *shimtest.World) []string {
+		class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+		return class.Problems
+	}
+	launched := func(w *shimtest.World, name, zone string) {
+		w.Create(w.NodeClaim(name, func(nc *karpv1.NodeClaim) {
+			nc.Labels[corev1.LabelTopologyZone] = zone
+			nc.Labels[corev1.LabelInstanceTypeStable], nc.Labels[karpv1.CapacityTypeLabelKey] = "a", "on-demand"
+			nc.Annotations = map[string]string{v1alpha1.NodeGroupAnnotation: "default/a"}
+		}))
+		w.Eventually(func() bool {
+			return lo.SomeBy(types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)), func(it *cloudprovider.InstanceType) bool {
+				_, ok := it.OfferingPrice(zone, "on-demand")
+				return ok
+			})
+		}, "the zone is known")
+	}
+	groups := []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}
+	for name, matters := range map[string]struct {
+		do   func(w *shimtest.World)
+		want string
+	}{
+		"the NodePool requires one": {
+			do: func(w *shimtest.World) {
+				pool := nodePool(shimtest.NodeClassName)
+				pool.Name = "zonal"
+				pool.Spec.Template.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
+					{Key: corev1.LabelTopologyZone, Operator: corev1.NodeSelectorOpIn, Values: []string{"z1"}},
+				}
+				w.Create(pool)
+			},
+			want: "but NodePool zonal names the label topology.kubernetes.io/zone",
+		},
+		"the NodePool assigns one, by the label's old name": {
+			do: func(w *shimtest.World) {
+				pool := nodePool(shimtest.NodeClassName)
+				pool.Name = "zonal"
+				pool.Spec.Template.Labels = map[string]string{corev1.LabelFailureDomainBetaZone: "z1"}
+				w.Create(pool)
+			},
+			want: "but NodePool zonal names the label topology.kubernetes.io/zone",
+		},
+		"the machines are in several": {
+			do: func(w *shimtest.World) {
+				launched(w, "one", "z1")
+				assert.Empty(t, problems(w), "a single zone does no harm")
+				launched(w, "two", "z2")
+			},
+			want: "but their Nodes are in the zones z1, z2",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := shimtest.New(t, groups)
+			assert.Empty(t, problems(w))
+			matters.do(w)
+			w.Eventually(func() bool { return len(problems(w)) > 0 }, "missing zones are a problem")
+			require.Len(t, problems(w), 1)
+			assert.Contains(t, problems(w)[0], "default/a, default/b: no zone, like all node groups of the class, "+matters.want)
+			assert.Contains(t, problems(w)[0], "set spec.template.spec.failureDomain")
+		})
+	}
+}
+
 func TestZonesOfMachinesAreRememberedByTheirNodeClaims(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	offered := func(zone string) bool {

@@ -38,6 +38,8 @@ type Snapshot struct {
 	untainted sets.Set[string]
 	// refused holds the requirements that no group could serve recently, by NodePool.
 	refused map[string][]scheduling.Requirements
+	// zonal holds the names of the NodePools that name zones, by node class.
+	zonal map[string][]string
 	// gone holds the node groups that NodeClaims remember and the agent does not know, with the
 	// time since when.
 	gone map[string]time.Time
@@ -239,7 +241,10 @@ func (s *Snapshot) problems(class *Class, unusable []*agentv1alpha1.NodeGroup, v
 		describe(source)
 	}
 	problems = append(problems, class.withoutEffect()...)
-	problems = append(problems, instancetype.Mismatches(class.Groups)...)
+	problems = append(problems, instancetype.Mismatches(class.Groups, instancetype.ZoneUse{
+		NodePools: s.zonal[class.Name],
+		Observed:  lo.Uniq(lo.FlatMap(class.Groups, func(g *instancetype.Group, _ int) []string { return s.conditions.ObservedZones(g) })),
+	})...)
 	slices.Sort(problems)
 	return problems
 }
