@@ -195,6 +195,32 @@ func TestProblemsOfSelectedGroupsAreTold(t *testing.T) {
 	assert.Equal(t, 2, w.Catalogue.Snapshot().Len())
 }
 
+func TestGroupsBeyondTheNumberOfTaintsAreNamed(t *testing.T) {
+	tainted := func(i int) *agentv1alpha1.NodeGroup {
+		return &agentv1alpha1.NodeGroup{
+			Name:   fmt.Sprintf("group-%02d", i),
+			Taints: []*agentv1alpha1.Taint{{Key: "team", Value: "t0", Effect: "NoSchedule"}, {Key: "team", Value: fmt.Sprint("t", i), Effect: "NoSchedule"}},
+		}
+	}
+	w := shimtest.New(t, lo.Times(64, tainted))
+	class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+	assert.Empty(t, class.Problems)
+
+	for i := 64; i < 69; i++ {
+		w.Agent.AddNodeGroup(tainted(i))
+	}
+	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 69 }, "all groups are known")
+	class, _ = w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+	require.Len(t, class.Problems, 1)
+	assert.Contains(t, class.Problems[0], "default/group-64, default/group-65, default/group-66 and 2 more: Karpenter launches nothing from them")
+	assert.Contains(t, class.Problems[0], "more than 64 different taints: use fewer, or")
+	declares := func(value string) corev1.Taint {
+		return corev1.Taint{Key: "team", Value: value, Effect: corev1.TaintEffectNoSchedule}
+	}
+	pool := nodePool(shimtest.NodeClassName, declares("t0"), declares("t63"), declares("t64"))
+	assert.Equal(t, []string{"group-00", "group-63"}, names(types(t, w.Catalogue.Snapshot(), pool)))
+}
+
 // The default decides nothing, and is not reported.
 func TestADriftPolicyThatDecidesNothingIsTold(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{

@@ -130,7 +130,10 @@ type Class struct {
 	conditions instancetype.Conditions
 	// taints are the taints of any group. A NodePool that does not declare a group's taints cannot
 	// use the group.
-	taints   []corev1.Taint
+	taints []corev1.Taint
+	// tooMany are the ids of the groups with a taint that is not in taints, because there are too
+	// many. No NodePool can use them.
+	tooMany  []string
 	variants atomic.Pointer[map[variant][]*cloudprovider.InstanceType]
 	mu       sync.Mutex // held to add a variant
 	// custom returns the keys of labels that are not well known and in which the groups differ.
@@ -151,6 +154,7 @@ type variant struct {
 	nodePool string
 }
 
+// maxTaints is the size of a [taintSet].
 const maxTaints = 64
 
 // add adds the Class of a node class to the snapshot. see returns a group in the class's view, from
@@ -175,7 +179,7 @@ func (s *Snapshot) add(
 			class.Groups = append(class.Groups, see(g))
 		}
 	}
-	class.taints = taintsOf(class.Groups)
+	class.taints, class.tooMany = taintsOf(class.Groups)
 	class.custom = sync.OnceValue(func() sets.Set[string] { return differing(class.Groups) })
 	class.refused = s.refused
 	unusable := lo.Filter(s.unusable, func(source *agentv1alpha1.NodeGroup, _ int) bool {
@@ -204,16 +208,20 @@ func selectorOf(nodeClass *v1alpha1.ClusterAPINodeClass) (labels.Selector, error
 	return selector, nil
 }
 
-func taintsOf(groups []*instancetype.Group) []corev1.Taint {
-	var taints []corev1.Taint
+// taintsOf returns the distinct taints of the groups, and the ids of the groups with one that
+// exceeds the maximum number.
+func taintsOf(groups []*instancetype.Group) (taints []corev1.Taint, tooMany []string) {
 	for _, g := range groups {
 		for _, taint := range g.Taints {
 			if !slices.Contains(taints, taint) && len(taints) < maxTaints {
 				taints = append(taints, taint)
 			}
 		}
+		if !lo.Every(taints, g.Taints) {
+			tooMany = append(tooMany, g.ID)
+		}
 	}
-	return taints
+	return taints, tooMany
 }
 
 func (s *Snapshot) problems(class *Class, unusable []*agentv1alpha1.NodeGroup, viewError error) []string {
@@ -239,6 +247,10 @@ func (s *Snapshot) problems(class *Class, unusable []*agentv1alpha1.NodeGroup, v
 	}
 	for _, source := range unusable {
 		describe(source)
+	}
+	if len(class.tooMany) > 0 {
+		problems = append(problems, fmt.Sprintf("%s: Karpenter launches nothing from them, because the node groups of the class have more than %d "+
+			"different taints: use fewer, or select groups with several ClusterAPINodeClasses", instancetype.Enumerate(class.tooMany), maxTaints))
 	}
 	problems = append(problems, class.withoutEffect()...)
 	problems = append(problems, instancetype.Mismatches(class.Groups, instancetype.ZoneUse{
