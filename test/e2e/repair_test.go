@@ -9,6 +9,7 @@ import (
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -26,8 +27,9 @@ import (
 const repairAfter = 15 * time.Second
 
 // TestUnhealthyNodesAreRepairedByOneOfTwo first combines a MachineHealthCheck that ignores claimed
-// Machines with Karpenter's own repair, and then uses a MachineHealthCheck that includes them and
-// is faster. Both can be forbidden for a single Node.
+// Machines with Karpenter's own repair, of a Node whose kubelet reports that it is not ready, and of
+// one whose kubelet is dead. Then it uses a MachineHealthCheck that includes them and is faster. Both
+// can be forbidden for a single Node.
 func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	figure := shows(t, "unhealthy nodes: repaired by Karpenter or by a MachineHealthCheck, once, and not against a veto")
 	if testing.Short() {
@@ -38,6 +40,11 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	})
 	useCrowd(t)
 	const pods = 6 // Karpenter does not repair if more than a fifth is unhealthy
+	// Kubernetes' default, with which only a kubelet can end a pod before its time. The NodePool has no
+	// terminationGracePeriod, as is the default, too.
+	graceful := mergePatch(`{"spec":{"template":{"spec":{"terminationGracePeriodSeconds":30}}}}`)
+	workload := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "crowd"}}
+	require.NoError(t, w.Spoke.Patch(t.Context(), workload, graceful))
 	scale(t, "crowd", pods)
 	await(t, 2*time.Minute, running(pods))
 	check := &clusterv1.MachineHealthCheck{
@@ -91,6 +98,23 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	require.Equal(t, before+1, made("crowd"), "one new Node for one that was unhealthy")
 	require.Equal(t, []string{"Unhealthy"}, disrupted())
 
+	// A kubelet that is dead confirms no eviction: Karpenter must not wait for its pods.
+	dead := machines[4]
+	silence(t, dead.Status.NodeRef.Name)
+	poll(t, 4*time.Minute, func(ctx context.Context) (string, error) {
+		var n corev1.Node
+		err := w.Spoke.Get(ctx, client.ObjectKey{Name: dead.Status.NodeRef.Name}, &n)
+		unknown := lo.ContainsBy(n.Status.Conditions, func(c corev1.NodeCondition) bool {
+			return c.Type == corev1.NodeReady && c.Status == corev1.ConditionUnknown
+		})
+		return lo.Ternary(unknown, "", "Kubernetes to notice that the kubelet is dead"), err
+	})
+	began = time.Now()
+	awaitReplaced(t, &dead, pods)
+	figure("Karpenter's repair of a Node with a dead kubelet took %.0f s", time.Since(began).Seconds())
+	require.Equal(t, before+2, made("crowd"))
+	require.Equal(t, []string{"Unhealthy", "Unhealthy"}, disrupted())
+
 	// From here on the MachineHealthCheck includes all Machines, and is faster.
 	require.NoError(t, w.Hub.Patch(t.Context(), check, mergePatch(`{"spec":{"selector":{"matchExpressions":null}}}`)))
 	kept, remediated := machines[2], machines[3]
@@ -104,8 +128,8 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	began = time.Now()
 	awaitReplaced(t, &remediated, pods)
 	figure("the MachineHealthCheck's took %.0f s", time.Since(began).Seconds())
-	require.Equal(t, before+2, made("crowd"))
-	require.Equal(t, []string{"Unhealthy"}, disrupted(), "that of Karpenter's own repair")
+	require.Equal(t, before+3, made("crowd"))
+	require.Equal(t, []string{"Unhealthy", "Unhealthy"}, disrupted(), "those of Karpenter's own repair")
 	require.Subset(t, uidsOf(listCrowd(t)), []types.UID{kept.UID, vetoed.UID})
 	sicken(t, &kept, corev1.ConditionTrue) // a Node that is not ready uses up a disruption budget: alone, it would never be removed
 }
@@ -129,6 +153,14 @@ func sicken(t *testing.T, m *clusterv1.Machine, ready corev1.ConditionStatus) {
 	if err != nil {
 		t.Fatal(err)
 	}
+}
+
+// silence detaches a Node from kwok, so that its kubelet falls silent: its lease is not renewed, and
+// none of its pods ends.
+func silence(t *testing.T, node string) {
+	t.Helper()
+	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}
+	require.NoError(t, w.Spoke.Patch(within(t, soon), n, mergePatch(fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, sandbox.KubeletLabel))))
 }
 
 // awaitReplaced waits until the Machine is gone and all pods run elsewhere.

@@ -91,8 +91,9 @@ const (
 	// everything that still works continues. It is absent until an agent has answered.
 	ConditionAgentCompatible = "AgentCompatible"
 	// ConditionNodeGroupsValid is False when the description of a selected node group has values
-	// that the agent could not use. Ready does not need it: such a group is used without those
-	// values, or not at all.
+	// that could not be used, or when node groups or fields of the node class have no effect in the
+	// way that they are combined. Ready does not need it: such a group is used without those values,
+	// or not at all.
 	ConditionNodeGroupsValid = "NodeGroupsValid"
 )
 
@@ -162,11 +163,24 @@ type SelectedNodeGroup struct {
 	// message is the reason in a sentence.
 	// +optional
 	Message string `json:"message,omitempty"`
+	// rolloutStrategy is who replaces machines whose template has changed, as the MachineDeployment
+	// has it: OnDelete (Karpenter, according to spec.drift.machineNotUpToDate) or RollingUpdate
+	// (Cluster API). Absent if the agent does not report it.
+	// +optional
+	RolloutStrategy string `json:"rolloutStrategy,omitempty"`
 	// rollingOut is whether Cluster API is replacing machines after a template change. The node
 	// group accepts claims meanwhile.
 	// +optional
 	RollingOut bool `json:"rollingOut,omitempty"`
 }
+
+// Values of [SelectedNodeGroup.RolloutStrategy].
+const (
+	// StrategyOnDelete leaves the replacement of outdated machines to Karpenter.
+	StrategyOnDelete = "OnDelete"
+	// StrategyRollingUpdate has Cluster API replace outdated machines.
+	StrategyRollingUpdate = "RollingUpdate"
+)
 
 // Reasons of a [SelectedNodeGroup] that is not available. Reasons that the agent reports keep their
 // names.

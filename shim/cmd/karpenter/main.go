@@ -55,6 +55,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/resumption"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/staticpool"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
@@ -210,10 +211,18 @@ func run(ctx context.Context) error {
 		return fmt.Errorf("compiling the repair policies: %w", err)
 	}
 	clusterState := state.NewCluster(op.Clock, op.GetClient(), decorated, state.WithRepairPolicyMatcher(repairPolicies))
-	op.WithControllers(ctx, controllers.NewControllers(
+	core := controllers.NewControllers(
 		ctx, op.Manager, op.Clock, registration.PlanningClient(static.Client(op.GetClient())), op.EventRecorder, decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
-	)...)
+	)
+	op.WithControllers(ctx, core...)
+	resumed, err := resumption.New(op.GetClient(), decorated, provider.Ready, core)
+	if err != nil {
+		return fmt.Errorf("resuming the work of core: %w", err)
+	}
+	if err := op.Add(resumed); err != nil {
+		return fmt.Errorf("adding to the manager: %w", err)
+	}
 	claimSync := claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
 		opts.ClaimSyncInterval, opts.AgentTimeout)
 	op.WithControllers(ctx,
@@ -228,8 +237,8 @@ func run(ctx context.Context) error {
 		latenode.New(op.Clock, decorated, clusterState),
 	)
 	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
-		core := nodeoverlay.NewController(op.Clock, op.GetClient(), undecorated, op.InstanceTypeStore, clusterState)
-		op.WithControllers(ctx, overlays.New(op.GetClient(), undecorated, catalogue, core))
+		applying := nodeoverlay.NewController(op.Clock, op.GetClient(), undecorated, op.InstanceTypeStore, clusterState)
+		op.WithControllers(ctx, overlays.New(op.GetClient(), undecorated, catalogue, applying))
 	}
 	if opts.PublishedNodePools {
 		published := agent.MirrorPublishedObjects(cluster)

@@ -12,11 +12,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/patrickmn/go-cache"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/util/sets"
 	toolscache "k8s.io/client-go/tools/cache"
@@ -239,29 +242,56 @@ func (c *Catalogue) Changes() <-chan struct{} {
 	return listener
 }
 
-// Watch refreshes the catalogue on changes of node classes, and on changes of NodeClaims that add
-// or remove a memory.
+// zonal returns the names of the NodePools that require or assign a zone, by node class.
+func zonal(nodePools []karpv1.NodePool) map[string][]string {
+	names := map[string][]string{}
+	for i := range nodePools {
+		template := &nodePools[i].Spec.Template
+		ref := template.Spec.NodeClassRef
+		if ref == nil || ref.Group != v1alpha1.Group {
+			continue
+		}
+		required := slices.ContainsFunc(template.Spec.Requirements, func(r karpv1.NodeSelectorRequirementWithMinValues) bool { return isZone(r.Key) })
+		if required || slices.ContainsFunc(slices.Collect(maps.Keys(template.Labels)), isZone) {
+			names[ref.Name] = append(names[ref.Name], nodePools[i].Name)
+		}
+	}
+	return names
+}
+
+// isZone reports whether the key of a label is that of the zone, by its present or an old name.
+func isZone(key string) bool {
+	return key == corev1.LabelTopologyZone || karpv1.NormalizedLabels[key] == corev1.LabelTopologyZone
+}
+
+// Watch refreshes the catalogue on changes of node classes and NodePools, and on changes of
+// NodeClaims that add or remove a memory.
 func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) error {
 	if err := c.memories.watch(ctx, informers, c.Refresh); err != nil {
 		return fmt.Errorf("watching node claims: %w", err)
 	}
-	informer, err := informers.GetInformer(ctx, &v1alpha1.ClusterAPINodeClass{}, ctrlcache.BlockUntilSynced(false))
-	if err != nil {
-		return fmt.Errorf("watching node classes: %w", err)
+	for _, kind := range []client.Object{&v1alpha1.ClusterAPINodeClass{}, &karpv1.NodePool{}} {
+		informer, err := informers.GetInformer(ctx, kind, ctrlcache.BlockUntilSynced(false))
+		if err != nil {
+			return fmt.Errorf("watching %T: %w", kind, err)
+		}
+		_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
+			AddFunc: func(any) { c.Refresh() },
+			UpdateFunc: func(before, after any) {
+				// Status updates, most of which the shim and core write themselves, do not matter here.
+				was, wasOne := before.(client.Object)
+				is, isOne := after.(client.Object)
+				if !wasOne || !isOne || was.GetGeneration() != is.GetGeneration() {
+					c.Refresh()
+				}
+			},
+			DeleteFunc: func(any) { c.Refresh() },
+		})
+		if err != nil {
+			return fmt.Errorf("watching %T: %w", kind, err)
+		}
 	}
-	_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
-		AddFunc: func(any) { c.Refresh() },
-		UpdateFunc: func(before, after any) {
-			// Status updates, which the shim writes itself, do not matter here.
-			was, wasOne := before.(client.Object)
-			is, isOne := after.(client.Object)
-			if !wasOne || !isOne || was.GetGeneration() != is.GetGeneration() {
-				c.Refresh()
-			}
-		},
-		DeleteFunc: func(any) { c.Refresh() },
-	})
-	return err
+	return nil
 }
 
 // NeedLeaderElection returns false, so that the manager runs the catalogue in every replica and a
@@ -306,6 +336,10 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 	if err := c.kube.List(ctx, classes); err != nil {
 		return fmt.Errorf("listing node classes: %w", err)
 	}
+	nodePools := &karpv1.NodePoolList{}
+	if err := c.kube.List(ctx, nodePools, client.UnsafeDisableDeepCopy); err != nil {
+		return fmt.Errorf("listing NodePools: %w", err)
+	}
 	remembered := c.memories.all()
 	zones := c.observedZones(remembered)
 	groups, unusable, invalid := c.prepare(ctx)
@@ -314,7 +348,7 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 		OfferFull:     c.OfferFullReservations,
 		ObservedZones: func(g *instancetype.Group) []string { return zones[g.ID] },
 	})
-	snapshot.refused = c.refusals()
+	snapshot.refused, snapshot.zonal = c.refusals(), zonal(nodePools.Items)
 	c.mu.Lock()
 	snapshot.untainted = c.untainted.Clone()
 	c.mu.Unlock()

@@ -195,6 +195,126 @@ func TestProblemsOfSelectedGroupsAreTold(t *testing.T) {
 	assert.Equal(t, 2, w.Catalogue.Snapshot().Len())
 }
 
+func TestGroupsBeyondTheNumberOfTaintsAreNamed(t *testing.T) {
+	tainted := func(i int) *agentv1alpha1.NodeGroup {
+		return &agentv1alpha1.NodeGroup{
+			Name:   fmt.Sprintf("group-%02d", i),
+			Taints: []*agentv1alpha1.Taint{{Key: "team", Value: "t0", Effect: "NoSchedule"}, {Key: "team", Value: fmt.Sprint("t", i), Effect: "NoSchedule"}},
+		}
+	}
+	w := shimtest.New(t, lo.Times(64, tainted))
+	class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+	assert.Empty(t, class.Problems)
+
+	for i := 64; i < 69; i++ {
+		w.Agent.AddNodeGroup(tainted(i))
+	}
+	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 69 }, "all groups are known")
+	class, _ = w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+	require.Len(t, class.Problems, 1)
+	assert.Contains(t, class.Problems[0], "default/group-64, default/group-65, default/group-66 and 2 more: Karpenter launches nothing from them")
+	assert.Contains(t, class.Problems[0], "more than 64 different taints: use fewer, or")
+	declares := func(value string) corev1.Taint {
+		return corev1.Taint{Key: "team", Value: value, Effect: corev1.TaintEffectNoSchedule}
+	}
+	pool := nodePool(shimtest.NodeClassName, declares("t0"), declares("t63"), declares("t64"))
+	assert.Equal(t, []string{"group-00", "group-63"}, names(types(t, w.Catalogue.Snapshot(), pool)))
+}
+
+// The default decides nothing, and is not reported.
+func TestADriftPolicyThatDecidesNothingIsTold(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
+		{Name: "karpenter", RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE},
+		{Name: "cluster-api", RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE},
+	})
+	class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+	assert.Empty(t, class.Problems)
+	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
+	for i, action := range []v1alpha1.DriftAction{v1alpha1.DriftIgnore, v1alpha1.DriftReplace} {
+		w.Get(nodeClass)
+		nodeClass.Spec.Drift.MachineNotUpToDate, nodeClass.Generation = action, int64(i+2)
+		w.Update(nodeClass)
+		w.Eventually(func() bool {
+			class, _ = w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+			return class.Generation == nodeClass.Generation
+		}, "the node class is known")
+		require.Len(t, class.Problems, 1, action)
+		assert.Contains(t, class.Problems[0], "default/cluster-api: Cluster API replaces the Machines itself (strategy RollingUpdate)")
+	}
+	w.Agent.UpdateNodeGroup("default/cluster-api", func(g *agentv1alpha1.NodeGroup) {
+		g.RolloutStrategy = agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE
+	})
+	w.Eventually(func() bool {
+		class, _ = w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+		return len(class.Problems) == 0
+	}, "the other strategy shows")
+}
+
+// A class whose groups have no zone is usual in a cluster with a single one, and no problem there.
+func TestMissingZonesAreToldWhereZonesMatter(t *testing.T) {
+	problems := func(w *shimtest.World) []string {
+		class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+		return class.Problems
+	}
+	launched := func(w *shimtest.World, name, zone string) {
+		w.Create(w.NodeClaim(name, func(nc *karpv1.NodeClaim) {
+			nc.Labels[corev1.LabelTopologyZone] = zone
+			nc.Labels[corev1.LabelInstanceTypeStable], nc.Labels[karpv1.CapacityTypeLabelKey] = "a", "on-demand"
+			nc.Annotations = map[string]string{v1alpha1.NodeGroupAnnotation: "default/a"}
+		}))
+		w.Eventually(func() bool {
+			return lo.SomeBy(types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)), func(it *cloudprovider.InstanceType) bool {
+				_, ok := it.OfferingPrice(zone, "on-demand")
+				return ok
+			})
+		}, "the zone is known")
+	}
+	groups := []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}
+	for name, matters := range map[string]struct {
+		do   func(w *shimtest.World)
+		want string
+	}{
+		"the NodePool requires one": {
+			do: func(w *shimtest.World) {
+				pool := nodePool(shimtest.NodeClassName)
+				pool.Name = "zonal"
+				pool.Spec.Template.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
+					{Key: corev1.LabelTopologyZone, Operator: corev1.NodeSelectorOpIn, Values: []string{"z1"}},
+				}
+				w.Create(pool)
+			},
+			want: "but NodePool zonal names the label topology.kubernetes.io/zone",
+		},
+		"the NodePool assigns one, by the label's old name": {
+			do: func(w *shimtest.World) {
+				pool := nodePool(shimtest.NodeClassName)
+				pool.Name = "zonal"
+				pool.Spec.Template.Labels = map[string]string{corev1.LabelFailureDomainBetaZone: "z1"}
+				w.Create(pool)
+			},
+			want: "but NodePool zonal names the label topology.kubernetes.io/zone",
+		},
+		"the machines are in several": {
+			do: func(w *shimtest.World) {
+				launched(w, "one", "z1")
+				assert.Empty(t, problems(w), "a single zone does no harm")
+				launched(w, "two", "z2")
+			},
+			want: "but their Nodes are in the zones z1, z2",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := shimtest.New(t, groups)
+			assert.Empty(t, problems(w))
+			matters.do(w)
+			w.Eventually(func() bool { return len(problems(w)) > 0 }, "missing zones are a problem")
+			require.Len(t, problems(w), 1)
+			assert.Contains(t, problems(w)[0], "default/a, default/b: no zone, like all node groups of the class, "+matters.want)
+			assert.Contains(t, problems(w)[0], "set spec.template.spec.failureDomain")
+		})
+	}
+}
+
 func TestZonesOfMachinesAreRememberedByTheirNodeClaims(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	offered := func(zone string) bool {

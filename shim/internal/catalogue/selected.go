@@ -33,9 +33,11 @@ func (s *Snapshot) selected(groups []*instancetype.Group, unusable []*agentv1alp
 	}
 	for _, source := range unusable {
 		shown = append(shown, v1alpha1.SelectedNodeGroup{
-			Name:    source.GetId(),
-			Reason:  v1alpha1.ReasonUnusable,
-			Message: lo.Substring(s.invalid[source.GetId()].Error(), 0, maxMessage),
+			Name:            source.GetId(),
+			Reason:          v1alpha1.ReasonUnusable,
+			Message:         lo.Substring(s.invalid[source.GetId()].Error(), 0, maxMessage),
+			RolloutStrategy: strategyOf(source),
+			RollingOut:      source.GetRollingOut(),
 		})
 	}
 	slices.SortFunc(shown, func(a, b v1alpha1.SelectedNodeGroup) int { return cmp.Compare(a.Name, b.Name) })
@@ -44,13 +46,14 @@ func (s *Snapshot) selected(groups []*instancetype.Group, unusable []*agentv1alp
 
 func (s *Snapshot) show(g *instancetype.Group) v1alpha1.SelectedNodeGroup {
 	shown := v1alpha1.SelectedNodeGroup{
-		Name:         g.ID,
-		InstanceType: g.InstanceType,
-		Zone:         g.Zone,
-		CapacityType: g.CapacityType,
-		PriceSource:  instancetype.PriceSource(g.Source),
-		Available:    s.conditions.Available(g),
-		RollingOut:   g.Source.GetRollingOut(),
+		Name:            g.ID,
+		InstanceType:    g.InstanceType,
+		Zone:            g.Zone,
+		CapacityType:    g.CapacityType,
+		PriceSource:     instancetype.PriceSource(g.Source),
+		Available:       s.conditions.Available(g),
+		RolloutStrategy: strategyOf(g.Source),
+		RollingOut:      g.Source.GetRollingOut(),
 	}
 	if g.Source.GetPrice() != nil {
 		shown.Price = strconv.FormatFloat(g.Price, 'g', 6, 64)
@@ -71,6 +74,17 @@ func (s *Snapshot) show(g *instancetype.Group) v1alpha1.SelectedNodeGroup {
 	}
 	shown.Message = lo.Substring(shown.Message, 0, maxMessage)
 	return shown
+}
+
+func strategyOf(source *agentv1alpha1.NodeGroup) string {
+	switch source.GetRolloutStrategy() {
+	case agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE:
+		return v1alpha1.StrategyOnDelete
+	case agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE:
+		return v1alpha1.StrategyRollingUpdate
+	default:
+		return ""
+	}
 }
 
 func reasonOf(reason agentv1alpha1.UnavailableReason) string {

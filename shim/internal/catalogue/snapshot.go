@@ -38,6 +38,8 @@ type Snapshot struct {
 	untainted sets.Set[string]
 	// refused holds the requirements that no group could serve recently, by NodePool.
 	refused map[string][]scheduling.Requirements
+	// zonal holds the names of the NodePools that name zones, by node class.
+	zonal map[string][]string
 	// gone holds the node groups that NodeClaims remember and the agent does not know, with the
 	// time since when.
 	gone map[string]time.Time
@@ -128,7 +130,10 @@ type Class struct {
 	conditions instancetype.Conditions
 	// taints are the taints of any group. A NodePool that does not declare a group's taints cannot
 	// use the group.
-	taints   []corev1.Taint
+	taints []corev1.Taint
+	// tooMany are the ids of the groups with a taint that is not in taints, because there are too
+	// many. No NodePool can use them.
+	tooMany  []string
 	variants atomic.Pointer[map[variant][]*cloudprovider.InstanceType]
 	mu       sync.Mutex // held to add a variant
 	// custom returns the keys of labels that are not well known and in which the groups differ.
@@ -149,6 +154,7 @@ type variant struct {
 	nodePool string
 }
 
+// maxTaints is the size of a [taintSet].
 const maxTaints = 64
 
 // add adds the Class of a node class to the snapshot. see returns a group in the class's view, from
@@ -173,13 +179,13 @@ func (s *Snapshot) add(
 			class.Groups = append(class.Groups, see(g))
 		}
 	}
-	class.taints = taintsOf(class.Groups)
+	class.taints, class.tooMany = taintsOf(class.Groups)
 	class.custom = sync.OnceValue(func() sets.Set[string] { return differing(class.Groups) })
 	class.refused = s.refused
 	unusable := lo.Filter(s.unusable, func(source *agentv1alpha1.NodeGroup, _ int) bool {
 		return selector.Matches(labels.Set(source.GetLabels()))
 	})
-	class.Problems = s.problems(class.Groups, unusable, viewError)
+	class.Problems = s.problems(class, unusable, viewError)
 	class.Selected = s.selected(class.Groups, unusable)
 	variants := map[variant][]*cloudprovider.InstanceType{}
 	for _, declared := range declaredBefore(before, nodeClass.Name) {
@@ -202,19 +208,23 @@ func selectorOf(nodeClass *v1alpha1.ClusterAPINodeClass) (labels.Selector, error
 	return selector, nil
 }
 
-func taintsOf(groups []*instancetype.Group) []corev1.Taint {
-	var taints []corev1.Taint
+// taintsOf returns the distinct taints of the groups, and the ids of the groups with one that
+// exceeds the maximum number.
+func taintsOf(groups []*instancetype.Group) (taints []corev1.Taint, tooMany []string) {
 	for _, g := range groups {
 		for _, taint := range g.Taints {
 			if !slices.Contains(taints, taint) && len(taints) < maxTaints {
 				taints = append(taints, taint)
 			}
 		}
+		if !lo.Every(taints, g.Taints) {
+			tooMany = append(tooMany, g.ID)
+		}
 	}
-	return taints
+	return taints, tooMany
 }
 
-func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alpha1.NodeGroup, viewError error) []string {
+func (s *Snapshot) problems(class *Class, unusable []*agentv1alpha1.NodeGroup, viewError error) []string {
 	var problems []string
 	if viewError != nil {
 		problems = append(problems, viewError.Error())
@@ -227,7 +237,7 @@ func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alp
 			problems = append(problems, err.Error())
 		}
 	}
-	for _, g := range groups {
+	for _, g := range class.Groups {
 		describe(g.Source)
 		if s.untainted.Has(g.ID) {
 			problems = append(problems, fmt.Sprintf("%s: its Nodes join without the taint %s:%s, so that pods may run on them before Karpenter has "+
@@ -238,9 +248,31 @@ func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alp
 	for _, source := range unusable {
 		describe(source)
 	}
-	problems = append(problems, instancetype.Mismatches(groups)...)
+	if len(class.tooMany) > 0 {
+		problems = append(problems, fmt.Sprintf("%s: Karpenter launches nothing from them, because the node groups of the class have more than %d "+
+			"different taints: use fewer, or select groups with several ClusterAPINodeClasses", instancetype.Enumerate(class.tooMany), maxTaints))
+	}
+	problems = append(problems, class.withoutEffect()...)
+	problems = append(problems, instancetype.Mismatches(class.Groups, instancetype.ZoneUse{
+		NodePools: s.zonal[class.Name],
+		Observed:  lo.Uniq(lo.FlatMap(class.Groups, func(g *instancetype.Group, _ int) []string { return s.conditions.ObservedZones(g) })),
+	})...)
 	slices.Sort(problems)
 	return problems
+}
+
+// withoutEffect names the groups whose Machines Cluster API replaces itself, if the node class
+// decides about them: it has no effect there. The default is not reported, as it decides nothing.
+func (c *Class) withoutEffect() []string {
+	rolling := lo.FilterMap(c.Groups, func(g *instancetype.Group, _ int) (string, bool) {
+		return g.ID, g.Source.GetRolloutStrategy() == agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE
+	})
+	if c.Drift.MachineNotUpToDate == "" || len(rolling) == 0 {
+		return nil
+	}
+	return []string{fmt.Sprintf("%s: Cluster API replaces the Machines itself (strategy RollingUpdate), whatever spec.drift.machineNotUpToDate is: "+
+		"set spec.rollout.strategy.type of the MachineDeployment to OnDelete, or remove the field from the ClusterAPINodeClass",
+		instancetype.Enumerate(rolling))}
 }
 
 // declaredBefore returns the sets of taints that NodePools of the class declared against the

@@ -140,6 +140,10 @@ func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.Nod
 	return class.For(nodePool), nil
 }
 
+// Ready reports whether core gets instance types at all: the agent has been reached, and existing
+// NodeClaims have been adopted.
+func (c *CloudProvider) Ready() bool { return c.Catalogue.Snapshot() != nil && c.Settled() }
+
 // errNotSettled means that not all existing NodeClaims have been checked for adoption yet.
 var errNotSettled = errors.New("the machines of NodeClaims without a claim are being adopted")
 

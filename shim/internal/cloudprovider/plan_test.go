@@ -102,6 +102,46 @@ func TestCorePlansNothingThatNoNodeGroupServesWherePodsChooseALabel(t *testing.T
 	assert.NotEmpty(t, results.PodErrors, "the event of the pod says why it waits")
 }
 
+// This is why a missing zone may be a problem of the node class. Pods that only prefer to spread get
+// their Nodes.
+func TestCorePlansNoPodThatMustSpreadOverZonesForAGroupWithoutOne(t *testing.T) {
+	group := func(name, zone string) *agentv1alpha1.NodeGroup {
+		return &agentv1alpha1.NodeGroup{Name: name, InstanceType: "m5", Zone: zone}
+	}
+	prefers := func(pod *corev1.Pod) {
+		spread(pod)
+		pod.Spec.TopologySpreadConstraints[0].WhenUnsatisfiable = corev1.ScheduleAnyway
+	}
+	for name, c := range map[string]struct {
+		groups []*agentv1alpha1.NodeGroup
+		pod    func(*corev1.Pod)
+		most   []string
+		least  int
+	}{
+		"no group has a zone": {[]*agentv1alpha1.NodeGroup{group("a", ""), group("b", "")}, spread, nil, 0},
+		// Core chooses between the two zones at random, and finds no group in the one without a name.
+		"one group has":   {[]*agentv1alpha1.NodeGroup{group("a", ""), group("b", "z1")}, spread, []string{"default/b"}, 0},
+		"all groups have": {[]*agentv1alpha1.NodeGroup{group("a", "z1")}, spread, []string{"default/a", "default/a", "default/a"}, 3},
+		"no group has, and the pods only prefer to spread": {
+			[]*agentv1alpha1.NodeGroup{group("a", "")}, prefers, []string{"default/a", "default/a", "default/a"}, 3,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := shimtest.New(t, c.groups)
+			w.NodePool()
+			for _, pod := range []string{"one", "two", "three"} {
+				w.PendingPod(pod, "3", c.pod)
+			}
+			results := w.Plan()
+			planned := launch(t, w, results.NewNodeClaims)
+			assert.Subset(t, c.most, planned)
+			assert.GreaterOrEqual(t, len(planned), c.least)
+			assert.LessOrEqual(t, len(planned), len(c.most))
+			assert.Len(t, results.PodErrors, 3-len(planned), "the events of the pods say why they wait")
+		})
+	}
+}
+
 func TestAFullGroupIsNotPlannedForTheSakeOfAnotherValueOfItsLabel(t *testing.T) {
 	groups := redInZone1BlueInZone2()
 	groups[1].Zone = "z1"

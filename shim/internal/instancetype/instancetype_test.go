@@ -141,7 +141,7 @@ func TestAGroupWithoutCapacityTakesNothingFromTheOthersOfItsType(t *testing.T) {
 	whole := group(t, "b", shared)
 	it := build(blank, whole)[0]
 	assert.Equal(t, build(whole)[0].Allocatable(), it.Allocatable())
-	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{blank, whole}))
+	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{blank, whole}, instancetype.ZoneUse{}))
 }
 
 func TestWellKnownLabelsThatMachinesLackAreSaidToBeMissing(t *testing.T) {
@@ -223,16 +223,17 @@ func TestDifferentPricesOfWhatKarpenterCannotTellApartAreTold(t *testing.T) {
 	assert.Equal(t, []string{
 		`fleet/b costs 3 and fleet/a 1, and both are instance type "m.large" of one zone and capacity type, to which Karpenter ` +
 			`assigns the price 1; give the groups different instance types, or one price`,
-	}, instancetype.Mismatches([]*instancetype.Group{group(t, "a", full), group(t, "b", price(3))}))
+	}, instancetype.Mismatches([]*instancetype.Group{group(t, "a", full), group(t, "b", price(3))}, instancetype.ZoneUse{}))
 	for name, groups := range map[string][]*instancetype.Group{
 		"one price":             {group(t, "a"), group(t, "b")},
 		"two zones":             {group(t, "a"), group(t, "b", price(3), zone("z2"))},
 		"two capacity types":    {group(t, "a"), group(t, "b", price(3), spot)},
 		"estimates, nearly one": {group(t, "a", estimated), group(t, "b", price(1.05), estimated)},
 	} {
-		assert.Empty(t, instancetype.Mismatches(groups), name)
+		assert.Empty(t, instancetype.Mismatches(groups, instancetype.ZoneUse{}), name)
 	}
-	assert.Len(t, instancetype.Mismatches([]*instancetype.Group{group(t, "a", estimated), group(t, "b", price(3), estimated)}), 1)
+	estimates := []*instancetype.Group{group(t, "a", estimated), group(t, "b", price(3), estimated)}
+	assert.Len(t, instancetype.Mismatches(estimates, instancetype.ZoneUse{}), 1)
 }
 
 func TestWhatNodeClaimsRememberStaysAndIsNotAvailable(t *testing.T) {
@@ -331,9 +332,9 @@ func TestWhatOnlyNodesShowedIsNoMismatch(t *testing.T) {
 	}
 	gpu, without := capacity("nvidia.com/gpu", "1"), group(t, "b")
 	learnedGPU := group(t, "a", gpu, from(agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED))
-	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{learnedGPU, without}))
+	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{learnedGPU, without}, instancetype.ZoneUse{}))
 	described := group(t, "a", gpu, from(agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION))
-	assert.Len(t, instancetype.Mismatches([]*instancetype.Group{described, without}), 1)
+	assert.Len(t, instancetype.Mismatches([]*instancetype.Group{described, without}, instancetype.ZoneUse{}), 1)
 }
 
 func TestAMergedTypeHasWhatEveryGroupHas(t *testing.T) {
@@ -345,7 +346,7 @@ func TestAMergedTypeHasWhatEveryGroupHas(t *testing.T) {
 	assert.Equal(t, "3900m", it.Capacity.Cpu().String())
 	assert.Equal(t, "15Gi", it.Capacity.Memory().String())
 	assert.NotContains(t, it.Capacity, corev1.ResourceName("nvidia.com/gpu"))
-	mismatches := instancetype.Mismatches(groups)
+	mismatches := instancetype.Mismatches(groups, instancetype.ZoneUse{})
 	require.Len(t, mismatches, 1, "what firmware keeps for itself is no other shape")
 	assert.Contains(t, mismatches[0], "nvidia.com/gpu")
 	assert.Contains(t, mismatches[0], "fleet/a")
@@ -355,7 +356,7 @@ func TestShapesThatDifferUnderOneNameAreTold(t *testing.T) {
 	mismatches := instancetype.Mismatches([]*instancetype.Group{
 		group(t, "a", capacity("cpu", "8"), capacity("pods", "110")), group(t, "b"),
 		group(t, "c", func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "other" }, capacity("cpu", "64")),
-	})
+	}, instancetype.ZoneUse{})
 	assert.Equal(t, []string{
 		`fleet/a: other node groups of instance type "m.large" lack cpu beyond 4 of 8, which is ignored; give the groups different instance types`,
 	}, mismatches)
@@ -365,19 +366,20 @@ func TestShapesThatDifferUnderOneNameAreTold(t *testing.T) {
 func TestAGroupWithoutAZoneBesideOthersIsTold(t *testing.T) {
 	none := zone(instancetype.ZoneNone)
 	groups := []*instancetype.Group{group(t, "e", none), group(t, "d", none), group(t, "c", none), group(t, "b", none), group(t, "a", zone("z2"))}
-	mismatches := instancetype.Mismatches(groups)
+	mismatches := instancetype.Mismatches(groups, instancetype.ZoneUse{})
 	require.Len(t, mismatches, 1)
 	assert.Contains(t, mismatches[0], "fleet/b, fleet/c, fleet/d and 1 more: no zone")
 	assert.Contains(t, mismatches[0], "spec.template.spec.failureDomain")
-	assert.Empty(t, instancetype.Mismatches(groups[:4]), "no group has one")
-	assert.Empty(t, instancetype.Mismatches(groups[4:]))
+	assert.Empty(t, instancetype.Mismatches(groups[:4], instancetype.ZoneUse{}), "no group has one")
+	assert.Empty(t, instancetype.Mismatches(groups[4:], instancetype.ZoneUse{}))
 }
 
 func TestPricesInSeveralCurrenciesAreTold(t *testing.T) {
 	in := func(currency string) change { return func(g *agentv1alpha1.NodeGroup) { g.Price.Currency = currency } }
-	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{group(t, "a", in("EUR")), group(t, "b", in("EUR")), group(t, "c")}))
+	same := []*instancetype.Group{group(t, "a", in("EUR")), group(t, "b", in("EUR")), group(t, "c")}
+	assert.Empty(t, instancetype.Mismatches(same, instancetype.ZoneUse{}))
 	assert.Equal(t, []string{"prices are in EUR, USD and are compared as if they were in the same currency; use one currency"},
-		instancetype.Mismatches([]*instancetype.Group{group(t, "a", in("USD")), group(t, "b", in("EUR"))}))
+		instancetype.Mismatches([]*instancetype.Group{group(t, "a", in("USD")), group(t, "b", in("EUR"))}, instancetype.ZoneUse{}))
 }
 
 func TestGroupsThatDifferInAWellKnownLabelGetOfferingsOfTheirOwn(t *testing.T) {

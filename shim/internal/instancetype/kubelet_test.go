@@ -236,7 +236,7 @@ func TestDevicesAreThoseThatEveryGroupHas(t *testing.T) {
 	require.Len(t, templates[0].Devices, 2)
 	assert.NotEqual(t, templates[0].Devices[0].Name, templates[0].Devices[1].Name)
 	assert.Equal(t, "gpu", *templates[0].Devices[0].Attributes["type"].StringValue)
-	mismatches := strings.Join(instancetype.Mismatches(groups), "\n")
+	mismatches := strings.Join(instancetype.Mismatches(groups, instancetype.ZoneUse{}), "\n")
 	assert.Contains(t, mismatches, "devices of driver gpu.example.com beyond 2")
 	assert.Contains(t, mismatches, "devices of driver nic.example.com beyond 0")
 

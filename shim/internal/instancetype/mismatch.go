@@ -20,7 +20,7 @@ const tolerance = 0.1
 // Mismatches returns one sentence for each difference that prevents groups from being fully used
 // together. These are instance types whose groups have different resources, of which only the
 // common part can be scheduled on, different or incomparable prices, and groups without a zone.
-func Mismatches(groups []*Group) []string {
+func Mismatches(groups []*Group, zones ZoneUse) []string {
 	byName := lo.GroupBy(groups, func(g *Group) string { return g.InstanceType })
 	var mismatches []string
 	for _, name := range slices.Sorted(maps.Keys(byName)) {
@@ -40,7 +40,7 @@ func Mismatches(groups []*Group) []string {
 		}
 	}
 	mismatches = append(mismatches, differentPrices(groups)...)
-	mismatches = append(mismatches, withoutZone(groups)...)
+	mismatches = append(mismatches, withoutZone(groups, zones)...)
 	currencies := lo.Uniq(lo.FilterMap(groups, func(g *Group, _ int) (string, bool) {
 		currency := g.Source.GetPrice().GetCurrency()
 		return currency, currency != ""
@@ -54,24 +54,51 @@ func Mismatches(groups []*Group) []string {
 	return mismatches
 }
 
-// namedAtOnce is the maximum number of node groups named in one sentence.
+// namedAtOnce is the maximum number of objects named in one sentence.
 const namedAtOnce = 3
 
-// withoutZone names the groups that have no zone while others have one. Core then treats them as a
-// zone of their own, wherever their machines are, and spreads pods accordingly.
-func withoutZone(groups []*Group) []string {
+// Enumerate names the first few objects in order, and the number of the others.
+func Enumerate(names []string) string {
+	names = slices.Sorted(slices.Values(names))
+	enumerated := strings.Join(lo.Slice(names, 0, namedAtOnce), ", ")
+	if more := len(names) - namedAtOnce; more > 0 {
+		enumerated += fmt.Sprintf(" and %d more", more)
+	}
+	return enumerated
+}
+
+// ZoneUse is what shows that zones matter to the groups of a node class, other than the zones of
+// the groups. The zero value shows nothing.
+type ZoneUse struct {
+	// NodePools are the names of the NodePools that require or assign a zone.
+	NodePools []string
+	// Observed are the zones in which machines of groups without a zone were found.
+	Observed []string
+}
+
+// giveZone is the remedy for a group without a zone.
+const giveZone = "set spec.template.spec.failureDomain of the MachineDeployment, or the label " + corev1.LabelTopologyZone + " on its template"
+
+// withoutZone names the groups that have no zone, if zones matter. Core counts [ZoneNone] as a zone,
+// but finds no group in it for a pod that must spread over zones. Where no group has a zone, this is
+// not reported as long as no NodePool names zones and all machines are in one.
+func withoutZone(groups []*Group, zones ZoneUse) []string {
 	without := lo.FilterMap(groups, func(g *Group, _ int) (string, bool) { return g.ID, g.Zone == ZoneNone })
-	if len(without) == 0 || len(without) == len(groups) {
+	switch {
+	case len(without) == 0:
 		return nil
+	case len(without) < len(groups):
+		return []string{fmt.Sprintf("%s: no zone, while other node groups of the class have one, so that they count as one zone more, in which "+
+			"pods that must spread over zones, or choose one, get no Node: %s", Enumerate(without), giveZone)}
+	case len(zones.NodePools) > 0:
+		return []string{fmt.Sprintf("%s: no zone, like all node groups of the class, but NodePool %s names the label %s, so that Karpenter launches "+
+			"nothing for a zone, and cannot avoid one: %s, or remove it from the NodePool",
+			Enumerate(without), Enumerate(zones.NodePools), corev1.LabelTopologyZone, giveZone)}
+	case len(zones.Observed) > 1:
+		return []string{fmt.Sprintf("%s: no zone, like all node groups of the class, but their Nodes are in the zones %s, so that pods which must "+
+			"spread over zones, or choose one, get no Node: %s", Enumerate(without), Enumerate(zones.Observed), giveZone)}
 	}
-	slices.Sort(without)
-	names := strings.Join(lo.Slice(without, 0, namedAtOnce), ", ")
-	if more := len(without) - namedAtOnce; more > 0 {
-		names += fmt.Sprintf(" and %d more", more)
-	}
-	return []string{fmt.Sprintf("%s: no zone, while other node groups of the class have one, so that pods which spread over zones, or choose by "+
-		"zone, count its machines as one zone more: set spec.template.spec.failureDomain of the MachineDeployment, or the label %s on its template",
-		names, corev1.LabelTopologyZone)}
+	return nil
 }
 
 // differentPrices names groups that Karpenter cannot tell apart and that have different prices. It

@@ -2,8 +2,6 @@ package operator_test
 
 import (
 	"go/ast"
-	"go/parser"
-	"go/token"
 	"reflect"
 	"runtime"
 	"strconv"
@@ -23,9 +21,7 @@ func core(t *testing.T) *ast.File {
 	t.Helper()
 	entry := reflect.ValueOf(coreoperator.NewOperator).Pointer()
 	path, _ := runtime.FuncForPC(entry).FileLine(entry)
-	file, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
-	require.NoError(t, err)
-	return file
+	return parse(t, path)
 }
 
 // find calls visit with each node of the type.

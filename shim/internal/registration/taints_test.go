@@ -10,6 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/lifecycle"
+	"sigs.k8s.io/karpenter/pkg/controllers/state/informer"
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
 	"sigs.k8s.io/karpenter/pkg/scheduling"
 
@@ -100,7 +101,8 @@ func TestOnlyPlanningOverlooksTheTaintOfOutdatedNodes(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	node := w.Node(w.Launched("claim", shimtest.Registered), outdated)
 	kube := registration.PlanningClient(w.Kube)
-	for controller, want := range map[string][]corev1.Taint{"state.node": {}, "disruption": {outdated}, "": {outdated}} {
+	planning := informer.NewNodeController(nil, nil).Name() // as core names it, and so may rename it
+	for controller, want := range map[string][]corev1.Taint{planning: {}, "disruption": {outdated}, "": {outdated}} {
 		ctx := w.Context()
 		if controller != "" {
 			ctx = injection.WithControllerName(ctx, controller)
@@ -109,7 +111,7 @@ func TestOnlyPlanningOverlooksTheTaintOfOutdatedNodes(t *testing.T) {
 		require.NoError(t, kube.Get(ctx, client.ObjectKeyFromObject(node), got))
 		assert.Equal(t, want, got.Spec.Taints, controller)
 	}
-	ctx := injection.WithControllerName(w.Context(), "state.node")
+	ctx := injection.WithControllerName(w.Context(), planning)
 	assert.True(t, apierrors.IsNotFound(kube.Get(ctx, client.ObjectKey{Name: "gone"}, &corev1.Node{})))
 }
 

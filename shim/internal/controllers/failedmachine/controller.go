@@ -64,6 +64,8 @@ const (
 	// tellAfter is the age from which a NodeClaim gets events about its machine: most have their
 	// Node by then.
 	tellAfter = time.Minute
+	// tellNodePoolEvery is the minimum interval between events on a NodePool about one node group.
+	tellNodePoolEvery = 10 * time.Minute
 )
 
 // Claims is a mirror of the shim's claims.
@@ -317,6 +319,9 @@ func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, re
 		Message:        lo.Substring(message, 0, 1024),
 		DedupeValues:   []string{string(nodeClaim.UID)},
 	})
+	if reason == machineFailed {
+		c.tellNodePool(ctx, nodeClaim, message)
+	}
 	givenUpTotal.Inc(map[string]string{reasonLabel: reason})
 	metrics.NodeClaimsDisruptedTotal.Inc(map[string]string{
 		metrics.ReasonLabel:              "machine_failed",
@@ -326,6 +331,31 @@ func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, re
 		metrics.TerminationModeLabel:     nodeclaimutils.DisruptionTerminationMode(nodeClaim),
 	})
 	return reconcile.Result{}, nil
+}
+
+// tellNodePool publishes the failure of a machine on the NodePool, because the NodeClaim is being
+// deleted. A NodePool whose machines keep failing gets one event for each node group in an interval,
+// with the first failure in it.
+func (c *Controller) tellNodePool(ctx context.Context, nodeClaim *karpv1.NodeClaim, message string) {
+	nodePool := &karpv1.NodePool{}
+	key := client.ObjectKey{Name: nodeClaim.Labels[karpv1.NodePoolLabelKey]}
+	if key.Name == "" {
+		return // created by a user
+	}
+	if err := c.kube.Get(ctx, key, nodePool); err != nil {
+		if !apierrors.IsNotFound(err) {
+			log.FromContext(ctx).Error(err, "reading the NodePool for an event", "NodePool", key.Name)
+		}
+		return
+	}
+	c.recorder.Publish(events.Event{
+		InvolvedObject: nodePool,
+		Type:           corev1.EventTypeWarning,
+		Reason:         machineFailed,
+		Message:        lo.Substring(message, 0, 1024),
+		DedupeValues:   []string{string(nodePool.UID), nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]},
+		DedupeTimeout:  tellNodePoolEvery,
+	})
 }
 
 // extendRegistration makes core wait for the Node beyond its own timeout. It sets the transition

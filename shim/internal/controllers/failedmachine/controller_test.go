@@ -2,6 +2,8 @@ package failedmachine_test
 
 import (
 	"context"
+	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -11,11 +13,14 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/tools/record"
 	clocktesting "k8s.io/utils/clock/testing"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	coreevents "sigs.k8s.io/karpenter/pkg/events"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -283,6 +288,71 @@ func TestAMachineThatTheAgentGivesUpCostsItsNodeClaimAtOnce(t *testing.T) {
 	assert.False(t, e.Exists(nodeClaim), "before its machine is gone")
 	assert.Equal(t, []string{"MachineFailed"}, e.Recorder.Reasons())
 	assert.Contains(t, e.Recorder.Messages()[0], "the zone is full")
+}
+
+// events collects Kubernetes events as one line each.
+type events struct {
+	record.EventRecorder
+
+	lines []string
+}
+
+func (e *events) Event(object runtime.Object, kind, reason, message string) {
+	e.lines = append(e.lines, fmt.Sprintf("%T %s %s: %s", object, kind, reason, message))
+}
+
+func (e *events) of(object any) []string {
+	return lo.Filter(e.lines, func(line string, _ int) bool { return strings.HasPrefix(line, fmt.Sprintf("%T ", object)) })
+}
+
+// The NodeClaim and its events are soon gone. A NodePool whose machines fail for hours gets few.
+func TestAMachineThatFailsLeavesATraceOnItsNodePool(t *testing.T) {
+	e := setUp(t, fakeagent.WithInfrastructure(fakeagent.Infrastructure{
+		Provision: fakeagent.Manual, Join: fakeagent.Manual, Terminate: fakeagent.Manual,
+	}))
+	told := &events{}
+	e.controller = failedmachine.New(e.clock, e.Kube, e.Kube, e.CloudProvider, e.Claims, e.NodeGroups, e.Client.Claims, e.Cluster,
+		coreevents.NewRecorder(told), e.Unclaimed, shimtest.Timeout)
+	e.NodePool()
+	fails := func(name string) {
+		t.Helper()
+		nodeClaim := e.Launched(name)
+		e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
+		e.Agent.GiveUp(e.Cluster, string(nodeClaim.UID), "InsufficientCapacity: the zone of "+name+" is full")
+		e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+		e.reconcile(nodeClaim)
+		require.False(t, e.Exists(nodeClaim))
+	}
+	fails("one")
+	require.Len(t, told.of(&karpv1.NodePool{}), 1)
+	assert.Contains(t, told.of(&karpv1.NodePool{})[0], "Warning MachineFailed: ")
+	assert.Contains(t, told.of(&karpv1.NodePool{})[0], "node group default/a")
+	assert.Contains(t, told.of(&karpv1.NodePool{})[0], "the zone of one is full")
+	fails("two")
+	fails("three")
+	assert.Len(t, told.of(&karpv1.NodeClaim{}), 3)
+	assert.Len(t, told.of(&karpv1.NodePool{}), 1)
+
+	e.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "b"})
+	e.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, "cooling down", time.Time{})
+	e.Eventually(func() bool {
+		a, _ := e.Catalogue.Snapshot().Group("default/a")
+		_, ok := e.Catalogue.Snapshot().Group("default/b")
+		return ok && !a.Available
+	}, "the catalogue shows the change")
+	fails("four")
+	require.Len(t, told.of(&karpv1.NodePool{}), 2, "another node group's failure is news")
+	assert.Contains(t, told.of(&karpv1.NodePool{})[1], "node group default/b")
+}
+
+// A machine that was lost, or that is late, has not failed.
+func TestOnlyAFailureIsToldOnTheNodePool(t *testing.T) {
+	e := setUp(t)
+	e.NodePool()
+	nodeClaim := e.Launched("claim")
+	e.lose(nodeClaim)
+	e.reconcile(nodeClaim)
+	assert.Equal(t, []string{"MachineLost"}, e.Recorder.Reasons())
 }
 
 func TestAMachineThatTheAgentCallsLateCostsItsNodeClaimAtOnce(t *testing.T) {

@@ -141,6 +141,9 @@ func released(claim *agentv1alpha1.Claim) bool {
 	return phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING || phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
 }
 
+// machineFailed is the reason of events about a machine that the agent gave up.
+const machineFailed = "MachineFailed"
+
 // verdict returns why a released claim is of no use to its NodeClaim: the reason for the event, and
 // a sentence.
 func verdict(claim *agentv1alpha1.Claim) (reason, message string) {
@@ -151,7 +154,7 @@ func verdict(claim *agentv1alpha1.Claim) (reason, message string) {
 		if report := infrastructure(claim); report != "" && !strings.Contains(why, "infrastructure of Machine") {
 			message = fmt.Sprintf("%s Its infrastructure reports %s.", message, report)
 		}
-		return "MachineFailed", message
+		return machineFailed, message
 	case claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		message = fmt.Sprintf("The claim on a machine of node group %s has ended: %s", claim.GetNodeGroupId(), why)
 		return lo.CoalesceOrEmpty(claim.GetReason(), "ClaimEnded"), message

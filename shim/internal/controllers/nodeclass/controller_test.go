@@ -288,7 +288,8 @@ func TestANodeClassStaysWhileNodeClaimsReferToIt(t *testing.T) {
 func TestTheStatusShowsWhatWasSelected(t *testing.T) {
 	e := setUp(t,
 		&agentv1alpha1.NodeGroup{
-			Name: "a", InstanceType: "m", Zone: "z1", RollingOut: true, Price: &agentv1alpha1.Price{PerHour: 0.25, Currency: "EUR"},
+			Name: "a", InstanceType: "m", Zone: "z1", Price: &agentv1alpha1.Price{PerHour: 0.25, Currency: "EUR"},
+			RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE, RollingOut: true,
 			Sources: map[string]*agentv1alpha1.ValueSource{"price": {Kind: agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST}},
 		},
 		&agentv1alpha1.NodeGroup{
@@ -306,11 +307,11 @@ func TestTheStatusShowsWhatWasSelected(t *testing.T) {
 	require.Len(t, selected, 3)
 	assert.Equal(t, v1alpha1.SelectedNodeGroup{
 		Name: "default/a", InstanceType: "m", Zone: "z1", CapacityType: "on-demand", Price: "0.25", Currency: "EUR", PriceSource: "PriceList",
-		Available: true, RollingOut: true,
+		Available: true, RolloutStrategy: "OnDelete", RollingOut: true,
 	}, selected[0])
 	assert.Equal(t, v1alpha1.SelectedNodeGroup{
 		Name: "default/b", InstanceType: "b", CapacityType: "on-demand", Price: "1", PriceSource: "Estimate",
-		Reason: "QuotaExceeded", Message: "quota machines: 10 of 10",
+		Reason: "QuotaExceeded", Message: "quota machines: 10 of 10", RolloutStrategy: "RollingUpdate",
 	}, selected[1])
 	assert.Equal(t, v1alpha1.ReasonUnusable, selected[2].Reason)
 	assert.EqualValues(t, 1, nodeClass.Status.AvailableNodeGroups)

@@ -1,0 +1,104 @@
+// Package resumption makes core resume the work on NodeClaims that failed while nothing was known of
+// the hub's node groups.
+//
+// While the agent has not been reached since the process started, core gets no instance types. Its
+// controllers then fail for each NodeClaim, and try again after intervals that double up to 16
+// minutes and 40 seconds, for ten NodeClaims a second. Nothing makes them try earlier when the agent
+// is reached: the NodeClaims have not changed. Until then the drift of their Nodes is not noticed,
+// and their costs are missing in metrics and in decisions about consolidation.
+package resumption
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/awslabs/operatorpkg/controller"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+)
+
+const (
+	// look is how often [Resumption.Start] checks whether core gets instance types.
+	look = time.Second
+	// concurrency is how many NodeClaims are reconciled at once.
+	concurrency = 10
+)
+
+// Names of the controllers of core that need instance types for each NodeClaim.
+const (
+	stateController      = "state.nodeclaim"
+	disruptionController = "nodeclaim.disruption"
+)
+
+// Resumption runs core's controllers once for each NodeClaim. It is a runnable for the leader.
+type Resumption struct {
+	kube          client.Client
+	cloudProvider cloudprovider.CloudProvider
+	ready         func() bool
+	state         reconcile.Reconciler
+	disruption    reconcile.ObjectReconciler[*karpv1.NodeClaim]
+}
+
+// New returns a resumption. core are core's controllers; it is an error if one that is needed is not
+// among them. ready reports whether core gets instance types. kube reads NodeClaims from a cache.
+func New(
+	kube client.Client, cloudProvider cloudprovider.CloudProvider, ready func() bool, core []controller.Controller,
+) (*Resumption, error) {
+	r := &Resumption{kube: kube, cloudProvider: cloudProvider, ready: ready}
+	var found bool
+	if r.state, found = find[reconcile.Reconciler](core, stateController); !found {
+		return nil, fmt.Errorf("core has no controller %q that reconciles requests", stateController)
+	}
+	if r.disruption, found = find[reconcile.ObjectReconciler[*karpv1.NodeClaim]](core, disruptionController); !found {
+		return nil, fmt.Errorf("core has no controller %q that reconciles NodeClaims", disruptionController)
+	}
+	return r, nil
+}
+
+func find[T any](core []controller.Controller, name string) (T, bool) {
+	for _, each := range core {
+		named, is := each.(interface{ Name() string })
+		if !is || named.Name() != name {
+			continue
+		}
+		typed, is := each.(T)
+		return typed, is
+	}
+	return *new(T), false
+}
+
+// Start waits until core gets instance types, resumes its work unless it got them at once, and
+// returns.
+func (r *Resumption) Start(ctx context.Context) error {
+	if r.ready() {
+		return nil
+	}
+	if err := wait.PollUntilContextCancel(ctx, look, false, func(context.Context) (bool, error) { return r.ready(), nil }); err != nil {
+		return nil //nolint:nilerr // the process ends
+	}
+	nodeClaims, err := nodeclaimutils.ListManaged(ctx, r.kube, r.cloudProvider)
+	if err != nil {
+		log.FromContext(ctx).Error(err, "listing the NodeClaims on which core resumes its work")
+		return nil
+	}
+	log.FromContext(ctx).V(1).Info("the node groups are known: core resumes its work on NodeClaims", "count", len(nodeClaims))
+	workqueue.ParallelizeUntil(ctx, concurrency, len(nodeClaims), func(i int) { r.resume(ctx, nodeClaims[i]) })
+	return nil
+}
+
+// resume leaves NodeClaims that fail again to core, which tries again later.
+func (r *Resumption) resume(ctx context.Context, nodeClaim *karpv1.NodeClaim) {
+	_, stateErr := r.state.Reconcile(ctx, reconcile.Request{NamespacedName: client.ObjectKeyFromObject(nodeClaim)})
+	_, disruptionErr := r.disruption.Reconcile(ctx, nodeClaim)
+	if err := errors.Join(stateErr, disruptionErr); err != nil {
+		log.FromContext(ctx).V(1).Info("not resumed; core tries again later", "NodeClaim", nodeClaim.Name, "reason", err.Error())
+	}
+}
