@@ -110,6 +110,28 @@ var causes = map[string]cause{
 		 capi_agent_limit{pod="a",limit="live"} 1000x120`,
 		"agent/internal/claims/collector_test.go:TestCollectorShowsEveryPartOfTheLedger",
 	},
+	"CapiAgentCreationsNearLimit": {
+		`capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="workers"} 0x117 90 40 0
+		 capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="others"} 80x120
+		 capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="staging",machine_deployment="staging"} 90x120
+		 capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="free",machine_deployment="free"} 90x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="staging",limit="creations"} 200x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="production",limit="releases"} 10x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="free",limit="creations"} 0x120
+		 capi_agent_limit{pod="a",limit="creations"} 100x120`,
+		"agent/internal/claims/collector_test.go:TestCollectorShowsEveryPartOfTheLedger",
+	},
+	"CapiAgentReleasesNearLimit": {
+		`capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="production"} 0x117 10 45 45
+		 capi_agent_cluster_recent_releases{pod="b",namespace="team-a",cluster="production"} 0x118 44 45
+		 capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="quiet"} 40x120
+		 capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="staging"} 45x120
+		 capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="free"} 45x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="staging",limit="releases"} 200x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="free",limit="releases"} 0x120
+		 capi_agent_limit{pod="a",limit="releases"} 50x120`,
+		"agent/internal/claims/collector_test.go:TestCollectorShowsEveryPartOfTheLedger",
+	},
 	"CapiAgentNodeGroupFrozen": {
 		`capi_agent_node_group_frozen{pod="a",namespace="team-a",machine_deployment="workers"} 1x120`,
 		"agent/internal/claims/metrics_test.go:TestWhatWaitsForAPersonIsShown",
@@ -231,6 +253,12 @@ const healthy = `
 	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="MachineLost"} 0x100 1x20
 	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="Released"} 0+9x120
 	capi_agent_claims_refused_total{pod="a",namespace="team-a",cluster="production",limit="live"} 0x120
+	capi_agent_limit{pod="a",limit="live"} 20000x120
+	capi_agent_limit{pod="a",limit="creations"} 100x120
+	capi_agent_limit{pod="a",limit="releases"} 50x120
+	capi_agent_cluster_claims{pod="a",namespace="team-a",cluster="production",state="live"} 300x120
+	capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="workers"} 0x110 80x10
+	capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="production"} 0x110 20x10
 	capi_agent_node_group_problems{pod="a",namespace="team-a",machine_deployment="workers"} 0x120
 	karpenter_build_info{pod="a"} 1x120
 	karpenter_capi_agent_connected{pod="a",stream="claims"} 1x100 0x2 1x18
