@@ -175,7 +175,8 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	var shownClusters *fleet.Fleet
 	keeper := spokes.New(spokes.Config{
 		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: clock.RealClock{}, Log: c.Log.WithName("spokes"),
-		Changed: func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
+		Changed:      func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
+		AgentVersion: version.Version(), APIVersion: server.APIVersion,
 	})
 	clusters := newFeed(o, fleet.Equal)
 	shownClusters = fleet.New(fleet.Config{

@@ -457,6 +457,8 @@ func TestASpokeShowsItsShim(t *testing.T) {
 	require.True(t, meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition))
 	require.Equal(t, "kube-system-uid", spoke.Status.SpokeID)
 	require.NotEmpty(t, spoke.Status.ShimVersion)
+	require.Equal(t, "devel", spoke.Status.AgentVersion)
+	require.Equal(t, "capi.agent.v1alpha1", spoke.Status.APIVersion)
 	require.NotEmpty(t, spoke.Status.Certificate.Serial)
 	require.Positive(t, time.Until(spoke.Status.Certificate.NotAfter.Time))
 	require.NotEmpty(t, spoke.Spec.Enrollment.PublicKey)

@@ -64,6 +64,9 @@ type Config struct {
 	// Changed is called when [Spokes.Status] has changed for a Cluster. It must not block. Nil calls
 	// nothing.
 	Changed func(cluster types.NamespacedName)
+	// AgentVersion and APIVersion describe the agent. Spokes show those of the agent that their shim
+	// has called last.
+	AgentVersion, APIVersion string
 	// Clock provides the time. REQUIRED.
 	Clock clock.WithTicker
 	// Log receives a line if Spokes cannot be written. Zero discards it.
@@ -227,6 +230,7 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 		status.LastSyncTime = new(metav1.NewTime(now))
 	}
 	status.ShimVersion, status.SpokeID, status.Certificate = contact.Version, contact.SpokeID, nil
+	status.AgentVersion, status.APIVersion = s.AgentVersion, s.APIVersion
 	if !contact.NotAfter.IsZero() {
 		status.Certificate = &v1alpha1.SpokeCertificate{Serial: contact.Serial, NotAfter: new(metav1.NewTime(contact.NotAfter))}
 	}
