@@ -30,8 +30,8 @@ type Issuing struct {
 	// Issue signs a certificate. REQUIRED.
 	Issue func(key crypto.PublicKey, id spiffeid.ID, lifetime time.Duration) (issuer.Certificate, error)
 	// Enroll records the key that a bootstrap certificate is used for. It returns
-	// [spokes.ErrOtherKey] for a second key, and [spokes.ErrEnded] if the onboarding is not the
-	// Cluster's current one. REQUIRED.
+	// [spokes.ErrOtherKey] for a second key, [spokes.ErrNotExpected] if an earlier use may have been
+	// forgotten, and [spokes.ErrEnded] if the onboarding is not the Cluster's current one. REQUIRED.
 	Enroll func(ctx context.Context, of authz.Onboarding, publicKey string) error
 	// TrustDomain is the trust domain of the issued identities. Lifetime is how long the
 	// certificates are valid. REQUIRED.
@@ -82,7 +82,9 @@ func (s *certificateService) IssueCertificate(
 		switch err := issuing.Enroll(ctx, of, fingerprint); {
 		case errors.Is(err, spokes.ErrOtherKey):
 			log.FromContext(ctx).Info("a bootstrap certificate was used with a second key: it may have been stolen", "cluster", of.Cluster.String())
-			return nil, agenterrors.PermissionDenied(err.Error() + "; onboard the Cluster again: `capi-agent onboard`")
+			return nil, agenterrors.PermissionDenied(spokes.ErrOtherKey.Error() + onboardAgain)
+		case errors.Is(err, spokes.ErrNotExpected):
+			return nil, agenterrors.PermissionDenied(spokes.ErrNotExpected.Error() + onboardAgain)
 		case errors.Is(err, spokes.ErrEnded):
 			return nil, otherOnboarding(of)
 		case meta.IsNoMatchError(err):
@@ -108,6 +110,8 @@ func (s *certificateService) IssueCertificate(
 		NotAfter: timestamppb.New(issued.NotAfter), RenewAt: timestamppb.New(issued.RenewAt),
 	}, nil
 }
+
+const onboardAgain = "; onboard the Cluster again: `capi-agent onboard --again`"
 
 // bootstrapRule matches callers with a bootstrap certificate.
 var bootstrapRule = authz.Rule{Roles: []authz.Role{authz.RoleBootstrap}}

@@ -113,9 +113,46 @@ var ErrOtherKey = errors.New("the bootstrap certificate has been used for anothe
 // ErrEnded means that the onboarding is not the Cluster's current one.
 var ErrEnded = errors.New("the onboarding has ended")
 
+// ErrNotExpected means that the Cluster's Spoke, which records the use of bootstrap certificates,
+// does not expect one of this onboarding. It may have been used before.
+var ErrNotExpected = errors.New(
+	"the Cluster's Spoke does not expect this bootstrap certificate: the Spoke was deleted since, or an older release onboarded the Cluster")
+
+// Expect records in a Cluster's Spoke that a bootstrap certificate of an onboarding may be used,
+// once ([Spokes.Enroll]). It must be called before the onboarding begins. unchanged returns an error
+// if the onboarding must not begin; it is called once the Spoke has been read, and no concurrent call
+// of Expect for that Spoke succeeds from then on.
+func Expect(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, onboarding string, unchanged func() error) error {
+	s := New(Config{Client: hub})
+	err := retry.OnError(retry.DefaultBackoff, retryable, func() error {
+		spoke := &v1alpha1.Spoke{}
+		if err := s.read(ctx, client.ObjectKeyFromObject(cluster), spoke); err != nil {
+			return err
+		}
+		if err := unchanged(); err != nil {
+			return err
+		}
+		if err := s.adopt(cluster, spoke); err != nil {
+			return err
+		}
+		metav1.SetMetaDataLabel(&spoke.ObjectMeta, v1alpha1.OnboardingLabel, onboarding)
+		if spoke.ResourceVersion == "" {
+			return wrapped(s.Client.Create(ctx, spoke))
+		}
+		return wrapped(s.Client.Update(ctx, spoke))
+	})
+	if meta.IsNoMatchError(err) {
+		return errNotInstalled
+	}
+	return err
+}
+
+var errNotInstalled = errors.New("the CustomResourceDefinition of Spokes is not installed; apply deploy/charts/agent/crds")
+
 // Enroll durably records the public key that the bootstrap certificate of a Cluster's onboarding is
 // used with. A repeated call with the same key succeeds; another key fails with [ErrOtherKey]. If
-// the onboarding is not the current one, it fails with [ErrEnded].
+// the onboarding is not the current one, it fails with [ErrEnded], and with [ErrNotExpected] if the
+// Spoke that [Expect] wrote is gone.
 func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboarding, publicKey string) error {
 	return retry.OnError(retry.DefaultRetry, retryable, func() error {
 		spoke := &v1alpha1.Spoke{}
@@ -137,16 +174,14 @@ func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboardi
 			return err
 		}
 		switch e := spoke.Spec.Enrollment; {
-		case e == nil || e.Onboarding != onboarding:
-		case e.PublicKey == publicKey:
+		case e != nil && e.Onboarding == onboarding && e.PublicKey == publicKey:
 			return nil
-		default:
+		case e != nil && e.Onboarding == onboarding:
 			return ErrOtherKey
+		case spoke.Labels[v1alpha1.OnboardingLabel] != onboarding:
+			return ErrNotExpected
 		}
 		spoke.Spec.Enrollment = &v1alpha1.Enrollment{Onboarding: onboarding, PublicKey: publicKey, Time: metav1.NewTime(s.Clock.Now())}
-		if spoke.ResourceVersion == "" {
-			return wrapped(s.Client.Create(ctx, spoke))
-		}
 		// The update fails if another actor has changed the Spoke.
 		return wrapped(s.Client.Update(ctx, spoke))
 	})
@@ -316,7 +351,7 @@ func (s *Spokes) report(err error, about types.NamespacedName) {
 	}
 	text := err.Error()
 	if meta.IsNoMatchError(err) {
-		err = errors.New("the CustomResourceDefinition of Spokes is not installed; apply deploy/charts/agent/crds")
+		err = errNotInstalled
 		text = err.Error() // the same for every Cluster
 	}
 	if text != s.failed {
@@ -436,10 +471,15 @@ func Remove(
 
 func (s *Spokes) lookAt(ctx context.Context, spoke *v1alpha1.Spoke) error {
 	now := s.Clock.Now()
-	if !meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition) {
-		return nil
-	}
 	last := spoke.Status.LastSyncTime
+	switch connected := meta.FindStatusCondition(spoke.Status.Conditions, v1alpha1.ConnectedCondition); {
+	case connected != nil && connected.Status != metav1.ConditionTrue:
+		return nil
+	case connected == nil && spoke.Spec.Enrollment == nil:
+		return nil // The spoke may not exist yet.
+	case connected == nil:
+		last = &spoke.Spec.Enrollment.Time
+	}
 	if last != nil && now.Sub(last.Time) < silence {
 		return nil
 	}
