@@ -48,6 +48,11 @@ var causes = map[string]cause{
 		 capi_agent_handshake_errors_total{pod="a",reason="closed"} 0+60x120`,
 		"agent/internal/server/handshakes_test.go:TestHandshakesThatFailAreCountedWhileServing",
 	},
+	"CapiAgentBootstrapCertificateReused": {
+		`capi_agent_certificate_requests_total{pod="a",purpose="enrollment",result="second-key"} 0x115 1x5
+		 capi_agent_certificate_requests_total{pod="a",purpose="enrollment",result="refused"} 0+1x120`,
+		"agent/internal/agent/onboarding_test.go:TestCertificatesThatAreIssuedAndRefusedAreEventsAndCounted",
+	},
 	"CapiAgentSpokeCertificateExpiring": {
 		`capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="production"} 20000x120
 		 capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="staging"} 90000x120`,
@@ -239,6 +244,10 @@ const healthy = `
 	capi_agent_certificate_reload_errors_total{pod="a",certificate="server"} 0x80 1x40
 	capi_agent_handshake_errors_total{pod="a",reason="closed"} 0+60x120
 	capi_agent_handshake_errors_total{pod="a",reason="expired"} 0x115 3x5
+	capi_agent_certificate_requests_total{pod="a",purpose="enrollment",result="issued"} 0x60 1x60
+	capi_agent_certificate_requests_total{pod="a",purpose="enrollment",result="second-key"} 0x120
+	capi_agent_certificate_requests_total{pod="a",purpose="renewal",result="issued"} 0+1x120
+	capi_agent_certificate_requests_total{pod="a",purpose="renewal",result="failed"} 0x100 2x20
 	capi_agent_spoke_connected{pod="a",namespace="team-a",cluster="production"} 1x120
 	capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="production"} 50000x120
 	capi_agent_calls_refused_total{pod="a",reason="rate",method="CreateClaim"} 0+6x120

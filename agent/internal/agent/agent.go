@@ -176,7 +176,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	keeper := spokes.New(spokes.Config{
 		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: clock.RealClock{}, Log: c.Log.WithName("spokes"),
 		Changed:      func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
-		AgentVersion: version.Version(), APIVersion: server.APIVersion,
+		AgentVersion: version.Version(), APIVersion: server.APIVersion, Recorder: a.manager.GetEventRecorder("capi-agent"),
 	})
 	clusters := newFeed(o, fleet.Equal)
 	shownClusters = fleet.New(fleet.Config{

@@ -18,8 +18,11 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -47,7 +50,9 @@ import (
 type onboarded struct {
 	*testing.T
 
-	agents    []*running
+	agents []*running
+	// metrics are those of the agents.
+	metrics   []*prometheus.Registry
 	authority *testpki.Authority
 	// issuer is the authority's own certificate and key, with which all agents sign. own are the
 	// files about each agent's own certificate that it uses when it issues certificates.
@@ -84,7 +89,8 @@ func newOnboarded(t *testing.T) *onboarded {
 		settings.ClientCAFile, settings.TLSCertFile = own.CAFile, own.CertFile
 		settings.IssuerCertFile, settings.IssuerKeyFile = o.issuer.CertFile, o.issuer.KeyFile
 		o.own = append(o.own, own)
-		o.agents = append(o.agents, startFor(t, authority, agent.Config{Options: settings}))
+		o.metrics = append(o.metrics, prometheus.NewRegistry())
+		o.agents = append(o.agents, startFor(t, authority, agent.Config{Options: settings, Registerer: lo.LastOrEmpty(o.metrics)}))
 	}
 	return o
 }
@@ -289,6 +295,55 @@ func TestASpokeThatHasNeverCalledIsSilentOnceItHasACertificate(t *testing.T) {
 	status, known := keeper.Status(o.cluster)
 	require.True(t, known)
 	require.True(t, meta.IsStatusConditionFalse(status.Conditions, v1alpha1.ConnectedCondition))
+}
+
+func TestCertificatesThatAreIssuedAndRefusedAreEventsAndCounted(t *testing.T) {
+	o := newOnboarded(t)
+	secret, key, renewed := o.onboard(false), o.key(), o.key()
+	response, err := o.issue(o.with(0, secret), key)
+	require.NoError(t, err)
+	_, err = o.issue(o.with(0, secret), o.key())
+	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+	_, err = o.issue(o.issued(0, response, key), renewed)
+	require.NoError(t, err)
+	var spoke v1alpha1.Spoke
+	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &spoke))
+	require.NoError(t, plane.Client.Delete(t.Context(), &spoke))
+	_, err = o.issue(o.with(0, secret), o.key())
+	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+
+	counted := map[string]int{}
+	families, err := o.metrics[0].Gather()
+	require.NoError(t, err)
+	for _, family := range families {
+		if family.GetName() != "capi_agent_certificate_requests_total" {
+			continue
+		}
+		for _, metric := range family.GetMetric() {
+			labels := map[string]string{}
+			for _, label := range metric.GetLabel() {
+				labels[label.GetName()] = label.GetValue()
+			}
+			counted[labels["purpose"]+" "+labels["result"]] = int(metric.GetCounter().GetValue())
+		}
+	}
+	require.Equal(t, map[string]int{
+		"enrollment issued": 1, "enrollment second-key": 1, "enrollment refused": 1, "enrollment failed": 0,
+		"renewal issued": 1, "renewal second-key": 0, "renewal refused": 0, "renewal failed": 0,
+	}, counted)
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		var events eventsv1.EventList
+		if !assert.NoError(c, plane.Client.List(t.Context(), &events, kubeclient.InNamespace(o.cluster.Namespace))) {
+			return
+		}
+		of := map[string]string{}
+		for _, event := range events.Items {
+			if event.Regarding.Kind == "Spoke" && event.Regarding.UID == spoke.UID {
+				of[event.Reason] = event.Type
+			}
+		}
+		assert.Equal(c, map[string]string{"CertificateIssued": corev1.EventTypeNormal, "BootstrapCertificateReused": corev1.EventTypeWarning}, of)
+	}, soon, 50*time.Millisecond)
 }
 
 // This holds however many keys race for it, with both agents.

@@ -151,6 +151,8 @@ type Server struct {
 func New(c Config) (*Server, error) {
 	if c.Clock == nil {
 		c.Clock = clock.RealClock{}
+	// certificateRequests counts the calls of IssueCertificate.
+	certificateRequests *prometheus.CounterVec
 	}
 	if c.Log.GetSink() == nil {
 		c.Log = logr.Discard()
@@ -168,7 +170,7 @@ func New(c Config) (*Server, error) {
 	s := &Server{
 		config: c, id: uuid.NewString(), health: health.NewServer(), codec: newCodec(), stopped: make(chan struct{}),
 		remote:   openConnections{all: map[*connection]struct{}{}},
-		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout},
+		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout}, certificateRequests: newCertificateRequests(),
 	}
 	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {
 		return nil, err
@@ -178,7 +180,7 @@ func New(c Config) (*Server, error) {
 	s.metrics = grpcprometheus.NewServerMetrics(grpcprometheus.WithServerHandlingTimeHistogram(
 		grpcprometheus.WithHistogramBuckets(prometheus.ExponentialBuckets(0.001, 2, 15))))
 	if c.Registerer != nil {
-		for _, collector := range append(s.collectors(), s.metrics, s.load) {
+		for _, collector := range append(s.collectors(), s.metrics, s.load, s.certificateRequests) {
 			if err := c.Registerer.Register(collector); err != nil {
 				return nil, fmt.Errorf("registering metrics: %w", err)
 			}

@@ -11,12 +11,14 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/tools/events"
 	"k8s.io/client-go/util/retry"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -67,6 +69,8 @@ type Config struct {
 	// AgentVersion and APIVersion describe the agent. Spokes show those of the agent that their shim
 	// has called last.
 	AgentVersion, APIVersion string
+	// Recorder records events on Spokes. Nil records none.
+	Recorder events.EventRecorder
 	// Clock provides the time. REQUIRED.
 	Clock clock.WithTicker
 	// Log receives a line if Spokes cannot be written. Zero discards it.
@@ -177,6 +181,9 @@ func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboardi
 		case e != nil && e.Onboarding == onboarding && e.PublicKey == publicKey:
 			return nil
 		case e != nil && e.Onboarding == onboarding:
+			s.event(spoke, corev1.EventTypeWarning, "BootstrapCertificateReused", "Issue",
+				"a bootstrap certificate was used with a second key, and refused: it may have been stolen. `capi-agent onboard --again` revokes it, "+
+					"and the certificate that was issued for the first key")
 			return ErrOtherKey
 		case spoke.Labels[v1alpha1.OnboardingLabel] != onboarding:
 			return ErrNotExpected
@@ -185,6 +192,36 @@ func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboardi
 		// The update fails if another actor has changed the Spoke.
 		return wrapped(s.Client.Update(ctx, spoke))
 	})
+}
+
+// Issued describes a certificate that was issued for a Cluster.
+type Issued struct {
+	Serial   string
+	NotAfter time.Time
+	// Enrolled is whether it was issued for a bootstrap certificate. Otherwise it is a renewal.
+	Enrolled bool
+}
+
+// NoteIssued records an event on a Cluster's Spoke, if there is one. Errors are only logged: the
+// certificate has been issued.
+func (s *Spokes) NoteIssued(ctx context.Context, name types.NamespacedName, issued Issued) {
+	spoke := &v1alpha1.Spoke{}
+	if err := s.read(ctx, name, spoke); err != nil || spoke.ResourceVersion == "" {
+		s.report(err, name)
+		return
+	}
+	how := "renewed"
+	if issued.Enrolled {
+		how = "issued for a bootstrap certificate"
+	}
+	s.event(spoke, corev1.EventTypeNormal, "CertificateIssued", "Issue",
+		fmt.Sprintf("the shim's certificate was %s: serial %s, valid until %s", how, issued.Serial, issued.NotAfter.UTC().Format(time.RFC3339)))
+}
+
+func (s *Spokes) event(spoke *v1alpha1.Spoke, kind, reason, action, note string) {
+	if s.Recorder != nil {
+		s.Recorder.Eventf(spoke, nil, kind, reason, action, "%s", note)
+	}
 }
 
 func wrapped(err error) error {
