@@ -135,6 +135,8 @@ type Options struct {
 	InstanceName string
 	// ShutdownGracePeriod is how long calls in flight may take to finish at shutdown.
 	ShutdownGracePeriod time.Duration
+	// MaxConnectionAge is after what time a connection ends.
+	MaxConnectionAge time.Duration
 	// Limits bound what a single caller may request at once.
 	Limits limits.Options
 }
@@ -174,6 +176,7 @@ func New() *Options {
 		HeartbeatInterval:         10 * time.Second,
 		WatchBuffer:               1024,
 		ShutdownGracePeriod:       10 * time.Second,
+		MaxConnectionAge:          2 * time.Hour,
 		Limits:                    limits.Defaults(),
 	}
 }
@@ -295,6 +298,9 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"Number of changed objects that are buffered for a watcher that reads slowly. Beyond it, the watcher gets a new snapshot.")
 	flags.DurationVar(&o.ShutdownGracePeriod, "shutdown-grace-period", o.ShutdownGracePeriod,
 		"How long calls in flight may take to finish at shutdown.")
+	flags.DurationVar(&o.MaxConnectionAge, "max-connection-age", o.MaxConnectionAge,
+		"After what time a connection ends, give or take a tenth. Its client then chooses among the agents again, so clients are spread over all "+
+			"agents this long after a roll. At least 1m.")
 	o.addLimitFlags(flags)
 }
 
@@ -411,6 +417,9 @@ func (o *Options) Validate() error {
 		if d <= 0 {
 			wrong(flag, "%s is not above 0", d)
 		}
+	}
+	if o.MaxConnectionAge < minConnectionAge {
+		wrong("max-connection-age", "%s is below %s", o.MaxConnectionAge, minConnectionAge)
 	}
 	for flag, d := range map[string]time.Duration{
 		"machine-object-deadline": o.MachineObjectDeadline, "machine-provider-id-deadline": o.MachineProviderIDDeadline,
@@ -631,6 +640,9 @@ func (o *Options) validateListeners(wrong func(flag, format string, args ...any)
 		}
 	}
 }
+
+// minConnectionAge leaves watches time for more than their first snapshot.
+const minConnectionAge = time.Minute
 
 // minCertificateLifetime leaves a shim enough time to renew while the agent or the hub restarts.
 const minCertificateLifetime = 10 * time.Minute

@@ -99,6 +99,10 @@ type Config struct {
 	// RightsInterval is how often the rights of watchers are checked again. Zero means every five
 	// seconds.
 	RightsInterval time.Duration
+	// MaxConnectionAge is after what time a connection ends, give or take a tenth, so that its client
+	// chooses among the agents again and presents its current certificate. Zero means
+	// two hours.
+	MaxConnectionAge time.Duration
 	// Limits bound what a single caller may request at once. The zero value means
 	// [limits.Defaults].
 	Limits limits.Options
@@ -121,9 +125,9 @@ const (
 	idleTimeout = 15 * time.Minute
 
 	maxStreams = 1000
-	// connectionAge makes clients spread over the agents again and present their current
-	// certificate.
-	connectionAge        = 2 * time.Hour
+	// defaultConnectionAge is the default of [Config].MaxConnectionAge.
+	defaultConnectionAge = 2 * time.Hour
+	// connectionAgeGrace is how long the calls and streams of an old connection may take to end.
 	connectionAgeGrace   = time.Minute
 	keepaliveTime        = 30 * time.Second
 	keepaliveTimeout     = 10 * time.Second
@@ -145,20 +149,23 @@ type Server struct {
 	remote   openConnections
 	// listeners are set by Serve.
 	listeners atomic.Pointer[[]Listener]
+	// certificateRequests counts the calls of IssueCertificate.
+	certificateRequests *prometheus.CounterVec
 }
 
 // New returns a server.
 func New(c Config) (*Server, error) {
 	if c.Clock == nil {
 		c.Clock = clock.RealClock{}
-	// certificateRequests counts the calls of IssueCertificate.
-	certificateRequests *prometheus.CounterVec
 	}
 	if c.Log.GetSink() == nil {
 		c.Log = logr.Discard()
 	}
 	if c.RightsInterval == 0 {
 		c.RightsInterval = defaultRightsInterval
+	}
+	if c.MaxConnectionAge == 0 {
+		c.MaxConnectionAge = defaultConnectionAge
 	}
 	if c.Limits == (limits.Options{}) {
 		c.Limits = limits.Defaults()
@@ -201,7 +208,7 @@ func New(c Config) (*Server, error) {
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinimumTime, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
 			Time: keepaliveTime, Timeout: keepaliveTimeout, MaxConnectionIdle: idleTimeout,
-			MaxConnectionAge: connectionAge, MaxConnectionAgeGrace: connectionAgeGrace,
+			MaxConnectionAge: c.MaxConnectionAge, MaxConnectionAgeGrace: connectionAgeGrace,
 		}),
 		grpc.UnaryInterceptor(s.after(validator)),
 		grpc.ChainStreamInterceptor(s.stream(validator)...),

@@ -27,6 +27,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -459,6 +460,22 @@ func TestSocketsAreReplacedOnlyWhenUnserved(t *testing.T) {
 	require.NoError(t, os.WriteFile(path, nil, 0o600))
 	_, err = server.ListenUnix(t.Context(), path, authz.Everything())
 	require.ErrorContains(t, err, "is not a socket")
+}
+
+// Without an end, all clients would stay with the agent that survived a roll.
+func TestAConnectionEndsAtItsAge(t *testing.T) {
+	f := start(t, func(_ *fixture, c *server.Config) { c.MaxConnectionAge = 50 * time.Millisecond })
+	cluster := f.cluster()
+	connection := func() string {
+		var other peer.Peer
+		_, err := cluster.Status.GetStatus(f.ctx(), &agentv1alpha1.GetStatusRequest{}, grpc.Peer(&other))
+		require.NoError(t, err, "no call fails by that")
+		return other.LocalAddr.String()
+	}
+	first := connection()
+	for until := time.Now().Add(patience); connection() == first; {
+		require.True(t, time.Now().Before(until))
+	}
 }
 
 func TestLoopbackListenerRefusesOtherAddresses(t *testing.T) {
