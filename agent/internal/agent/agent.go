@@ -207,7 +207,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Autoscaler: autoscaler.New(autoscaler.Config{Engine: engine, Groups: held, Claims: shownClaims}),
 		Scope:      scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
 		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,
-		TracerProvider: c.TracerProvider, MaxConnectionAge: o.MaxConnectionAge,
+		TracerProvider: c.TracerProvider, MaxConnectionAge: o.MaxConnectionAge, NoReflection: !o.GRPCReflection,
 	})
 	if err != nil {
 		return nil, err

@@ -137,6 +137,8 @@ type Options struct {
 	ShutdownGracePeriod time.Duration
 	// MaxConnectionAge is after what time a connection ends.
 	MaxConnectionAge time.Duration
+	// GRPCReflection serves gRPC's reflection.
+	GRPCReflection bool
 	// Limits bound what a single caller may request at once.
 	Limits limits.Options
 }
@@ -177,6 +179,7 @@ func New() *Options {
 		WatchBuffer:               1024,
 		ShutdownGracePeriod:       10 * time.Second,
 		MaxConnectionAge:          2 * time.Hour,
+		GRPCReflection:            true,
 		Limits:                    limits.Defaults(),
 	}
 }
@@ -301,6 +304,8 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.DurationVar(&o.MaxConnectionAge, "max-connection-age", o.MaxConnectionAge,
 		"After what time a connection ends, give or take a tenth. Its client then chooses among the agents again, so clients are spread over all "+
 			"agents this long after a roll. At least 1m.")
+	flags.BoolVar(&o.GRPCReflection, "grpc-reflection", o.GRPCReflection,
+		"Serve gRPC reflection, with which grpcurl and other tools learn the API from the agent, to every caller with a valid certificate.")
 	o.addLimitFlags(flags)
 }
 

@@ -99,6 +99,8 @@ type Config struct {
 	// RightsInterval is how often the rights of watchers are checked again. Zero means every five
 	// seconds.
 	RightsInterval time.Duration
+	// NoReflection leaves out gRPC's reflection.
+	NoReflection bool
 	// MaxConnectionAge is after what time a connection ends, give or take a tenth, so that its client
 	// chooses among the agents again and presents its current certificate. Zero means
 	// two hours.
@@ -400,7 +402,9 @@ func (s *Server) register(server registrar) {
 		agentv1alpha1.RegisterNodePoolServiceServer(server, &nodePoolService{Server: s})
 	}
 	grpc_health_v1.RegisterHealthServer(server, s.health)
-	reflection.Register(server)
+	if !s.config.NoReflection {
+		reflection.Register(server)
+	}
 	s.metrics.InitializeMetrics(server)
 }
 
