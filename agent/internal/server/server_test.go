@@ -463,6 +463,16 @@ func TestSocketsAreReplacedOnlyWhenUnserved(t *testing.T) {
 	require.ErrorContains(t, err, "is not a socket")
 }
 
+func TestASocketThatEveryUserCouldReplaceIsNotServed(t *testing.T) {
+	folder := t.TempDir()
+	require.NoError(t, os.Chmod(folder, 0o777))
+	_, err := server.ListenUnix(t.Context(), filepath.Join(folder, "agent.sock"), authz.Everything())
+	require.ErrorContains(t, err, "every user could replace the socket")
+	entries, err := os.ReadDir(folder)
+	require.NoError(t, err)
+	require.Empty(t, entries)
+}
+
 func TestReflectionIsServedUnlessItIsSwitchedOff(t *testing.T) {
 	for off, want := range map[bool]codes.Code{false: codes.OK, true: codes.Unimplemented} {
 		f := start(t, func(_ *fixture, c *server.Config) { c.NoReflection = off })
