@@ -458,16 +458,17 @@ func TestTheAuthorityKeepsItsKeyWhenItIsRenewed(t *testing.T) {
 	require.Equal(t, 1, authorities)
 }
 
-// A hub-hosted shim reads a kubeconfig that others may write, and needs nothing of the hub's API
+// The agent calls the API server of the hub. A hub-hosted shim reads a kubeconfig that others may write, and needs nothing of the hub's API
 // server. A token of the hub in its pod could only be stolen.
 func TestPodsHaveATokenOnlyOfAnAPIServerThatTheyCall(t *testing.T) {
 	hubHosted := 0
 	forEachValues(t, func(t *testing.T, c chart, values string) {
 		t.Helper()
-		if c.name != "shim" {
+		running := of[appsv1.Deployment](t, render(t, c, values), "Deployment")[0].Spec.Template.Spec
+		if c.name == "agent" {
+			require.Equal(t, new(true), running.AutomountServiceAccountToken, "whatever the default of its account is")
 			return
 		}
-		running := of[appsv1.Deployment](t, render(t, c, values), "Deployment")[0].Spec.Template.Spec
 		planning := of[batchv1.Job](t, render(t, c, values, "--set", "planAdoption=true"), "Job")[0].Spec.Template.Spec
 		for _, pod := range []corev1.PodSpec{running, planning} {
 			elsewhere := lo.ContainsBy(pod.Containers[0].Env, func(v corev1.EnvVar) bool { return v.Name == "KUBECONFIG" })

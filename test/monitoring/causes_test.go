@@ -48,6 +48,11 @@ var causes = map[string]cause{
 		 capi_agent_handshake_errors_total{pod="a",reason="closed"} 0+60x120`,
 		"agent/internal/server/handshakes_test.go:TestHandshakesThatFailAreCountedWhileServing",
 	},
+	"CapiAgentBootstrapCertificateReused": {
+		`capi_agent_certificate_requests_total{pod="a",purpose="enrollment",result="second-key"} 0x115 1x5
+		 capi_agent_certificate_requests_total{pod="a",purpose="enrollment",result="refused"} 0+1x120`,
+		"agent/internal/agent/onboarding_test.go:TestCertificatesThatAreIssuedAndRefusedAreEventsAndCounted",
+	},
 	"CapiAgentSpokeCertificateExpiring": {
 		`capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="production"} 20000x120
 		 capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="staging"} 90000x120`,
@@ -108,6 +113,28 @@ var causes = map[string]cause{
 		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="staging",limit="live"} 2000x120
 		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="free",limit="live"} 0x120
 		 capi_agent_limit{pod="a",limit="live"} 1000x120`,
+		"agent/internal/claims/collector_test.go:TestCollectorShowsEveryPartOfTheLedger",
+	},
+	"CapiAgentCreationsNearLimit": {
+		`capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="workers"} 0x117 90 40 0
+		 capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="others"} 80x120
+		 capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="staging",machine_deployment="staging"} 90x120
+		 capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="free",machine_deployment="free"} 90x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="staging",limit="creations"} 200x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="production",limit="releases"} 10x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="free",limit="creations"} 0x120
+		 capi_agent_limit{pod="a",limit="creations"} 100x120`,
+		"agent/internal/claims/collector_test.go:TestCollectorShowsEveryPartOfTheLedger",
+	},
+	"CapiAgentReleasesNearLimit": {
+		`capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="production"} 0x117 10 45 45
+		 capi_agent_cluster_recent_releases{pod="b",namespace="team-a",cluster="production"} 0x118 44 45
+		 capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="quiet"} 40x120
+		 capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="staging"} 45x120
+		 capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="free"} 45x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="staging",limit="releases"} 200x120
+		 capi_agent_cluster_limit{pod="a",namespace="team-a",cluster="free",limit="releases"} 0x120
+		 capi_agent_limit{pod="a",limit="releases"} 50x120`,
 		"agent/internal/claims/collector_test.go:TestCollectorShowsEveryPartOfTheLedger",
 	},
 	"CapiAgentNodeGroupFrozen": {
@@ -217,6 +244,10 @@ const healthy = `
 	capi_agent_certificate_reload_errors_total{pod="a",certificate="server"} 0x80 1x40
 	capi_agent_handshake_errors_total{pod="a",reason="closed"} 0+60x120
 	capi_agent_handshake_errors_total{pod="a",reason="expired"} 0x115 3x5
+	capi_agent_certificate_requests_total{pod="a",purpose="enrollment",result="issued"} 0x60 1x60
+	capi_agent_certificate_requests_total{pod="a",purpose="enrollment",result="second-key"} 0x120
+	capi_agent_certificate_requests_total{pod="a",purpose="renewal",result="issued"} 0+1x120
+	capi_agent_certificate_requests_total{pod="a",purpose="renewal",result="failed"} 0x100 2x20
 	capi_agent_spoke_connected{pod="a",namespace="team-a",cluster="production"} 1x120
 	capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="production"} 50000x120
 	capi_agent_calls_refused_total{pod="a",reason="rate",method="CreateClaim"} 0+6x120
@@ -231,6 +262,12 @@ const healthy = `
 	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="MachineLost"} 0x100 1x20
 	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="Released"} 0+9x120
 	capi_agent_claims_refused_total{pod="a",namespace="team-a",cluster="production",limit="live"} 0x120
+	capi_agent_limit{pod="a",limit="live"} 20000x120
+	capi_agent_limit{pod="a",limit="creations"} 100x120
+	capi_agent_limit{pod="a",limit="releases"} 50x120
+	capi_agent_cluster_claims{pod="a",namespace="team-a",cluster="production",state="live"} 300x120
+	capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="workers"} 0x110 80x10
+	capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="production"} 0x110 20x10
 	capi_agent_node_group_problems{pod="a",namespace="team-a",machine_deployment="workers"} 0x120
 	karpenter_build_info{pod="a"} 1x120
 	karpenter_capi_agent_connected{pod="a",stream="claims"} 1x100 0x2 1x18

@@ -8,6 +8,10 @@ const (
 	// the agent accepts only those that name this id. `capi-agent onboard` sets the label; removing
 	// it revokes these certificates. A move or a restore of the Cluster keeps it. A Cluster that is
 	// created again does not have it.
+	//
+	// On a Spoke it is the onboarding whose bootstrap certificate may be used, which `capi-agent
+	// onboard` writes before it sets the Cluster's label. A Spoke that was deleted and made again
+	// does not have it, so the record of the certificate's use cannot be lost with the Spoke.
 	OnboardingLabel = Group + "/onboarding"
 	// Offboarded is the label's value on a Cluster whose own certificates are all rejected.
 	Offboarded = "none"

@@ -17,6 +17,8 @@ import (
 // +kubebuilder:printcolumn:name="Shim",type=string,JSONPath=`.status.shimVersion`
 // +kubebuilder:printcolumn:name="Certificate Ends",type=string,JSONPath=`.status.certificate.notAfter`
 // +kubebuilder:printcolumn:name="Onboarded",type=date,JSONPath=`.spec.enrollment.time`
+// +kubebuilder:printcolumn:name="Agent",type=string,JSONPath=`.status.agentVersion`,priority=1
+// +kubebuilder:printcolumn:name="API",type=string,JSONPath=`.status.apiVersion`,priority=1
 // +kubebuilder:printcolumn:name="Spoke ID",type=string,JSONPath=`.status.spokeID`,priority=1
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 type Spoke struct {
@@ -82,6 +84,14 @@ type SpokeStatus struct {
 	// +optional
 	// +kubebuilder:validation:MaxLength=128
 	ShimVersion string `json:"shimVersion,omitempty"`
+	// agentVersion is the version of the agent to which the shim last sent its claims.
+	// +optional
+	// +kubebuilder:validation:MaxLength=128
+	AgentVersion string `json:"agentVersion,omitempty"`
+	// apiVersion is the version of the API that this agent serves.
+	// +optional
+	// +kubebuilder:validation:MaxLength=63
+	APIVersion string `json:"apiVersion,omitempty"`
 	// spokeID is the UID of the spoke's namespace kube-system, as the shim reports it.
 	// +optional
 	// +kubebuilder:validation:MaxLength=63

@@ -41,7 +41,8 @@ that its shim gets its first certificate with. The shim makes its own key in the
 
   capi-agent onboard team-a/production | kubectl --context spoke apply -f -
 
-The secret serves one key, and no longer than --valid-for. The caller needs to read the issuer's secret, and to get and patch Clusters.`,
+The secret serves one key, and no longer than --valid-for. The caller needs to read the issuer's secret, to get and patch Clusters, and
+to get, create and update Spokes.`,
 		Args: exactly(1, "onboard NAMESPACE/CLUSTER"),
 		RunE: func(command *cobra.Command, args []string) error {
 			return onboard(command.Context(), args[0], f, command.OutOrStdout(), command.ErrOrStderr())

@@ -29,6 +29,7 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
 	"google.golang.org/protobuf/types/dynamicpb"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
@@ -228,6 +229,7 @@ func TestAccessMatrix(t *testing.T) {
 	onboarded := capitest.NewCluster(namespace, "spoke")
 	onboarded.Labels = map[string]string{v1alpha1.OnboardingLabel: present}
 	plane.Create(t, onboarded, capitest.NewCluster(namespace, "other"),
+		&v1alpha1.Spoke{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "spoke", Labels: onboarded.Labels}},
 		capitest.NewInfrastructureTemplate(namespace, "workers", nil),
 		capitest.NewMachineDeployment(namespace, "workers", "spoke", 0, capitest.Sized("0", "1000"),
 			capitest.Annotated(capacity.MemoryAnnotation, "16Gi"), capitest.Annotated(capacity.CPUAnnotation, "4")),

@@ -175,7 +175,8 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	var shownClusters *fleet.Fleet
 	keeper := spokes.New(spokes.Config{
 		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: clock.RealClock{}, Log: c.Log.WithName("spokes"),
-		Changed: func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
+		Changed:      func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
+		AgentVersion: version.Version(), APIVersion: server.APIVersion, Recorder: a.manager.GetEventRecorder("capi-agent"),
 	})
 	clusters := newFeed(o, fleet.Equal)
 	shownClusters = fleet.New(fleet.Config{
@@ -206,7 +207,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Autoscaler: autoscaler.New(autoscaler.Config{Engine: engine, Groups: held, Claims: shownClaims}),
 		Scope:      scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
 		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,
-		TracerProvider: c.TracerProvider,
+		TracerProvider: c.TracerProvider, MaxConnectionAge: o.MaxConnectionAge, NoReflection: !o.GRPCReflection,
 	})
 	if err != nil {
 		return nil, err

@@ -53,7 +53,7 @@ func (a *Agent) issuing(o *options.Options, keeper *spokes.Spokes) *server.Issui
 		return nil
 	}
 	return &server.Issuing{
-		Issue: a.issuer.Issue, TrustDomain: o.TrustDomain, Lifetime: o.CertificateLifetime,
+		Issue: a.issuer.Issue, TrustDomain: o.TrustDomain, Lifetime: o.CertificateLifetime, Issued: keeper.NoteIssued,
 		Enroll: func(ctx context.Context, of authz.Onboarding, publicKey string) error {
 			return keeper.Enroll(ctx, of.Cluster, of.ID, publicKey)
 		},

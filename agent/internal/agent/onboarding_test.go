@@ -17,8 +17,12 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -46,7 +50,9 @@ import (
 type onboarded struct {
 	*testing.T
 
-	agents    []*running
+	agents []*running
+	// metrics are those of the agents.
+	metrics   []*prometheus.Registry
 	authority *testpki.Authority
 	// issuer is the authority's own certificate and key, with which all agents sign. own are the
 	// files about each agent's own certificate that it uses when it issues certificates.
@@ -83,7 +89,8 @@ func newOnboarded(t *testing.T) *onboarded {
 		settings.ClientCAFile, settings.TLSCertFile = own.CAFile, own.CertFile
 		settings.IssuerCertFile, settings.IssuerKeyFile = o.issuer.CertFile, o.issuer.KeyFile
 		o.own = append(o.own, own)
-		o.agents = append(o.agents, startFor(t, authority, agent.Config{Options: settings}))
+		o.metrics = append(o.metrics, prometheus.NewRegistry())
+		o.agents = append(o.agents, startFor(t, authority, agent.Config{Options: settings, Registerer: lo.LastOrEmpty(o.metrics)}))
 	}
 	return o
 }
@@ -201,6 +208,143 @@ func TestABootstrapCertificateServesOneKey(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, o.list(o.issued(0, response, renewed)))
 	require.Greater(t, time.Until(response.GetRenewAt().AsTime()), 20*time.Minute, "the test's authority lives for an hour")
+}
+
+// The Spoke records the key, and the certificate is valid for longer than it takes to delete a Spoke.
+func TestABootstrapCertificateServesNoOtherKeyOnceItsSpokeIsGone(t *testing.T) {
+	o := newOnboarded(t)
+	o.onboard(false)
+	secret := o.onboard(true)
+	key := o.key()
+	response, err := o.issue(o.with(0, secret), key)
+	require.NoError(t, err)
+	shim := o.issued(0, response, key)
+	var spoke v1alpha1.Spoke
+	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &spoke))
+	require.NoError(t, plane.Client.Delete(t.Context(), &spoke))
+	for agent := range o.agents {
+		_, err = o.issue(o.with(agent, secret), o.key())
+		require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+		require.ErrorContains(t, err, "does not expect this bootstrap certificate")
+	}
+
+	// The shim's next synchronization makes a Spoke.
+	list, err := shim.Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: o.ref(), Holder: "karpenter"})
+	require.NoError(t, err)
+	_, err = shim.Claims.SyncClaims(t.Context(), &agentv1alpha1.SyncClaimsRequest{Cluster: o.ref(), Holder: "karpenter", Token: list.GetToken()})
+	require.NoError(t, err)
+	var again v1alpha1.Spoke
+	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &again))
+	require.NotEqual(t, spoke.UID, again.UID)
+	_, err = o.issue(o.with(0, secret), o.key())
+	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+	_, err = o.issue(shim, o.key())
+	require.NoError(t, err, "a renewal does not depend on the Spoke")
+
+	secret = o.onboard(true)
+	_, err = o.issue(o.with(0, secret), o.key())
+	require.NoError(t, err, "another onboarding is recorded again")
+}
+
+// A move deletes the Spoke, and makes it again with its metadata and spec.
+func TestABootstrapCertificateServesTheSameKeyAfterAMove(t *testing.T) {
+	for name, used := range map[string]bool{"that was used": true, "that was not used": false} {
+		t.Run(name, func(t *testing.T) {
+			o := newOnboarded(t)
+			secret, key := o.onboard(false), o.key()
+			if used {
+				_, err := o.issue(o.with(0, secret), key)
+				require.NoError(t, err)
+			}
+			var spoke v1alpha1.Spoke
+			require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &spoke))
+			require.NoError(t, plane.Client.Delete(t.Context(), &spoke))
+			spoke.ObjectMeta = metav1.ObjectMeta{Namespace: spoke.Namespace, Name: spoke.Name, Labels: spoke.Labels}
+			spoke.Status = v1alpha1.SpokeStatus{}
+			plane.Create(t, &spoke)
+			_, err := o.issue(o.with(1, secret), key)
+			require.NoError(t, err)
+			_, err = o.issue(o.with(0, secret), o.key())
+			require.ErrorContains(t, err, "has been used for another key")
+		})
+	}
+}
+
+// A Cluster may be onboarded long before its spoke exists, so that nothing is silent yet.
+func TestASpokeThatHasNeverCalledIsSilentOnceItHasACertificate(t *testing.T) {
+	o := newOnboarded(t)
+	prepared := o.dispatched(false)
+	now := clocktesting.NewFakeClock(time.Now())
+	keeper := spokes.New(spokes.Config{
+		Client: plane.Client, Namespaces: []string{o.cluster.Namespace}, Clock: now, Serves: func(types.NamespacedName) bool { return true },
+	})
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(keeper.Collector())
+	shows := func(series int, why string) {
+		t.Helper()
+		require.NoError(t, keeper.Look(t.Context()))
+		n, err := testutil.GatherAndCount(registry, "capi_agent_spoke_connected")
+		require.NoError(t, err)
+		require.Equal(t, series, n, why)
+	}
+	now.Step(time.Hour)
+	shows(0, "the spoke may not exist yet")
+	require.NoError(t, keeper.Enroll(t.Context(), o.cluster, prepared.ID, strings.Repeat("a", 64)))
+	shows(0, "it has just got its certificate")
+	now.Step(16 * time.Minute)
+	shows(1, "it should have called by now")
+	status, known := keeper.Status(o.cluster)
+	require.True(t, known)
+	require.True(t, meta.IsStatusConditionFalse(status.Conditions, v1alpha1.ConnectedCondition))
+}
+
+func TestCertificatesThatAreIssuedAndRefusedAreEventsAndCounted(t *testing.T) {
+	o := newOnboarded(t)
+	secret, key, renewed := o.onboard(false), o.key(), o.key()
+	response, err := o.issue(o.with(0, secret), key)
+	require.NoError(t, err)
+	_, err = o.issue(o.with(0, secret), o.key())
+	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+	_, err = o.issue(o.issued(0, response, key), renewed)
+	require.NoError(t, err)
+	var spoke v1alpha1.Spoke
+	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &spoke))
+	require.NoError(t, plane.Client.Delete(t.Context(), &spoke))
+	_, err = o.issue(o.with(0, secret), o.key())
+	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+
+	counted := map[string]int{}
+	families, err := o.metrics[0].Gather()
+	require.NoError(t, err)
+	for _, family := range families {
+		if family.GetName() != "capi_agent_certificate_requests_total" {
+			continue
+		}
+		for _, metric := range family.GetMetric() {
+			labels := map[string]string{}
+			for _, label := range metric.GetLabel() {
+				labels[label.GetName()] = label.GetValue()
+			}
+			counted[labels["purpose"]+" "+labels["result"]] = int(metric.GetCounter().GetValue())
+		}
+	}
+	require.Equal(t, map[string]int{
+		"enrollment issued": 1, "enrollment second-key": 1, "enrollment refused": 1, "enrollment failed": 0,
+		"renewal issued": 1, "renewal second-key": 0, "renewal refused": 0, "renewal failed": 0,
+	}, counted)
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		var events eventsv1.EventList
+		if !assert.NoError(c, plane.Client.List(t.Context(), &events, kubeclient.InNamespace(o.cluster.Namespace))) {
+			return
+		}
+		of := map[string]string{}
+		for _, event := range events.Items {
+			if event.Regarding.Kind == "Spoke" && event.Regarding.UID == spoke.UID {
+				of[event.Reason] = event.Type
+			}
+		}
+		assert.Equal(c, map[string]string{"CertificateIssued": corev1.EventTypeNormal, "BootstrapCertificateReused": corev1.EventTypeWarning}, of)
+	}, soon, 50*time.Millisecond)
 }
 
 // This holds however many keys race for it, with both agents.
@@ -346,6 +490,8 @@ func TestAnOnboardingIsNotDisturbedByTheClustersStatus(t *testing.T) {
 	require.NoError(t, plane.Client.Patch(t.Context(), &cluster, kubeclient.MergeFrom(before)))
 	require.NoError(t, first.Begin(t.Context(), plane.Client))
 	require.ErrorContains(t, second.Begin(t.Context(), plane.Client), "another onboarding has begun meanwhile")
+	_, err := o.issue(o.with(0, first.Secret), o.key())
+	require.NoError(t, err, "the one that began is not disturbed")
 }
 
 func (o *onboarded) withoutAgain() onboarding.Options {
@@ -468,6 +614,8 @@ func TestASpokeShowsItsShim(t *testing.T) {
 	require.True(t, meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition))
 	require.Equal(t, "kube-system-uid", spoke.Status.SpokeID)
 	require.NotEmpty(t, spoke.Status.ShimVersion)
+	require.Equal(t, "devel", spoke.Status.AgentVersion)
+	require.Equal(t, "capi.agent.v1alpha1", spoke.Status.APIVersion)
 	require.NotEmpty(t, spoke.Status.Certificate.Serial)
 	require.Positive(t, time.Until(spoke.Status.Certificate.NotAfter.Time))
 	require.NotEmpty(t, spoke.Spec.Enrollment.PublicKey)

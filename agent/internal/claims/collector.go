@@ -68,7 +68,7 @@ var (
 	releasesDescription = prometheus.NewDesc("capi_agent_cluster_recent_releases",
 		"Claims of a Cluster with a Machine that were released within the last --release-window.", []string{namespaceLabel, clusterLabel}, nil)
 	creationsDescription = prometheus.NewDesc("capi_agent_node_group_recent_creations",
-		"Claims of a node group that were created within the last minute.", []string{namespaceLabel, deploymentLabel}, nil)
+		"Claims of a node group that were created within the last minute.", []string{namespaceLabel, clusterLabel, deploymentLabel}, nil)
 	limitDescription = prometheus.NewDesc("capi_agent_limit",
 		"Configured limits (live, ended: claims of a Cluster; creations: claims of a node group within a minute; releases: claims of a "+
 			"Cluster within --release-window).", []string{"limit"}, nil)
@@ -157,7 +157,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		gauge(clusterClaimsDescription, int64(has.ended), cluster.Namespace, cluster.Name, string(BoundEnded))
 		gauge(releasesDescription, int64(has.released.n), cluster.Namespace, cluster.Name)
 		for name, made := range has.made {
-			gauge(creationsDescription, int64(made.n), cluster.Namespace, name)
+			gauge(creationsDescription, int64(made.n), cluster.Namespace, cluster.Name, name)
 		}
 	}
 	for bound, limit := range map[Bound]int{

@@ -9,6 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
@@ -31,4 +32,5 @@ func TestOwners(t *testing.T) {
 	require.Equal(t, spoke, fairqueue.OwnerOfClaim(request(v1alpha1.ObjectName("spoke", "a"))))
 	require.Equal(t, types.NamespacedName{Namespace: "fleet", Name: "a.b"}, fairqueue.OwnerOfClaim(request(v1alpha1.ObjectName("a.b", "c"))))
 	require.Equal(t, unknown, fairqueue.OwnerOfClaim(request("nonsense")))
+	require.Equal(t, unknown, fairqueue.OwnerOfNamespace(reconcile.Request{NamespacedName: types.NamespacedName{Name: "fleet"}}))
 }

@@ -23,6 +23,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/initialsync"
@@ -82,7 +83,9 @@ func (p *Publisher) SetupWithManager(mgr manager.Manager) error {
 		return []reconcile.Request{{NamespacedName: types.NamespacedName{Name: object.GetNamespace()}}}
 	})
 	err := builder.ControllerManagedBy(mgr).Named("nodepoolsets").
-		WithOptions(controller.Options{NeedLeaderElection: new(false), SkipNameValidation: new(true)}).
+		WithOptions(controller.Options{
+			NeedLeaderElection: new(false), SkipNameValidation: new(true), NewQueue: fairqueue.New(fairqueue.OwnerOfNamespace),
+		}).
 		Watches(&v1alpha1.NodePoolSet{}, namespace).
 		Watches(&clusterv1.Cluster{}, namespace).
 		Watches(&v1alpha1.Spoke{}, namespace).

@@ -34,6 +34,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 )
 
 // CAKey is the key of a secret that holds the authorities of the other side, in addition to
@@ -180,30 +181,47 @@ func readIssuer(ctx context.Context, hub client.Reader, o Options) (*x509.Certif
 	return pair.Leaf, signer, serverCA, nil
 }
 
-// Begin writes the onboarding to the Cluster. From then on, only its certificates are accepted.
+// Begin writes the onboarding to the Cluster's Spoke, which will record the use of the bootstrap
+// certificate, and then to the Cluster. From then on, only the onboarding's certificates are
+// accepted.
 func (o *Onboarding) Begin(ctx context.Context, hub client.Client) error {
+	err := spokes.Expect(ctx, hub, o.cluster, o.ID, func() error {
+		_, err := unchanged(ctx, hub, o.cluster)
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("writing the onboarding on the Spoke %s: %w", client.ObjectKeyFromObject(o.cluster), err)
+	}
 	return setLabel(ctx, hub, o.cluster, o.ID)
+}
+
+// unchanged reads a Cluster again. It returns an error if it has another onboarding by now.
+func unchanged(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster) (*clusterv1.Cluster, error) {
+	var present clusterv1.Cluster
+	if err := hub.Get(ctx, client.ObjectKeyFromObject(cluster), &present); err != nil {
+		return nil, err
+	}
+	if present.UID != cluster.UID || present.Labels[v1alpha1.OnboardingLabel] != cluster.Labels[v1alpha1.OnboardingLabel] {
+		return nil, errors.New("another onboarding has begun meanwhile, or the Cluster was made again; repeat the command")
+	}
+	return &present, nil
 }
 
 // setLabel writes the label only if its value is unchanged: of two concurrent onboardings, the one
 // whose secret is in the spoke might not be the one in force. It retries after other changes to the
 // Cluster, whose status is written often while it is being created.
 func setLabel(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, id string) error {
-	name, before := client.ObjectKeyFromObject(cluster), cluster.Labels[v1alpha1.OnboardingLabel]
 	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
-		var present clusterv1.Cluster
-		if err := hub.Get(ctx, name, &present); err != nil {
+		present, err := unchanged(ctx, hub, cluster)
+		if err != nil {
 			return err
-		}
-		if present.UID != cluster.UID || present.Labels[v1alpha1.OnboardingLabel] != before {
-			return errors.New("another onboarding has begun meanwhile, or the Cluster was made again; repeat the command")
 		}
 		changed := present.DeepCopy()
 		metav1.SetMetaDataLabel(&changed.ObjectMeta, v1alpha1.OnboardingLabel, id)
-		return hub.Patch(ctx, changed, client.MergeFromWithOptions(&present, client.MergeFromWithOptimisticLock{}))
+		return hub.Patch(ctx, changed, client.MergeFromWithOptions(present, client.MergeFromWithOptimisticLock{}))
 	})
 	if err != nil {
-		return fmt.Errorf("writing the onboarding on the Cluster %s: %w", name, err)
+		return fmt.Errorf("writing the onboarding on the Cluster %s: %w", client.ObjectKeyFromObject(cluster), err)
 	}
 	return nil
 }

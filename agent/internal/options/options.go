@@ -135,6 +135,10 @@ type Options struct {
 	InstanceName string
 	// ShutdownGracePeriod is how long calls in flight may take to finish at shutdown.
 	ShutdownGracePeriod time.Duration
+	// MaxConnectionAge is after what time a connection ends.
+	MaxConnectionAge time.Duration
+	// GRPCReflection serves gRPC's reflection.
+	GRPCReflection bool
 	// Limits bound what a single caller may request at once.
 	Limits limits.Options
 }
@@ -174,6 +178,8 @@ func New() *Options {
 		HeartbeatInterval:         10 * time.Second,
 		WatchBuffer:               1024,
 		ShutdownGracePeriod:       10 * time.Second,
+		MaxConnectionAge:          2 * time.Hour,
+		GRPCReflection:            true,
 		Limits:                    limits.Defaults(),
 	}
 }
@@ -295,6 +301,11 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"Number of changed objects that are buffered for a watcher that reads slowly. Beyond it, the watcher gets a new snapshot.")
 	flags.DurationVar(&o.ShutdownGracePeriod, "shutdown-grace-period", o.ShutdownGracePeriod,
 		"How long calls in flight may take to finish at shutdown.")
+	flags.DurationVar(&o.MaxConnectionAge, "max-connection-age", o.MaxConnectionAge,
+		"After what time a connection ends, give or take a tenth. Its client then chooses among the agents again, so clients are spread over all "+
+			"agents this long after a roll. At least 1m.")
+	flags.BoolVar(&o.GRPCReflection, "grpc-reflection", o.GRPCReflection,
+		"Serve gRPC reflection, with which grpcurl and other tools learn the API from the agent, to every caller with a valid certificate.")
 	o.addLimitFlags(flags)
 }
 
@@ -411,6 +422,9 @@ func (o *Options) Validate() error {
 		if d <= 0 {
 			wrong(flag, "%s is not above 0", d)
 		}
+	}
+	if o.MaxConnectionAge < minConnectionAge {
+		wrong("max-connection-age", "%s is below %s", o.MaxConnectionAge, minConnectionAge)
 	}
 	for flag, d := range map[string]time.Duration{
 		"machine-object-deadline": o.MachineObjectDeadline, "machine-provider-id-deadline": o.MachineProviderIDDeadline,
@@ -631,6 +645,9 @@ func (o *Options) validateListeners(wrong func(flag, format string, args ...any)
 		}
 	}
 }
+
+// minConnectionAge leaves watches time for more than their first snapshot.
+const minConnectionAge = time.Minute
 
 // minCertificateLifetime leaves a shim enough time to renew while the agent or the hub restarts.
 const minCertificateLifetime = 10 * time.Minute

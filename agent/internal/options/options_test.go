@@ -77,7 +77,8 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"certificate of open metrics": {func(o *options.Options) {
 			o.MetricsSecure, o.MetricsTLSCertFile, o.MetricsTLSKeyFile = false, "tls.crt", "tls.key"
 		}, "--metrics-secure=false"},
-		"no time to shut down": {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
+		"connections that end at once": {func(o *options.Options) { o.MaxConnectionAge = time.Second }, "--max-connection-age: 1s is below 1m"},
+		"no time to shut down":         {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			o := valid()

@@ -8,10 +8,13 @@ import (
 	"strings"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spiffe/go-spiffe/v2/spiffeid"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
+	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/timestamppb"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -30,14 +33,64 @@ type Issuing struct {
 	// Issue signs a certificate. REQUIRED.
 	Issue func(key crypto.PublicKey, id spiffeid.ID, lifetime time.Duration) (issuer.Certificate, error)
 	// Enroll records the key that a bootstrap certificate is used for. It returns
-	// [spokes.ErrOtherKey] for a second key, and [spokes.ErrEnded] if the onboarding is not the
-	// Cluster's current one. REQUIRED.
+	// [spokes.ErrOtherKey] for a second key, [spokes.ErrNotExpected] if an earlier use may have been
+	// forgotten, and [spokes.ErrEnded] if the onboarding is not the Cluster's current one. REQUIRED.
 	Enroll func(ctx context.Context, of authz.Onboarding, publicKey string) error
 	// TrustDomain is the trust domain of the issued identities. Lifetime is how long the
 	// certificates are valid. REQUIRED.
 	TrustDomain string
 	Lifetime    time.Duration
+	// Issued is called when a certificate was issued. It must not block for long. Nil calls nothing.
+	Issued func(ctx context.Context, cluster types.NamespacedName, issued spokes.Issued)
 }
+
+// Values of the labels of [newCertificateRequests].
+const (
+	enrollment = "enrollment"
+	renewal    = "renewal"
+
+	resultIssued    = "issued"
+	resultRefused   = "refused"
+	resultSecondKey = "second-key"
+	resultFailed    = "failed"
+)
+
+func newCertificateRequests() *prometheus.CounterVec {
+	requests := prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "capi_agent_certificate_requests_total",
+		Help: "Requests for certificates by callers that may make them, by purpose (enrollment: with a bootstrap certificate; renewal) and result " +
+			"(issued; refused; second-key: refused, because the bootstrap certificate was used for another key before; failed: an error of the " +
+			"agent or the hub).",
+	}, []string{"purpose", "result"})
+	// A counter that appears with its first increment has no increase that a rule could see.
+	for _, purpose := range []string{enrollment, renewal} {
+		for _, result := range []string{resultIssued, resultRefused, resultSecondKey, resultFailed} {
+			requests.WithLabelValues(purpose, result)
+		}
+	}
+	return requests
+}
+
+// resultOf returns the value of the label result for the outcome of a request.
+func resultOf(err error) string {
+	if errors.As(err, new(*secondKeyError)) {
+		return resultSecondKey
+	}
+	switch grpcstatus.Code(err) {
+	case codes.OK:
+		return resultIssued
+	case codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.PermissionDenied, codes.Unauthenticated:
+		return resultRefused
+	default:
+		return resultFailed
+	}
+}
+
+// secondKeyError wraps the error that a caller receives who used a bootstrap certificate with a
+// second key.
+type secondKeyError struct{ error }
+
+func (e *secondKeyError) Unwrap() error { return e.error }
 
 type certificateService struct {
 	agentv1alpha1.UnimplementedCertificateServiceServer
@@ -46,6 +99,21 @@ type certificateService struct {
 
 func (s *certificateService) IssueCertificate(
 	ctx context.Context, request *agentv1alpha1.IssueCertificateRequest,
+) (*agentv1alpha1.IssueCertificateResponse, error) {
+	purpose := renewal
+	if c := callerOf(ctx); c.Onboarding != nil && c.MayCallFor(bootstrapRule, c.Onboarding.Cluster) {
+		purpose = enrollment
+	}
+	response, err := s.issue(ctx, request, purpose)
+	s.certificateRequests.WithLabelValues(purpose, resultOf(err)).Inc()
+	if second := (*secondKeyError)(nil); errors.As(err, &second) {
+		return nil, second.error
+	}
+	return response, err
+}
+
+func (s *certificateService) issue(
+	ctx context.Context, request *agentv1alpha1.IssueCertificateRequest, purpose string,
 ) (*agentv1alpha1.IssueCertificateResponse, error) {
 	if err := s.usable(request.GetCluster()); err != nil {
 		return nil, err
@@ -74,24 +142,9 @@ func (s *certificateService) IssueCertificate(
 	case of.ID == "":
 		return nil, agenterrors.CertificatesNotIssued("the Cluster is not onboarded; `capi-agent onboard` makes a bootstrap certificate for it")
 	}
-	if c.MayCallFor(bootstrapRule, of.Cluster) {
-		fingerprint, err := issuer.Fingerprint(key)
-		if err != nil {
-			return nil, agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "signing_request", Description: err.Error()})
-		}
-		switch err := issuing.Enroll(ctx, of, fingerprint); {
-		case errors.Is(err, spokes.ErrOtherKey):
-			log.FromContext(ctx).Info("a bootstrap certificate was used with a second key: it may have been stolen", "cluster", of.Cluster.String())
-			return nil, agenterrors.PermissionDenied(err.Error() + "; onboard the Cluster again: `capi-agent onboard`")
-		case errors.Is(err, spokes.ErrEnded):
-			return nil, otherOnboarding(of)
-		case meta.IsNoMatchError(err):
-			return nil, agenterrors.CertificatesNotIssued("the hub lacks the CustomResourceDefinition of Spokes: its administrator has to install it")
-		case apierrors.IsForbidden(err):
-			log.FromContext(ctx).Error(err, "the agent may not write Spokes: upgrade the release, with its roles")
-			return nil, agenterrors.CertificatesNotIssued("the agent lacks a permission in the hub, which its log names")
-		case err != nil:
-			return nil, answerOther(ctx, err)
+	if purpose == enrollment {
+		if err := issuing.enroll(ctx, of, key); err != nil {
+			return nil, err
 		}
 	}
 	id, err := authz.ClusterIdentity(issuing.TrustDomain, of)
@@ -103,11 +156,41 @@ func (s *certificateService) IssueCertificate(
 		return nil, answerOther(ctx, err)
 	}
 	log.FromContext(ctx).Info("a certificate is issued", "cluster", of.Cluster.String(), "serial", issued.Serial, "notAfter", issued.NotAfter)
+	if issuing.Issued != nil {
+		issuing.Issued(ctx, of.Cluster, spokes.Issued{Serial: issued.Serial, NotAfter: issued.NotAfter, Enrolled: purpose == enrollment})
+	}
 	return &agentv1alpha1.IssueCertificateResponse{
 		CertificateChain: issued.Chain, ServerAuthorities: issued.ServerAuthorities,
 		NotAfter: timestamppb.New(issued.NotAfter), RenewAt: timestamppb.New(issued.RenewAt),
 	}, nil
 }
+
+// enroll records the key that a bootstrap certificate is used for. It returns the caller's error.
+func (i *Issuing) enroll(ctx context.Context, of authz.Onboarding, key crypto.PublicKey) error {
+	fingerprint, err := issuer.Fingerprint(key)
+	if err != nil {
+		return agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "signing_request", Description: err.Error()})
+	}
+	switch err := i.Enroll(ctx, of, fingerprint); {
+	case errors.Is(err, spokes.ErrOtherKey):
+		log.FromContext(ctx).Info("a bootstrap certificate was used with a second key: it may have been stolen", "cluster", of.Cluster.String())
+		return &secondKeyError{agenterrors.PermissionDenied(spokes.ErrOtherKey.Error() + onboardAgain)}
+	case errors.Is(err, spokes.ErrNotExpected):
+		return agenterrors.PermissionDenied(spokes.ErrNotExpected.Error() + onboardAgain)
+	case errors.Is(err, spokes.ErrEnded):
+		return otherOnboarding(of)
+	case meta.IsNoMatchError(err):
+		return agenterrors.CertificatesNotIssued("the hub lacks the CustomResourceDefinition of Spokes: its administrator has to install it")
+	case apierrors.IsForbidden(err):
+		log.FromContext(ctx).Error(err, "the agent may not write Spokes: upgrade the release, with its roles")
+		return agenterrors.CertificatesNotIssued("the agent lacks a permission in the hub, which its log names")
+	case err != nil:
+		return answerOther(ctx, err)
+	}
+	return nil
+}
+
+const onboardAgain = "; onboard the Cluster again: `capi-agent onboard --again`"
 
 // bootstrapRule matches callers with a bootstrap certificate.
 var bootstrapRule = authz.Rule{Roles: []authz.Role{authz.RoleBootstrap}}

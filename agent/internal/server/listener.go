@@ -8,6 +8,8 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"path/filepath"
+	"strings"
 	"syscall"
 	"time"
 
@@ -120,11 +122,14 @@ func ListenLoopback(ctx context.Context, address string) (Listener, error) {
 	return Listener{Listener: listener, Credentials: listensLocally(callers), Security: "none, loopback only"}, nil
 }
 
-// ListenUnix listens on a unix socket that only the agent's user and group can open. Every
-// connection has the given grant. A socket left behind by an earlier process is replaced; a socket
-// that is being served is not. The process's umask changes while the socket is created, so files
+// ListenUnix listens on a unix socket that only the agent's user and group can open, in a folder that
+// not every user can write. Every connection has the given grant. A socket left behind by an earlier
+// process is replaced; a socket that is being served is not. The process's umask changes while the socket is created, so files
 // and directories that other goroutines create at that moment may get a stricter mode.
 func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, error) {
+	if err := protectedFolder(filepath.Dir(path), "/proc/self/mountinfo"); err != nil {
+		return Listener{}, err
+	}
 	if info, err := os.Lstat(path); err == nil {
 		if info.Mode().Type() != fs.ModeSocket {
 			return Listener{}, fmt.Errorf("%s exists and is not a socket", path)
@@ -150,6 +155,41 @@ func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, 
 	}
 	callers := authz.Caller{Identity: authz.UnixSocket, Grants: []authz.Grant{grant}}
 	return Listener{Listener: listener, Credentials: listensLocally(callers), Security: "none, unix socket: " + grant.String()}, nil
+}
+
+// protectedFolder returns an error if every user may write a folder: another process could serve a
+// socket in the place of the agent's, and clients would believe it. The volume of a pod, such as an
+// emptyDir, is writable for every user of the containers that mount it, and for no other. Unlike a
+// shared folder such as /tmp, it is a mount of its own without the sticky bit.
+func protectedFolder(folder, mountinfo string) error {
+	info, err := os.Stat(folder)
+	if err != nil {
+		return fmt.Errorf("the socket's folder: %w", err)
+	}
+	if info.Mode().Perm()&0o002 == 0 || info.Mode()&fs.ModeSticky == 0 && mounted(folder, mountinfo) {
+		return nil
+	}
+	return fmt.Errorf("the socket's folder %s has the mode %s, so every user could replace the socket by another; use a folder of its own with the "+
+		"mode 0750, or take the right to write from others", folder, info.Mode())
+}
+
+// mounted reports whether a folder is a mount point, according to a file as proc_pid_mountinfo(5)
+// describes it.
+func mounted(folder, mountinfo string) bool {
+	resolved, err := filepath.EvalSymlinks(folder)
+	if err != nil {
+		return false
+	}
+	content, err := os.ReadFile(mountinfo) //nolint:gosec // not a caller's: the process's own
+	if err != nil {
+		return false
+	}
+	for line := range strings.Lines(string(content)) {
+		if fields := strings.Fields(line); len(fields) > 4 && fields[4] == resolved {
+			return true
+		}
+	}
+	return false
 }
 
 func listen(ctx context.Context, network, address string) (net.Listener, error) {

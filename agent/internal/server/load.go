@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"slices"
 	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -10,15 +11,16 @@ import (
 	grpcstatus "google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
 var (
-	callerLabels     = []string{"namespace", "cluster"}
+	callerLabels     = []string{"namespace", "cluster", "role"}
 	callsDescription = prometheus.NewDesc("capi_agent_caller_calls_total",
-		"Calls of a Cluster's own shim, including refused calls. The series with an empty cluster counts the calls of all other callers.",
-		callerLabels, nil)
+		"Calls of a Cluster's own shim, including refused calls. The series with an empty cluster count the calls of all other callers, by the role "+
+			"that may do most of those that they have (none: no role).", callerLabels, nil)
 	refusedDescription = prometheus.NewDesc("capi_agent_caller_refused_calls_total",
 		"Calls counted in capi_agent_caller_calls_total that were refused because of a limit or a missing permission.", callerLabels, nil)
 	hubRequestsDescription = prometheus.NewDesc("capi_agent_caller_hub_requests_total",
@@ -26,41 +28,78 @@ var (
 )
 
 // load counts what each Cluster's calls cost. Only Clusters that exist have numbers of their own,
-// so certificates for invented names cannot make up new ones. All other callers are counted
-// together.
+// so certificates for invented names cannot make up new ones. All other callers are counted by their
+// role.
 type load struct {
 	// exists reports whether a Cluster exists and is served.
 	exists func(cluster types.NamespacedName) bool
 
 	mu sync.Mutex
-	of map[types.NamespacedName]*loadOf
+	of map[loader]*loadOf
 }
 
-// loadOf is the load of a Cluster.
+// loader is whose calls are counted together. The Cluster is empty for callers that are not a
+// Cluster's shim.
+type loader struct {
+	cluster types.NamespacedName
+	role    string
+}
+
+// loadOf is the load of a [loader].
 type loadOf struct{ calls, refused, hubRequests int64 }
 
+// noRole is the role of callers without a right or an identity.
+const noRole = "none"
+
+// roles are the roles that a caller may have besides that of its Cluster, from the one that may do
+// most.
+var roles = []authz.Role{authz.RoleAdmin, authz.RoleAutoscaler, authz.RoleReader}
+
 func newLoad(exists func(cluster types.NamespacedName) bool) *load {
-	return &load{exists: exists, of: map[types.NamespacedName]*loadOf{{}: {}}}
+	l := &load{exists: exists, of: map[loader]*loadOf{}}
+	// A counter that appears with its first increment has no increase that a rule could see.
+	for _, role := range roles {
+		l.of[loader{role: string(role)}] = &loadOf{}
+	}
+	l.of[loader{role: noRole}] = &loadOf{}
+	return l
+}
+
+// loaderOf returns whose load a call of the caller is, if its Cluster exists.
+func loaderOf(c caller) loader {
+	has := c.Roles()
+	if c.problem != "" || len(has) == 0 {
+		return loader{role: noRole}
+	}
+	if c.Onboarding != nil {
+		if slices.Contains(has, string(authz.RoleBootstrap)) {
+			return loader{c.Onboarding.Cluster, string(authz.RoleBootstrap)}
+		}
+		return loader{c.Onboarding.Cluster, string(authz.RoleCluster)}
+	}
+	for _, role := range roles {
+		if slices.Contains(has, string(role)) {
+			return loader{role: string(role)}
+		}
+	}
+	return loader{role: has[0]} // a shim on a unix socket has no certificate that names its Cluster
 }
 
 // add changes the numbers of a caller. change must not block.
 func (l *load) add(c caller, change func(*loadOf)) {
-	var cluster types.NamespacedName
-	if c.problem == "" && c.Onboarding != nil {
-		cluster = c.Onboarding.Cluster
-	}
+	of := loaderOf(c)
 	l.mu.Lock()
-	known := l.of[cluster]
+	known := l.of[of]
 	l.mu.Unlock()
-	if known == nil && !l.exists(cluster) {
-		cluster = types.NamespacedName{}
+	if known == nil && !l.exists(of.cluster) {
+		of.cluster = types.NamespacedName{}
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.of[cluster] == nil {
-		l.of[cluster] = &loadOf{}
+	if l.of[of] == nil {
+		l.of[of] = &loadOf{}
 	}
-	change(l.of[cluster])
+	change(l.of[of])
 }
 
 // Describe implements [prometheus.Collector].
@@ -72,28 +111,29 @@ func (l *load) Describe(descriptions chan<- *prometheus.Desc) {
 
 // Collect implements [prometheus.Collector]. It forgets the Clusters that are gone.
 func (l *load) Collect(metrics chan<- prometheus.Metric) {
-	for cluster, numbers := range l.current() {
+	for of, numbers := range l.current() {
 		for _, metric := range []struct {
 			description *prometheus.Desc
 			value       int64
 		}{{callsDescription, numbers.calls}, {refusedDescription, numbers.refused}, {hubRequestsDescription, numbers.hubRequests}} {
-			metrics <- prometheus.MustNewConstMetric(metric.description, prometheus.CounterValue, float64(metric.value), cluster.Namespace, cluster.Name)
+			metrics <- prometheus.MustNewConstMetric(metric.description, prometheus.CounterValue, float64(metric.value),
+				of.cluster.Namespace, of.cluster.Name, of.role)
 		}
 	}
 }
 
-func (l *load) current() map[types.NamespacedName]loadOf {
+func (l *load) current() map[loader]loadOf {
 	l.mu.Lock()
-	all := make(map[types.NamespacedName]loadOf, len(l.of))
-	for cluster, numbers := range l.of {
-		all[cluster] = *numbers
+	all := make(map[loader]loadOf, len(l.of))
+	for of, numbers := range l.of {
+		all[of] = *numbers
 	}
 	l.mu.Unlock()
-	for cluster := range all {
-		if cluster != (types.NamespacedName{}) && !l.exists(cluster) {
-			delete(all, cluster)
+	for of := range all {
+		if of.cluster != (types.NamespacedName{}) && !l.exists(of.cluster) {
+			delete(all, of)
 			l.mu.Lock()
-			delete(l.of, cluster)
+			delete(l.of, of)
 			l.mu.Unlock()
 		}
 	}

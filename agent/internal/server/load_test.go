@@ -15,7 +15,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// loadOf returns the values of a metric by caller, as namespace/cluster.
+// loadOf returns the values of a metric by caller, as namespace/cluster and role.
 func loadOf(t *testing.T, registry *prometheus.Registry, name string) map[string]int {
 	t.Helper()
 	families, err := registry.Gather()
@@ -30,7 +30,7 @@ func loadOf(t *testing.T, registry *prometheus.Registry, name string) map[string
 			for _, label := range metric.GetLabel() {
 				labels[label.GetName()] = label.GetValue()
 			}
-			values[labels["namespace"]+"/"+labels["cluster"]] = int(metric.GetCounter().GetValue())
+			values[labels["namespace"]+"/"+labels["cluster"]+" "+labels["role"]] = int(metric.GetCounter().GetValue())
 		}
 	}
 	return values
@@ -59,22 +59,20 @@ func TestMetricsTellWhichClusterMakesTheLoad(t *testing.T) {
 		require.Error(t, f.list(f.as(fmt.Sprintf("spiffe://karpenter-capi/cluster/fleet/invented-%d", n))))
 	}
 	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")))
+	require.Error(t, f.list(f.as("spiffe://karpenter-capi/nobody")))
 
 	calls, refused := loadOf(t, f.registry, "capi_agent_caller_calls_total"), loadOf(t, f.registry, "capi_agent_caller_refused_calls_total")
-	require.Len(t, calls, 2, "%v: one known Cluster, and all others", calls)
-	require.GreaterOrEqual(t, calls["fleet/spoke"], admitted+1, "retries count as well")
-	require.Equal(t, calls["fleet/spoke"]-admitted, refused["fleet/spoke"])
-	require.GreaterOrEqual(t, calls["/"], 6)
-	require.Equal(t, calls["/"]-1, refused["/"])
+	require.Len(t, calls, 6, "%v: one known Cluster, and all others by role", calls)
+	require.GreaterOrEqual(t, calls["fleet/spoke cluster"], admitted+1, "retries count as well")
+	require.Equal(t, calls["fleet/spoke cluster"]-admitted, refused["fleet/spoke cluster"])
+	require.GreaterOrEqual(t, calls["/ cluster"], 5)
+	require.Equal(t, calls["/ cluster"], refused["/ cluster"])
+	require.Equal(t, 1, calls["/ reader"])
+	require.Zero(t, refused["/ reader"])
+	require.Positive(t, calls["/ none"])
+	require.Equal(t, calls["/ none"], refused["/ none"])
+	require.Zero(t, calls["/ admin"]+calls["/ autoscaler"])
 
 	gone.Store(true)
-	require.Equal(t, []string{"/"}, keys(loadOf(t, f.registry, "capi_agent_caller_calls_total")), "a deleted Cluster leaves nothing behind")
-}
-
-func keys(of map[string]int) []string {
-	all := make([]string, 0, len(of))
-	for key := range of {
-		all = append(all, key)
-	}
-	return all
+	require.NotContains(t, loadOf(t, f.registry, "capi_agent_caller_calls_total"), "fleet/spoke cluster", "a deleted Cluster leaves nothing behind")
 }

@@ -99,6 +99,12 @@ type Config struct {
 	// RightsInterval is how often the rights of watchers are checked again. Zero means every five
 	// seconds.
 	RightsInterval time.Duration
+	// NoReflection leaves out gRPC's reflection.
+	NoReflection bool
+	// MaxConnectionAge is after what time a connection ends, give or take a tenth, so that its client
+	// chooses among the agents again and presents its current certificate. Zero means
+	// two hours.
+	MaxConnectionAge time.Duration
 	// Limits bound what a single caller may request at once. The zero value means
 	// [limits.Defaults].
 	Limits limits.Options
@@ -121,9 +127,9 @@ const (
 	idleTimeout = 15 * time.Minute
 
 	maxStreams = 1000
-	// connectionAge makes clients spread over the agents again and present their current
-	// certificate.
-	connectionAge        = 2 * time.Hour
+	// defaultConnectionAge is the default of [Config].MaxConnectionAge.
+	defaultConnectionAge = 2 * time.Hour
+	// connectionAgeGrace is how long the calls and streams of an old connection may take to end.
 	connectionAgeGrace   = time.Minute
 	keepaliveTime        = 30 * time.Second
 	keepaliveTimeout     = 10 * time.Second
@@ -145,6 +151,8 @@ type Server struct {
 	remote   openConnections
 	// listeners are set by Serve.
 	listeners atomic.Pointer[[]Listener]
+	// certificateRequests counts the calls of IssueCertificate.
+	certificateRequests *prometheus.CounterVec
 }
 
 // New returns a server.
@@ -158,6 +166,9 @@ func New(c Config) (*Server, error) {
 	if c.RightsInterval == 0 {
 		c.RightsInterval = defaultRightsInterval
 	}
+	if c.MaxConnectionAge == 0 {
+		c.MaxConnectionAge = defaultConnectionAge
+	}
 	if c.Limits == (limits.Options{}) {
 		c.Limits = limits.Defaults()
 	}
@@ -168,7 +179,7 @@ func New(c Config) (*Server, error) {
 	s := &Server{
 		config: c, id: uuid.NewString(), health: health.NewServer(), codec: newCodec(), stopped: make(chan struct{}),
 		remote:   openConnections{all: map[*connection]struct{}{}},
-		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout},
+		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout}, certificateRequests: newCertificateRequests(),
 	}
 	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {
 		return nil, err
@@ -178,7 +189,7 @@ func New(c Config) (*Server, error) {
 	s.metrics = grpcprometheus.NewServerMetrics(grpcprometheus.WithServerHandlingTimeHistogram(
 		grpcprometheus.WithHistogramBuckets(prometheus.ExponentialBuckets(0.001, 2, 15))))
 	if c.Registerer != nil {
-		for _, collector := range append(s.collectors(), s.metrics, s.load) {
+		for _, collector := range append(s.collectors(), s.metrics, s.load, s.certificateRequests) {
 			if err := c.Registerer.Register(collector); err != nil {
 				return nil, fmt.Errorf("registering metrics: %w", err)
 			}
@@ -199,7 +210,7 @@ func New(c Config) (*Server, error) {
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinimumTime, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
 			Time: keepaliveTime, Timeout: keepaliveTimeout, MaxConnectionIdle: idleTimeout,
-			MaxConnectionAge: connectionAge, MaxConnectionAgeGrace: connectionAgeGrace,
+			MaxConnectionAge: c.MaxConnectionAge, MaxConnectionAgeGrace: connectionAgeGrace,
 		}),
 		grpc.UnaryInterceptor(s.after(validator)),
 		grpc.ChainStreamInterceptor(s.stream(validator)...),
@@ -391,7 +402,9 @@ func (s *Server) register(server registrar) {
 		agentv1alpha1.RegisterNodePoolServiceServer(server, &nodePoolService{Server: s})
 	}
 	grpc_health_v1.RegisterHealthServer(server, s.health)
-	reflection.Register(server)
+	if !s.config.NoReflection {
+		reflection.Register(server)
+	}
 	s.metrics.InitializeMetrics(server)
 }
 

@@ -27,6 +27,8 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/reflection/grpc_reflection_v1"
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -459,6 +461,47 @@ func TestSocketsAreReplacedOnlyWhenUnserved(t *testing.T) {
 	require.NoError(t, os.WriteFile(path, nil, 0o600))
 	_, err = server.ListenUnix(t.Context(), path, authz.Everything())
 	require.ErrorContains(t, err, "is not a socket")
+}
+
+func TestASocketThatEveryUserCouldReplaceIsNotServed(t *testing.T) {
+	folder := t.TempDir()
+	require.NoError(t, os.Chmod(folder, 0o777))
+	_, err := server.ListenUnix(t.Context(), filepath.Join(folder, "agent.sock"), authz.Everything())
+	require.ErrorContains(t, err, "every user could replace the socket")
+	entries, err := os.ReadDir(folder)
+	require.NoError(t, err)
+	require.Empty(t, entries)
+}
+
+func TestReflectionIsServedUnlessItIsSwitchedOff(t *testing.T) {
+	for off, want := range map[bool]codes.Code{false: codes.OK, true: codes.Unimplemented} {
+		f := start(t, func(_ *fixture, c *server.Config) { c.NoReflection = off })
+		cluster := f.cluster()
+		stream, err := grpc_reflection_v1.NewServerReflectionClient(cluster.Conn()).ServerReflectionInfo(f.ctx())
+		require.NoError(t, err)
+		require.NoError(t, stream.Send(&grpc_reflection_v1.ServerReflectionRequest{
+			MessageRequest: &grpc_reflection_v1.ServerReflectionRequest_ListServices{},
+		}))
+		_, err = stream.Recv()
+		require.Equal(t, want, grpcstatus.Code(err), "%v", err)
+		require.NoError(t, f.list(cluster), "it is no part of the API")
+	}
+}
+
+// Without an end, all clients would stay with the agent that survived a roll.
+func TestAConnectionEndsAtItsAge(t *testing.T) {
+	f := start(t, func(_ *fixture, c *server.Config) { c.MaxConnectionAge = 50 * time.Millisecond })
+	cluster := f.cluster()
+	connection := func() string {
+		var other peer.Peer
+		_, err := cluster.Status.GetStatus(f.ctx(), &agentv1alpha1.GetStatusRequest{}, grpc.Peer(&other))
+		require.NoError(t, err, "no call fails by that")
+		return other.LocalAddr.String()
+	}
+	first := connection()
+	for until := time.Now().Add(patience); connection() == first; {
+		require.True(t, time.Now().Before(until))
+	}
 }
 
 func TestLoopbackListenerRefusesOtherAddresses(t *testing.T) {

@@ -18,8 +18,8 @@ type status struct {
 	*Server
 }
 
-// apiVersion is the only API package served.
-var apiVersion = string(agentv1alpha1.File_capi_agent_v1alpha1_status_proto.Package())
+// APIVersion is the only API package served.
+var APIVersion = string(agentv1alpha1.File_capi_agent_v1alpha1_status_proto.Package())
 
 // reads matches callers that may read a Cluster's node groups.
 var reads = authz.Methods[agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName]
@@ -27,13 +27,13 @@ var reads = authz.Methods[agentv1alpha1.NodeGroupService_ListNodeGroups_FullMeth
 func (s *status) GetStatus(ctx context.Context, _ *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
 	c := callerOf(ctx)
 	clusters, all := c.Clusters()
-	version, commit, served, features := s.config.Version, s.config.Commit, []string{apiVersion}, s.features()
+	version, commit, served, features := s.config.Version, s.config.Commit, []string{APIVersion}, s.features()
 	if len(c.Grants) == 0 {
 		// They reveal known vulnerabilities, so only callers with a grant see them.
 		version, commit, served, features = "", "", nil, nil
 	}
 	return &agentv1alpha1.GetStatusResponse{
-		ApiVersion:          apiVersion,
+		ApiVersion:          APIVersion,
 		Version:             version,
 		Commit:              commit,
 		CachesSynced:        s.Synced(),

@@ -3,6 +3,7 @@ package spokes
 import (
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
@@ -10,7 +11,8 @@ import (
 var (
 	labels               = []string{"namespace", "cluster"}
 	connectedDescription = prometheus.NewDesc("capi_agent_spoke_connected",
-		"1 if the Cluster's shim synchronizes its claims with an agent, 0 if no agent has received a synchronization for 15 minutes.", labels, nil)
+		"1 if the Cluster's shim synchronizes its claims with an agent, 0 if no agent has received a synchronization for 15 "+
+			"minutes. Absent until the shim has a certificate of an onboarding or has called.", labels, nil)
 	lastSyncDescription = prometheus.NewDesc("capi_agent_spoke_last_sync_timestamp_seconds",
 		"Time of the last synchronization of claims by the Cluster's shim, in seconds since 1970, accurate to five minutes.", labels, nil)
 	certificateDescription = prometheus.NewDesc("capi_agent_spoke_certificate_not_after_seconds",
@@ -19,12 +21,15 @@ var (
 
 // seen is what the metrics show of a Spoke.
 type seen struct {
-	connected                  bool
+	connected                  *bool   // nil if the shim has never called
 	lastSync, certificateUntil float64 // zero if unknown
 }
 
 func seenOf(status v1alpha1.SpokeStatus) seen {
-	s := seen{connected: meta.IsStatusConditionTrue(status.Conditions, v1alpha1.ConnectedCondition)}
+	var s seen
+	if c := meta.FindStatusCondition(status.Conditions, v1alpha1.ConnectedCondition); c != nil {
+		s.connected = new(c.Status == metav1.ConditionTrue)
+	}
 	if at := status.LastSyncTime; at != nil {
 		s.lastSync = float64(at.Unix())
 	}
@@ -56,11 +61,9 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		gauge := func(d *prometheus.Desc, value float64) {
 			metrics <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, name.Namespace, name.Name)
 		}
-		connected := 0.0
-		if s.connected {
-			connected = 1
+		if s.connected != nil {
+			gauge(connectedDescription, map[bool]float64{true: 1}[*s.connected])
 		}
-		gauge(connectedDescription, connected)
 		if s.lastSync > 0 {
 			gauge(lastSyncDescription, s.lastSync)
 		}

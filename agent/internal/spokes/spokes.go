@@ -11,12 +11,14 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/tools/events"
 	"k8s.io/client-go/util/retry"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -64,6 +66,11 @@ type Config struct {
 	// Changed is called when [Spokes.Status] has changed for a Cluster. It must not block. Nil calls
 	// nothing.
 	Changed func(cluster types.NamespacedName)
+	// AgentVersion and APIVersion describe the agent. Spokes show those of the agent that their shim
+	// has called last.
+	AgentVersion, APIVersion string
+	// Recorder records events on Spokes. Nil records none.
+	Recorder events.EventRecorder
 	// Clock provides the time. REQUIRED.
 	Clock clock.WithTicker
 	// Log receives a line if Spokes cannot be written. Zero discards it.
@@ -110,9 +117,46 @@ var ErrOtherKey = errors.New("the bootstrap certificate has been used for anothe
 // ErrEnded means that the onboarding is not the Cluster's current one.
 var ErrEnded = errors.New("the onboarding has ended")
 
+// ErrNotExpected means that the Cluster's Spoke, which records the use of bootstrap certificates,
+// does not expect one of this onboarding. It may have been used before.
+var ErrNotExpected = errors.New(
+	"the Cluster's Spoke does not expect this bootstrap certificate: the Spoke was deleted since, or an older release onboarded the Cluster")
+
+// Expect records in a Cluster's Spoke that a bootstrap certificate of an onboarding may be used,
+// once ([Spokes.Enroll]). It must be called before the onboarding begins. unchanged returns an error
+// if the onboarding must not begin; it is called once the Spoke has been read, and no concurrent call
+// of Expect for that Spoke succeeds from then on.
+func Expect(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, onboarding string, unchanged func() error) error {
+	s := New(Config{Client: hub})
+	err := retry.OnError(retry.DefaultBackoff, retryable, func() error {
+		spoke := &v1alpha1.Spoke{}
+		if err := s.read(ctx, client.ObjectKeyFromObject(cluster), spoke); err != nil {
+			return err
+		}
+		if err := unchanged(); err != nil {
+			return err
+		}
+		if err := s.adopt(cluster, spoke); err != nil {
+			return err
+		}
+		metav1.SetMetaDataLabel(&spoke.ObjectMeta, v1alpha1.OnboardingLabel, onboarding)
+		if spoke.ResourceVersion == "" {
+			return wrapped(s.Client.Create(ctx, spoke))
+		}
+		return wrapped(s.Client.Update(ctx, spoke))
+	})
+	if meta.IsNoMatchError(err) {
+		return errNotInstalled
+	}
+	return err
+}
+
+var errNotInstalled = errors.New("the CustomResourceDefinition of Spokes is not installed; apply deploy/charts/agent/crds")
+
 // Enroll durably records the public key that the bootstrap certificate of a Cluster's onboarding is
 // used with. A repeated call with the same key succeeds; another key fails with [ErrOtherKey]. If
-// the onboarding is not the current one, it fails with [ErrEnded].
+// the onboarding is not the current one, it fails with [ErrEnded], and with [ErrNotExpected] if the
+// Spoke that [Expect] wrote is gone.
 func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboarding, publicKey string) error {
 	return retry.OnError(retry.DefaultRetry, retryable, func() error {
 		spoke := &v1alpha1.Spoke{}
@@ -134,19 +178,50 @@ func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboardi
 			return err
 		}
 		switch e := spoke.Spec.Enrollment; {
-		case e == nil || e.Onboarding != onboarding:
-		case e.PublicKey == publicKey:
+		case e != nil && e.Onboarding == onboarding && e.PublicKey == publicKey:
 			return nil
-		default:
+		case e != nil && e.Onboarding == onboarding:
+			s.event(spoke, corev1.EventTypeWarning, "BootstrapCertificateReused", "Issue",
+				"a bootstrap certificate was used with a second key, and refused: it may have been stolen. `capi-agent onboard --again` revokes it, "+
+					"and the certificate that was issued for the first key")
 			return ErrOtherKey
+		case spoke.Labels[v1alpha1.OnboardingLabel] != onboarding:
+			return ErrNotExpected
 		}
 		spoke.Spec.Enrollment = &v1alpha1.Enrollment{Onboarding: onboarding, PublicKey: publicKey, Time: metav1.NewTime(s.Clock.Now())}
-		if spoke.ResourceVersion == "" {
-			return wrapped(s.Client.Create(ctx, spoke))
-		}
 		// The update fails if another actor has changed the Spoke.
 		return wrapped(s.Client.Update(ctx, spoke))
 	})
+}
+
+// Issued describes a certificate that was issued for a Cluster.
+type Issued struct {
+	Serial   string
+	NotAfter time.Time
+	// Enrolled is whether it was issued for a bootstrap certificate. Otherwise it is a renewal.
+	Enrolled bool
+}
+
+// NoteIssued records an event on a Cluster's Spoke, if there is one. Errors are only logged: the
+// certificate has been issued.
+func (s *Spokes) NoteIssued(ctx context.Context, name types.NamespacedName, issued Issued) {
+	spoke := &v1alpha1.Spoke{}
+	if err := s.read(ctx, name, spoke); err != nil || spoke.ResourceVersion == "" {
+		s.report(err, name)
+		return
+	}
+	how := "renewed"
+	if issued.Enrolled {
+		how = "issued for a bootstrap certificate"
+	}
+	s.event(spoke, corev1.EventTypeNormal, "CertificateIssued", "Issue",
+		fmt.Sprintf("the shim's certificate was %s: serial %s, valid until %s", how, issued.Serial, issued.NotAfter.UTC().Format(time.RFC3339)))
+}
+
+func (s *Spokes) event(spoke *v1alpha1.Spoke, kind, reason, action, note string) {
+	if s.Recorder != nil {
+		s.Recorder.Eventf(spoke, nil, kind, reason, action, "%s", note)
+	}
 }
 
 func wrapped(err error) error {
@@ -227,6 +302,7 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 		status.LastSyncTime = new(metav1.NewTime(now))
 	}
 	status.ShimVersion, status.SpokeID, status.Certificate = contact.Version, contact.SpokeID, nil
+	status.AgentVersion, status.APIVersion = s.AgentVersion, s.APIVersion
 	if !contact.NotAfter.IsZero() {
 		status.Certificate = &v1alpha1.SpokeCertificate{Serial: contact.Serial, NotAfter: new(metav1.NewTime(contact.NotAfter))}
 	}
@@ -312,7 +388,7 @@ func (s *Spokes) report(err error, about types.NamespacedName) {
 	}
 	text := err.Error()
 	if meta.IsNoMatchError(err) {
-		err = errors.New("the CustomResourceDefinition of Spokes is not installed; apply deploy/charts/agent/crds")
+		err = errNotInstalled
 		text = err.Error() // the same for every Cluster
 	}
 	if text != s.failed {
@@ -432,10 +508,15 @@ func Remove(
 
 func (s *Spokes) lookAt(ctx context.Context, spoke *v1alpha1.Spoke) error {
 	now := s.Clock.Now()
-	if !meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition) {
-		return nil
-	}
 	last := spoke.Status.LastSyncTime
+	switch connected := meta.FindStatusCondition(spoke.Status.Conditions, v1alpha1.ConnectedCondition); {
+	case connected != nil && connected.Status != metav1.ConditionTrue:
+		return nil
+	case connected == nil && spoke.Spec.Enrollment == nil:
+		return nil // The spoke may not exist yet.
+	case connected == nil:
+		last = &spoke.Spec.Enrollment.Time
+	}
 	if last != nil && now.Sub(last.Time) < silence {
 		return nil
 	}
