@@ -168,7 +168,7 @@ func (f *Follower[T]) load(ctx context.Context) error {
 	if apierrors.IsNotFound(err) {
 		f.usable.Set(0)
 		if !f.read || f.version != "" {
-			logger.Info("there is no "+f.What, "lastOneStays", f.Lasting && f.Current() != nil)
+			logger.Info("the ConfigMap of the "+f.What+" does not exist", "lastOneStays", f.Lasting && f.Current() != nil)
 		}
 		f.read, f.version, f.problem = true, "", fmt.Sprintf("ConfigMap %s, which has the %s, does not exist", f.Name, f.What)
 		if !f.Lasting && f.Current() != nil {
@@ -193,7 +193,7 @@ func (f *Follower[T]) load(ctx context.Context) error {
 	f.problem = ""
 	f.use(content)
 	f.usable.Set(1)
-	logger.Info("another "+f.What+" is used", "content", fmt.Sprint(content))
+	logger.Info("the "+f.What+" was loaded", "content", fmt.Sprint(content))
 	return nil
 }
 
