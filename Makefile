@@ -110,8 +110,8 @@ generate-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(OPTIONS_BINARIES)
 	$(OPTIONS_DOCS) docs/options.md $(OPTIONS_OF)
 	$(METRICS_DOCS) docs/metrics.md $(METRICS_OF)
 
-# Binaries, each with the prefix of its environment variables.
-OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter: $(BIN)/kubectl-capi:KUBECTL_CAPI_ $(BIN)/fake-agent:FAKE_AGENT_ $(BIN)/capi-agent-conformance:CAPI_AGENT_CONFORMANCE_
+# Binaries, each with the prefix of its environment variables, and whether they set the flags of its commands, too.
+OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter: $(BIN)/kubectl-capi:KUBECTL_CAPI_:all $(BIN)/fake-agent:FAKE_AGENT_ $(BIN)/capi-agent-conformance:CAPI_AGENT_CONFORMANCE_
 # Binaries, each with what the names of its own metrics begin with.
 METRICS_OF = $(BIN)/capi-agent:capi_agent_ $(BIN)/karpenter:karpenter_capi_
 
