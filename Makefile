@@ -408,7 +408,7 @@ access-matrix: $(SANDBOX_BINARIES) ## Call every method of the agent as every ki
 		{ echo "access-matrix: FAIL"; exit 1; }
 
 .PHONY: dashboards
-dashboards: $(SANDBOX_BINARIES) $(BIN)/dashboards ## Make the pictures of the charts' dashboards in docs/images anew, from a run of the demo's scenario; five minutes
+dashboards: $(SANDBOX_BINARIES) $(BIN)/dashboards ## Make the pictures of the charts' dashboards in docs/images anew, from a run of the demo's scenario; fails for an empty panel; five minutes
 	@$(BIN)/dashboards
 
 .PHONY: many-nodes
