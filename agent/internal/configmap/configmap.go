@@ -1,4 +1,7 @@
 // Package configmap follows the content of one key of a ConfigMap in the hub.
+//
+// The watch is controller-runtime's. What is written by hand is that the last usable content stays
+// in use, and that a mistake becomes an event and a metric.
 package configmap
 
 import (
