@@ -106,14 +106,17 @@ generate-go: $(CONTROLLER_GEN)
 OPTIONS_BINARIES = $(addprefix $(BIN)/,capi-agent karpenter kubectl-capi fake-agent capi-agent-conformance)
 
 .PHONY: generate-docs
-generate-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(OPTIONS_BINARIES)
+generate-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(OPTIONS_BINARIES)
 	$(OPTIONS_DOCS) docs/options.md $(OPTIONS_OF)
 	$(METRICS_DOCS) docs/metrics.md $(METRICS_OF)
+	$(VALUES_DOCS) docs/values.md $(VALUES_OF)
 
-# Binaries, each with the prefix of its environment variables.
-OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter: $(BIN)/kubectl-capi:KUBECTL_CAPI_ $(BIN)/fake-agent:FAKE_AGENT_ $(BIN)/capi-agent-conformance:CAPI_AGENT_CONFORMANCE_
+# Binaries, each with the prefix of its environment variables, and whether they set the flags of its commands, too.
+OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter: $(BIN)/kubectl-capi:KUBECTL_CAPI_:all $(BIN)/fake-agent:FAKE_AGENT_ $(BIN)/capi-agent-conformance:CAPI_AGENT_CONFORMANCE_
 # Binaries, each with what the names of its own metrics begin with.
 METRICS_OF = $(BIN)/capi-agent:capi_agent_ $(BIN)/karpenter:karpenter_capi_
+# The charts whose values are documented.
+VALUES_OF = deploy/charts/agent deploy/charts/shim
 
 .PHONY: verify
 verify: verify-generated verify-docs verify-modules verify-imports verify-api lint ## Check that generated files are current, modules tidy, imports allowed; all linters
@@ -128,11 +131,12 @@ verify-generated: $(GENERATORS)
 	diff -ruN -x go.work.sum "$$dir/is" "$$dir/should" || { echo "generated files are not current: run make generate" >&2; exit 1; }
 
 .PHONY: verify-docs
-verify-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(OPTIONS_BINARIES)
-	@echo "verify: docs/options.md, docs/metrics.md"
+verify-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(OPTIONS_BINARIES)
+	@echo "verify: docs/options.md, docs/metrics.md, docs/values.md"
 	@page=$$(mktemp) && trap 'rm -f "$$page"' EXIT && $(OPTIONS_DOCS) "$$page" $(OPTIONS_OF) && diff -u docs/options.md "$$page" && \
-	$(METRICS_DOCS) "$$page" $(METRICS_OF) && diff -u docs/metrics.md "$$page" || \
-		{ echo "docs/options.md or docs/metrics.md is not current: run make generate" >&2; exit 1; }
+	$(METRICS_DOCS) "$$page" $(METRICS_OF) && diff -u docs/metrics.md "$$page" && \
+	$(VALUES_DOCS) "$$page" $(VALUES_OF) && diff -u docs/values.md "$$page" || \
+		{ echo "docs/options.md, docs/metrics.md or docs/values.md is not current: run make generate" >&2; exit 1; }
 
 # The Go project's database, the newest that the module proxy has: a check of the same commit may fail tomorrow.
 .PHONY: vuln
@@ -408,7 +412,7 @@ access-matrix: $(SANDBOX_BINARIES) ## Call every method of the agent as every ki
 		{ echo "access-matrix: FAIL"; exit 1; }
 
 .PHONY: dashboards
-dashboards: $(SANDBOX_BINARIES) $(BIN)/dashboards ## Make the pictures of the charts' dashboards in docs/images anew, from a run of the demo's scenario; five minutes
+dashboards: $(SANDBOX_BINARIES) $(BIN)/dashboards ## Make the pictures of the charts' dashboards in docs/images anew, from a run of the demo's scenario; fails for an empty panel; five minutes
 	@$(BIN)/dashboards
 
 .PHONY: many-nodes

@@ -173,7 +173,7 @@ func (s *Snapshot) markEntered(d *Decision, c *v1alpha1.MachineClaim) {
 func (s *Snapshot) Entered(c *v1alpha1.MachineClaim) Action {
 	return Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{
 		Reason:  ReasonWaitingForMachine,
-		Message: fmt.Sprintf("a replica of MachineDeployment %s is accounted for; its Machine is on its way", c.Spec.NodeGroup),
+		Message: fmt.Sprintf("a replica of MachineDeployment %s is reserved; waiting for its Machine", c.Spec.NodeGroup),
 	}}
 }
 
@@ -229,7 +229,7 @@ func (s *Snapshot) explainDeletion(d *Decision, c *v1alpha1.MachineClaim, m *clu
 		return
 	}
 	d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{
-		Reason: reason, Message: "the deletion of Machine " + m.Name + " takes long: " + cmp.Or(message, reason),
+		Reason: reason, Message: "Machine " + m.Name + " has been deleting for more than a minute: " + cmp.Or(message, reason),
 	}})
 }
 

@@ -145,7 +145,7 @@ func ParseLedger(text string) (*Ledger, error) {
 
 // errOtherLedger means that the ledger was written for another MachineDeployment and copied with
 // it.
-var errOtherLedger = errors.New("the ledger is another MachineDeployment's")
+var errOtherLedger = errors.New("the ledger belongs to another MachineDeployment")
 
 // LedgerOf returns the ledger of a MachineDeployment, nil when it has none. Errors are those of
 // [ParseLedger], and errOtherLedger.

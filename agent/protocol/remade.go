@@ -129,11 +129,11 @@ func (s *Snapshot) held() *eligibility.Refusal {
 	case s.Group.Suspended:
 		return s.Group.Refusal()
 	case slices.ContainsFunc(s.Claims, s.carried):
-		return s.remade("what its claims have is still being found out")
+		return s.remade("the state of its claims is still being reconstructed")
 	case s.deleted():
 		return nil // all of it goes, whoever lives
 	case s.moved() && !s.Synced && slices.ContainsFunc(s.Claims, Reported):
-		return s.remade("its claims' holder has not said since which of them live")
+		return s.remade("the holder of its claims has not sent its live set since")
 	}
 	return nil
 }

@@ -53,7 +53,7 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	case overdue > punctual:
 		d.Actions = append(d.Actions, Action{Kind: WaitAnew, Claim: c, Event: v1alpha1.Event{
 			Reason:  ReasonWaitingForMachine,
-			Message: fmt.Sprintf("no agent looked when the deadline for its Machine passed; it is given another %s", deadline),
+			Message: fmt.Sprintf("no agent was active when the deadline for its Machine passed, so the deadline is extended by %s", deadline),
 		}})
 		return ""
 	}

@@ -25,7 +25,7 @@ var adoptCases = []testCase{
 		require.NotEqual(s, mine.GetUid(), left[0].GetUid(), "the other machine is the user's still")
 	}},
 
-	{"adopt.idempotent", fault(), "again is the same claim", func(s *suite) {
+	{"adopt.idempotent", fault(), "repeating the call returns the same claim", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1)))
 		mine := s.machinesOnceThereAre(id, 1)[0]
 		for range 2 {
@@ -36,7 +36,7 @@ var adoptCases = []testCase{
 		require.EqualValues(s, 1, s.nodeGroup(id).GetReplicas())
 	}},
 
-	{"adopt.not-free", fault(), "a machine that has a claim, or that there is none, is FAILED_PRECONDITION", func(s *suite) {
+	{"adopt.not-free", fault(), "a machine that has a claim or does not exist is FAILED_PRECONDITION", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1)))
 		mine := s.machinesOnceThereAre(id, 1)[0]
 		_, err := s.adopt("first", id, mine.GetName())
@@ -79,7 +79,7 @@ var adoptCases = []testCase{
 		require.EqualValues(s, 2, s.nodeGroup(id).GetReplicas())
 	}},
 
-	{"adopt.id-left", fault(), "a claim that could not adopt leaves its id for another try", func(s *suite) {
+	{"adopt.id-left", fault(), "the id of a claim that could not adopt can be used again", func(s *suite) {
 		id := s.group(deployment("workers", replicas(2), minSize(2), maxSize(2)))
 		mine := s.machinesOnceThereAre(id, 2)[0]
 		for range 2 {

@@ -37,7 +37,7 @@ var claimCases = []testCase{
 		s.untilReplicas(id, 1)
 	}},
 
-	{"claims.idempotent", claimer(1), "the same id again is the same claim", func(s *suite) {
+	{"claims.idempotent", claimer(1), "repeating the call with the same id returns the same claim", func(s *suite) {
 		id := s.group(deployment("workers"))
 		first := s.mustCreate("a-claim", id)
 		for range 3 {

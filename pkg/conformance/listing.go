@@ -41,7 +41,7 @@ var listingCases = []testCase{
 		require.ElementsMatch(s, []string{"ended", "live"}, s.names(s.list(holder, true)))
 	}},
 
-	{"listing.watch", autoscaler(), "watch sends a snapshot with ended claims, SYNCED, and each claim's way", func(s *suite) {
+	{"listing.watch", autoscaler(), "watch sends a snapshot with ended claims, SYNCED, and every change of each claim", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("ended", id)
 		s.mustRelease("ended")

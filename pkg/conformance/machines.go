@@ -44,7 +44,7 @@ var machineCases = []testCase{
 		require.Equal(s, agenterrors.ReasonMachineNotFound, agenterrors.ReasonOf(err))
 	}},
 
-	{"machines.watch", fault(), "watch sends a snapshot, SYNCED, and each machine's way", func(s *suite) {
+	{"machines.watch", fault(), "watch sends a snapshot, SYNCED, and every change of each machine", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1)))
 		owned := s.machinesOnceThereAre(id, 1)[0]
 		stream, err := s.Client().Machines.WatchMachines(s.bounded(),

@@ -56,7 +56,7 @@ var nodeGroupCases = []testCase{
 		require.Equal(s, agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, group.GetSources()["capacity.cpu"].GetKind())
 	}},
 
-	{"nodegroups.defaults", fault(), "is on demand, without limit and available unless told otherwise", func(s *suite) {
+	{"nodegroups.defaults", fault(), "is on-demand, unlimited and available by default", func(s *suite) {
 		group := s.nodeGroup(s.group(deployment("plain")))
 		require.Equal(s, agentv1alpha1.CapacityType_CAPACITY_TYPE_ON_DEMAND, group.GetCapacityType())
 		require.Equal(s, "plain", group.GetInstanceType())
@@ -231,7 +231,7 @@ var nodeGroupCases = []testCase{
 		s.mustCreate("on-good", good)
 	}},
 
-	{"nodegroups.bad-max-size", fault(), "a max size that cannot be read is no licence to grow", func(s *suite) {
+	{"nodegroups.bad-max-size", fault(), "an unreadable max size blocks growth", func(s *suite) {
 		id := s.group(deployment("bad", annotated(maxSizeAnnotation, "-1")))
 		group := s.untilGroup(id, "is not available", func(g *agentv1alpha1.NodeGroup) bool { return !g.GetAvailability().GetAvailable() })
 		require.Equal(s, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID, group.GetAvailability().GetReason())

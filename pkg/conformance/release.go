@@ -98,7 +98,7 @@ var releaseCases = []testCase{
 		}
 	}},
 
-	{"release.not-drained", claimer(1), "not drained by the caller works as well", func(s *suite) {
+	{"release.not-drained", claimer(1), "a release without draining by the caller succeeds", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.running("a-claim", id)
 		_, err := s.release("a-claim", false)

@@ -59,7 +59,7 @@ var requestCases = []testCase{
 
 	{
 		"requests.vanished-cluster", reader(0, CallerStranger),
-		"nothing is said of the claims of the caller's own Cluster that does not exist", func(s *suite) {
+		"a caller whose own Cluster does not exist gets no claims reported", func(s *suite) {
 			cluster := s.nowhere()
 			for _, method := range []string{"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups"} {
 				err := call(s.bounded(), s.Stranger(), method, valid(method, cluster))

@@ -36,7 +36,7 @@ var serverCases = []testCase{
 		require.Equal(s, response.GetAgentId(), again.GetAgentId())
 	}},
 
-	{"server.status-stranger", reader(0, CallerStranger), "status answers a stranger too, about himself", func(s *suite) {
+	{"server.status-stranger", reader(0, CallerStranger), "status reports the caller's own identity to a stranger, too", func(s *suite) {
 		response, err := s.Stranger().Status.GetStatus(s.bounded(), &agentv1alpha1.GetStatusRequest{})
 		require.NoError(s, err)
 		for _, cluster := range response.GetClusters() {
@@ -73,7 +73,7 @@ var serverCases = []testCase{
 		require.NoError(s, stream.CloseSend())
 	}},
 
-	{"server.request-id", reader(0), "a call with a request id of the caller's is as good", func(s *suite) {
+	{"server.request-id", reader(0), "a caller's request id is accepted", func(s *suite) {
 		ctx := metadata.AppendToOutgoingContext(s.bounded(), client.RequestIDKey, uuid.NewString())
 		_, err := s.Client().Status.GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
 		require.NoError(s, err)

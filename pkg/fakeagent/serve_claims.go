@@ -185,7 +185,7 @@ func (s claimService) ReturnMachine(
 	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING:
 		return nil, agenterrors.NotReturnable("the claim has no machine yet; release it instead")
 	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING:
-		return nil, agenterrors.NotReturnable("the claim is being released, and its machine is removed; that cannot be taken back")
+		return nil, agenterrors.NotReturnable("the claim is being released; its machine is already being removed, which cannot be undone")
 	default:
 	}
 	if c.machine.gone || !c.machine.deletedAt.IsZero() {

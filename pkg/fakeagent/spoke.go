@@ -86,7 +86,7 @@ func (s *liveSet) keeps(c *claim) string {
 	case !s.speaksFor(c):
 		return "another cluster made it, or it is not known which did"
 	case c.registered:
-		return "its owner is gone without having released it, but its Node was registered"
+		return "its owner is gone and did not release the claim, but its Node had registered"
 	}
 	return ""
 }

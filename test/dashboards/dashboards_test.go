@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/test/dashboards"
@@ -50,5 +51,18 @@ func TestDashboardsArePlotted(t *testing.T) {
 			require.NotContains(t, empty, panel)
 		}
 		require.Contains(t, empty, "Memory", "nothing of it was recorded")
+		require.ErrorContains(t, d.Missing(empty), "Memory")
+	}
+}
+
+func TestOnlyPanelsAboutFailuresMayBeEmpty(t *testing.T) {
+	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' dashboards are an input
+	all, err := dashboards.Read("../..")
+	require.NoError(t, err)
+	for _, d := range all {
+		titles := lo.Map(d.Panels, func(p dashboards.Panel, _ int) string { return p.Title })
+		require.Subset(t, titles, d.MayBeEmpty(), "every panel that may be empty is one of the dashboard's")
+		require.NoError(t, d.Missing(d.MayBeEmpty()))
+		require.EqualError(t, d.Missing(append([]string{"Memory"}, d.MayBeEmpty()...)), d.Name+" has no data in: Memory")
 	}
 }

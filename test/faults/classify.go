@@ -195,7 +195,7 @@ func claimStatus(c *agentv1.MachineClaim) Class {
 			return NodeNoted
 		case s.Reason == "ReturnRequested":
 			return ReturnRequested
-		case s.Reason == "Bound" && strings.HasPrefix(s.Message, "its status was lost"):
+		case s.Reason == "Bound" && strings.HasPrefix(s.Message, "the claim's status was lost"):
 			return ClaimRestored
 		case s.Reason == "Bound":
 			return ClaimBound

@@ -71,10 +71,10 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Bound", "WaitingForNode", "", 4)},
 		{
 			faults.ClaimExplained, "update", ours, "machineclaims", "status",
-			status("Releasing", "DrainingNode", "the deletion of Machine m takes long: pods", 4),
+			status("Releasing", "DrainingNode", "Machine m has been deleting for more than a minute: pods", 4),
 		},
 		{faults.ClaimBound, "update", ours, "machineclaims", "status", status("Bound", "Bound", "bound to Machine lost", 2)},
-		{faults.ClaimRestored, "update", ours, "machineclaims", "status", status("Bound", "Bound", "its status was lost; bound to m", 1)},
+		{faults.ClaimRestored, "update", ours, "machineclaims", "status", status("Bound", "Bound", "the claim's status was lost and was restored from the label of Machine m", 1)},
 		{faults.NodeNoted, "update", ours, "machineclaims", "status", status("Bound", "NodeJoined", "", 3)},
 		{faults.ReturnRequested, "update", ours, "machineclaims", "status", status("Bound", "ReturnRequested", "", 4)},
 		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", status("Releasing", "ReleaseRequested", "", 4)},

@@ -477,7 +477,7 @@ func TestTheMigrationFromTheClusterAutoscaler(t *testing.T) {
 	require.Equal(t, []string{"dedicated"}, m.taints("b"))
 	require.Equal(t, []string{candidate}, m.taints("d"), "of a group that stays the autoscaler's")
 
-	nodes := m.steps("What becomes of the Nodes", 3)
+	nodes := m.steps("What happens to the Nodes", 3)
 	m.do(nodes[0])
 	expire, _, err := unstructured.NestedString(m.get(m.spoke, nodePoolKind, "", "default").Object, "spec", "template", "spec", "expireAfter")
 	require.NoError(t, err)
@@ -574,7 +574,7 @@ func TestEveryCommandOfTheMigrationPagesIsRun(t *testing.T) {
 		"docs/migrate-from-karpenter-provider-cluster-api.md": {
 			"Before you begin", "1. Look first", "2. Stop the other provider", "3. Start Karpenter", "4. Allow disruption", "Going back",
 		},
-		"docs/migrate-from-cluster-autoscaler.md": {"Before you begin", "Move a node group", "What becomes of the Nodes", "Going back"},
+		"docs/migrate-from-cluster-autoscaler.md": {"Before you begin", "Move a node group", "What happens to the Nodes", "Going back"},
 	} {
 		page, err := pages.Read(root(t), path)
 		require.NoError(t, err)

@@ -52,15 +52,15 @@ to get, create and update Spokes.`,
 	flags.SortFlags = false
 	addHubFlag(flags, &f.kubeconfig)
 	flags.StringVar(&f.issuer, "issuer-secret", "capi-agent-system/capi-agent-ca",
-		"The secret in the hub, as `namespace/name`, with the certificate and key that the agent has as --issuer-cert-file and --issuer-key-file.")
+		"Secret in the hub, as `namespace/name`, with the certificate and key that the agent has as --issuer-cert-file and --issuer-key-file.")
 	flags.StringVar(&f.serverCA, "server-ca-file", "",
-		"A PEM `file` with the authorities of the agent's own certificate. Empty means ca.crt of the issuer's secret, else the issuer itself.")
-	flags.StringVar(&f.secret, "secret", "karpenter/karpenter-agent-bootstrap", "The secret to create in the spoke, as `namespace/name`.")
-	flags.StringVar(&f.TrustDomain, "trust-domain", options.New().TrustDomain, "The agent's own --trust-domain.")
+		"PEM `file` with the authorities of the agent's own certificate. Defaults to ca.crt of the issuer's secret, else to the issuer itself.")
+	flags.StringVar(&f.secret, "secret", "karpenter/karpenter-agent-bootstrap", "Secret to create in the spoke, as `namespace/name`.")
+	flags.StringVar(&f.TrustDomain, "trust-domain", options.New().TrustDomain, "Trust domain of the agent: its own --trust-domain.")
 	flags.DurationVar(&f.ValidFor, "valid-for", time.Hour, "How long the shim has to get its first certificate.")
 	flags.BoolVar(&f.Again, "again", false, "Onboard a Cluster that is already onboarded. The current certificate of its shim is revoked at once.")
 	flags.StringVar(&f.spokeKubeconfig, "spoke-kubeconfig", "", "Write the secret into the spoke, with this kubeconfig `file`, instead of printing it.")
-	flags.StringVar(&f.spokeContext, "spoke-context", "", "The `context` of --spoke-kubeconfig. Empty means its current one.")
+	flags.StringVar(&f.spokeContext, "spoke-context", "", "Context of --spoke-kubeconfig. Defaults to its current context.")
 	flags.BoolVar(&f.resourceSet, "cluster-resource-set", false,
 		"Have Cluster API deliver the secret to the spoke, with a ClusterResourceSet for this onboarding, instead of printing it.")
 	addDryRunFlag(flags, &f.dryRun)
@@ -224,7 +224,7 @@ func offboard(ctx context.Context, name, kubeconfig string, dryRun bool, out io.
 }
 
 func addHubFlag(flags *pflag.FlagSet, kubeconfig *string) {
-	flags.StringVar(kubeconfig, "kubeconfig", "", "The kubeconfig `file` of the hub. Empty means the KUBECONFIG variable, else ~/.kube/config.")
+	flags.StringVar(kubeconfig, "kubeconfig", "", "Kubeconfig `file` of the hub. Defaults to the KUBECONFIG variable, else ~/.kube/config.")
 }
 
 func addDryRunFlag(flags *pflag.FlagSet, dryRun *bool) {

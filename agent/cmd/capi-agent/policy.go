@@ -28,9 +28,9 @@ func newPolicy() *cobra.Command {
 	}
 	flags := check.Flags()
 	flags.SortFlags = false
-	flags.StringVar(&trustDomain, "trust-domain", options.New().TrustDomain, "The agent's own --trust-domain.")
+	flags.StringVar(&trustDomain, "trust-domain", options.New().TrustDomain, "Trust domain of the agent: its own --trust-domain.")
 	flags.StringVar(&certificate, "certificate", "",
-		"A PEM `file` with a client certificate, followed by those of its issuers, including the root if the policy names it. "+
+		"PEM `file` with a client certificate, followed by those of its issuers, including the root if the policy names it. "+
 			"The rights of the certificate are printed. Signatures are not verified.")
 	command := &cobra.Command{Use: "policy", Short: "Check policies", Args: exactly(0, "policy check FILE")}
 	command.RunE = func(*cobra.Command, []string) error { return errors.New("write `capi-agent policy check FILE`") }

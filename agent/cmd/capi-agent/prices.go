@@ -37,28 +37,28 @@ func newPrices() *cobra.Command {
 
 func (p *prices) addFlags(flags *pflag.FlagSet) {
 	flags.SortFlags = false
-	flags.StringVar(&p.currency, "currency", "", "The prices' currency, an ISO 4217 code.")
+	flags.StringVar(&p.currency, "currency", "", "ISO 4217 code of the prices' currency.")
 	for _, f := range []struct {
 		target      *float64
 		name, usage string
 	}{
-		{&p.rates.PerMachine, "per-machine", "The price per hour of a machine of any size."},
-		{&p.rates.PerCPU, "per-cpu", "The price per hour of a CPU."},
-		{&p.rates.PerGiB, "per-gib", "The price per hour of a GiB of memory."},
-		{&p.rates.PerDiskGiB, "per-disk-gib", "The price per hour of a GiB of ephemeral-storage."},
-		{&p.rates.PerAccelerator, "per-gpu", "The price per hour of one unit of any extended resource."},
+		{&p.rates.PerMachine, "per-machine", "Price per hour of a machine of any size."},
+		{&p.rates.PerCPU, "per-cpu", "Price per hour of a CPU."},
+		{&p.rates.PerGiB, "per-gib", "Price per hour of a GiB of memory."},
+		{&p.rates.PerDiskGiB, "per-disk-gib", "Price per hour of a GiB of ephemeral-storage."},
+		{&p.rates.PerAccelerator, "per-gpu", "Price per hour of one unit of any extended resource."},
 	} {
 		flags.Float64Var(f.target, f.name, 0, f.usage)
 	}
 	flags.StringVar(&p.of.Cluster, "cluster", "",
-		"The Cluster that the prices are for, as <namespace>/<name>, in which * matches any characters. Empty: all.")
-	flags.StringVar(&p.of.Zone, "zone", "", "The zone that the prices are for. Empty: all.")
-	flags.StringVar(&p.of.Region, "region", "", "The region that the prices are for. Empty: all.")
+		"Cluster that the prices apply to, as `namespace/name`; * matches any characters. If empty, they apply to all.")
+	flags.StringVar(&p.of.Zone, "zone", "", "Zone that the prices apply to. If empty, they apply to all.")
+	flags.StringVar(&p.of.Region, "region", "", "Region that the prices apply to. If empty, they apply to all.")
 	flags.StringVar(&p.of.Infrastructure, "infrastructure", "",
-		"The kind of the infrastructure objects that the prices are for, for example Metal3Machine. Empty: all.")
-	flags.StringVar(&p.of.CapacityType, "capacity-type", "", "The capacity type that the prices are for. Empty: all.")
-	flags.StringVar(&p.meta.Namespace, "namespace", "capi-agent-system", "The ConfigMap's namespace.")
-	flags.StringVar(&p.meta.Name, "name", "prices", "The ConfigMap's name.")
+		"Kind of the infrastructure objects that the prices apply to, for example Metal3Machine. If empty, they apply to all.")
+	flags.StringVar(&p.of.CapacityType, "capacity-type", "", "Capacity type that the prices apply to. If empty, they apply to all.")
+	flags.StringVar(&p.meta.Namespace, "namespace", "capi-agent-system", "Namespace of the ConfigMap.")
+	flags.StringVar(&p.meta.Name, "name", "prices", "Name of the ConfigMap.")
 }
 
 // print writes the ConfigMap to out.

@@ -15,8 +15,8 @@
 //
 // # State
 //
-// All that lasts is in the claims. In memory there are the claims of the last moments, which the
-// views do not show yet, and which failures the cluster-autoscaler has acknowledged; without them it
+// Claims hold all persistent state. Memory holds only claims created moments ago, which the views do
+// not show yet, and which failures the cluster-autoscaler has acknowledged; without them it
 // acknowledges again.
 package autoscaler
 

@@ -10,4 +10,8 @@
 //
 // It is only a model: it has no drain, bootstrap, workload cluster or webhooks. The end-to-end
 // tests run the real controllers.
+//
+// Cluster API's own reconcilers are not used, although it exports them: they need a workload
+// cluster, and a bootstrap and an infrastructure provider, and reconcile an object once a second at
+// most, which is too slow for tests of many claims.
 package capitest

@@ -157,8 +157,8 @@ func (e *Engine) roomForTombstone(ctx context.Context, cluster types.NamespacedN
 	}
 	return e.tooMany(ctx, cluster, &TooManyError{
 		Bound: BoundEnded, RetryAfter: time.Minute,
-		Message: fmt.Sprintf("the Cluster has %d ended claims that are remembered, as many as it may have; they are forgotten an hour after their end",
-			e.Bounds.Ended),
+		Message: fmt.Sprintf("the Cluster has reached its limit of %d tombstones (--max-ended-claims-per-cluster); "+
+			"they are deleted an hour after their claims ended", e.Bounds.Ended),
 	})
 }
 
@@ -207,13 +207,13 @@ func (b Bounds) refuseClaim(has census, nodeGroup string, now time.Time) *TooMan
 	case b.Claims > 0 && has.live >= b.Claims:
 		return &TooManyError{
 			Bound: BoundLive, RetryAfter: 10 * time.Second,
-			Message: fmt.Sprintf("the Cluster has %d claims, as many as it may have (--max-claims-per-cluster, or its annotation %s)",
+			Message: fmt.Sprintf("the Cluster has %d claims, its limit (--max-claims-per-cluster, or its annotation %s)",
 				b.Claims, v1alpha1.MaxClaimsAnnotation),
 		}
 	case b.Creations > 0 && made.n >= b.Creations:
 		return &TooManyError{
 			Bound: BoundCreations, RetryAfter: made.over(creationWindow, now),
-			Message: fmt.Sprintf("the node group %s had %d claims within a minute, as many as it may have "+
+			Message: fmt.Sprintf("the node group %s had %d claims within a minute, its limit "+
 				"(--max-creations-per-minute, or its Cluster's annotation %s)", nodeGroup, b.Creations, v1alpha1.MaxCreationsAnnotation),
 		}
 	}
@@ -228,7 +228,7 @@ func (b Bounds) refuseRelease(has census, now time.Time) *TooManyError {
 	}
 	return &TooManyError{
 		Bound: BoundReleases, RetryAfter: has.released.over(b.ReleaseWindow, now),
-		Message: fmt.Sprintf("%d claims with a Machine were released in the Cluster within %s, as many as may be "+
+		Message: fmt.Sprintf("%d claims with a Machine were released in the Cluster within %s, its limit "+
 			"(--max-releases-per-window, or its annotation %s)", b.Releases, b.ReleaseWindow, v1alpha1.MaxReleasesAnnotation),
 	}
 }

@@ -116,7 +116,8 @@ func (e *Engine) refusalOrBug(
 	})
 	if _, panicked := errors.AsType[*panicError](err); panicked {
 		return &eligibility.Refusal{
-			NodeGroup: md.Name, Reason: eligibility.Invalid, Message: "a bug of the agent: the agent's log has this node group's name and a stack",
+			NodeGroup: md.Name, Reason: eligibility.Invalid,
+			Message: "an internal error of the agent, please report it: the agent's log has this node group's name and a stack trace",
 		}, nil
 	}
 	return refusal, err

@@ -22,15 +22,15 @@ var (
 	// ErrInvalidToken means that a token was not made for this Cluster and holder.
 	ErrInvalidToken = errors.New("the token was not made by ListClaims for this Cluster and holder")
 	// ErrForeignHolder means that the caller may not act as the claim's holder.
-	ErrForeignHolder = errors.New("the claim is another holder's, which this identity may not act as")
+	ErrForeignHolder = errors.New("the claim belongs to a holder that this identity may not act as")
 	// ErrUnknownCluster means that the Cluster does not exist.
 	ErrUnknownCluster = errors.New("the Cluster does not exist")
 	// ErrClusterPaused means that the Cluster is paused. Its objects may be on their way to another
 	// hub, so nothing is concluded from a missing one.
-	ErrClusterPaused = errors.New("the Cluster is paused (spec.paused), so that what is missing may be on its way to another hub; unpause it")
+	ErrClusterPaused = errors.New("the Cluster is paused (spec.paused), and missing objects may be moving to another hub; unpause the Cluster")
 	// ErrRestoring means that the Cluster was moved or restored, and that it is not known yet what
 	// its claims have.
-	ErrRestoring = errors.New("the Cluster was moved or restored, and what its claims have is still being found out")
+	ErrRestoring = errors.New("the Cluster was moved or restored, and the state of its claims is still being reconstructed; retry")
 )
 
 // ForeignSpokeError means that a live set was read in another cluster than the one that the

@@ -12,7 +12,9 @@ import (
 // panicError is the error of work that panicked because of a bug. The stack is in the log.
 type panicError struct{ value any }
 
-func (e *panicError) Error() string { return fmt.Sprintf("a bug of the agent: panic: %v", e.value) }
+func (e *panicError) Error() string {
+	return fmt.Sprintf("an internal error of the agent, please report it: panic: %v", e.value)
+}
 
 // recovered runs work on one node group and turns a panic into an error, because one group's
 // objects must not end the process that serves all others. The context's logger names the group.

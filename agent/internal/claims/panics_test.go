@@ -40,7 +40,7 @@ func TestAPanicCostsOneNodeGroupAlone(t *testing.T) {
 	e, _, _ := panicking(t)
 	before := measured(t, "capi_agent_claim_panics_total", nil)
 	_, err := e.Create(t.Context(), asking("a", "broken"))
-	require.ErrorContains(t, err, "a bug of the agent", "the call is answered, and not at its deadline")
+	require.ErrorContains(t, err, "an internal error of the agent", "the call is answered, and not at its deadline")
 	assert.Greater(t, measured(t, "capi_agent_claim_panics_total", nil), before)
 
 	c, err := e.Create(t.Context(), asking("b", "whole"))
@@ -61,7 +61,7 @@ func TestAGroupThatPanickedIsLeftAloneLongerEachTime(t *testing.T) {
 		require.NoError(t, err)
 		assert.Equal(t, time.Millisecond, result.RequeueAfter)
 		_, err = e.group(namespace, "broken").run(t.Context())
-		require.ErrorContains(t, err, "a bug of the agent")
+		require.ErrorContains(t, err, "an internal error of the agent")
 		assert.Equal(t, decided, *decisions, "it is not tried before")
 		clock.Step(time.Millisecond)
 	}

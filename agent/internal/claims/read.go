@@ -93,7 +93,7 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 		s.Synced = e.decided(client.ObjectKeyFromObject(cluster), s.Claims)
 	}
 	if s.MadeAgain() {
-		log.FromContext(ctx).Info("the MachineDeployment was made again with the ledger of the one before it; it is rebuilt", "machineDeployment", key)
+		log.FromContext(ctx).Info("the MachineDeployment was recreated with its predecessor's ledger; rebuilding the ledger", "machineDeployment", key)
 		s.Ledger = nil
 	}
 	cooling, err := e.CoolingDown(ctx, key)

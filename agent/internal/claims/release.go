@@ -182,7 +182,7 @@ func (e *Engine) Return(ctx context.Context, key Key, may Holders, why string) (
 			e.group(c.Namespace, c.Spec.NodeGroup).kick(ctx)
 			return c, nil
 		case c.CurrentPhase() == v1alpha1.PhaseReleasing:
-			return nil, &NotReturnableError{Message: "the claim is being released, and its Machine is removed; that cannot be taken back"}
+			return nil, &NotReturnableError{Message: "the claim is being released; its Machine is already being removed, which cannot be undone"}
 		case c.CurrentPhase() == v1alpha1.PhasePending:
 			return nil, &NotReturnableError{Message: "the claim has no Machine yet; release it instead"}
 		}

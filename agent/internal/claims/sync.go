@@ -211,7 +211,7 @@ func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 	case !s.speaksFor(c):
 		return "it is not in the live set of cluster " + s.Spoke + ", but it is not known which cluster made it" + toDo
 	case running || c.Status.NodeRegisteredAt != nil:
-		return "its owner is gone without having released it, but its Node was registered, so that pods may run on it" + toDo
+		return "its owner is gone and did not release the claim, but its Node had registered, so pods may be running on it" + toDo
 	}
 	return ""
 }

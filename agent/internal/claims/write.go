@@ -402,7 +402,7 @@ func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 	if err := e.Client.Create(ctx, c); err != nil {
 		return err
 	}
-	log.FromContext(ctx).Info("made a claim again, whose object was lost, from its Machine's label", "claim", protocol.ClaimOf(m), "machine", m.Name)
+	log.FromContext(ctx).Info("recreated a lost MachineClaim from its Machine's label", "claim", protocol.ClaimOf(m), "machine", m.Name)
 	return nil
 }
 
@@ -434,7 +434,7 @@ func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
 		c.Status.NodeRegisteredAt = new(metav1.NewTime(e.Clock.Now())) // its Node may have been reported, so the claim must not be collected
 	}
 	if c.Status.FailedAt == nil { // why it failed matters more
-		e.note(c, v1alpha1.Event{Reason: protocol.ReasonBound, Message: "its status was lost; bound to Machine " + a.Machine.Name + " by that one's label"})
+		e.note(c, v1alpha1.Event{Reason: protocol.ReasonBound, Message: "the claim's status was lost and was restored from the label of Machine " + a.Machine.Name})
 	}
 	return e.writeStatus(ctx, c)
 }
@@ -666,7 +666,7 @@ func (e *Engine) takeBack(ctx context.Context, a protocol.Action) error {
 		}}
 		e.warn(group, "ClaimFailed", "GiveUp", fmt.Sprintf("claim %s (%s) failed: %s", c.Spec.ClaimID, c.Spec.DisplayName, a.Event.Message))
 	}
-	log.FromContext(ctx).Info("took a claim back", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "reason", a.Event.Reason,
+	log.FromContext(ctx).Info("released a claim", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "reason", a.Event.Reason,
 		"cause", a.Event.Message)
 	return nil
 }
@@ -693,7 +693,7 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 func (e *Engine) moveOn(ctx context.Context, a protocol.Action) error {
 	if err := e.known(ctx, a.Claim); errors.Is(err, ErrRestoring) {
 		return e.endClaim(ctx, a.Claim, v1alpha1.Event{
-			Reason: protocol.ReasonStateLost, Message: "it was moved or restored without its status, and its MachineDeployment is another one now",
+			Reason: protocol.ReasonStateLost, Message: "the claim was moved or restored without its status, and its MachineDeployment was replaced",
 		})
 	} else if err != nil {
 		return err

@@ -1,4 +1,7 @@
 // Package configmap follows the content of one key of a ConfigMap in the hub.
+//
+// The watch is controller-runtime's. What is written by hand is that the last usable content stays
+// in use, and that a mistake becomes an event and a metric.
 package configmap
 
 import (
@@ -168,7 +171,7 @@ func (f *Follower[T]) load(ctx context.Context) error {
 	if apierrors.IsNotFound(err) {
 		f.usable.Set(0)
 		if !f.read || f.version != "" {
-			logger.Info("there is no "+f.What, "lastOneStays", f.Lasting && f.Current() != nil)
+			logger.Info("the ConfigMap of the "+f.What+" does not exist", "lastOneStays", f.Lasting && f.Current() != nil)
 		}
 		f.read, f.version, f.problem = true, "", fmt.Sprintf("ConfigMap %s, which has the %s, does not exist", f.Name, f.What)
 		if !f.Lasting && f.Current() != nil {
@@ -193,7 +196,7 @@ func (f *Follower[T]) load(ctx context.Context) error {
 	f.problem = ""
 	f.use(content)
 	f.usable.Set(1)
-	logger.Info("another "+f.What+" is used", "content", fmt.Sprint(content))
+	logger.Info("the "+f.What+" was loaded", "content", fmt.Sprint(content))
 	return nil
 }
 

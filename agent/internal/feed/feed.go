@@ -6,6 +6,9 @@
 // limited, and so is the memory used for a subscriber, however slowly it reads. If more keys than
 // that have changed, the subscriber receives a resync marker and a new snapshot on the same
 // subscription.
+//
+// It is written by hand because neither of client-go's fan-outs merges unread changes by key: the
+// listeners of a shared informer queue them without a bound, and watch.Broadcaster blocks or drops.
 package feed
 
 import (

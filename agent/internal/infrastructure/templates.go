@@ -5,6 +5,9 @@
 // of the CRD. Each kind is watched from its first use. It is read live until its watch has synced,
 // or permanently if the watch cannot sync, for example because the agent may only get a provider's
 // objects.
+//
+// Cluster API's controllers/external is not used: its ObjectTracker keeps watching the version that
+// it saw first, ignores paused objects, and has no fallback for a watch that cannot sync.
 package infrastructure
 
 import (

@@ -145,7 +145,7 @@ func (a *Authority) serverAuthorities() ([]byte, error) {
 		return nil, fmt.Errorf("the agent's own certificate: %w", err)
 	}
 	if err := a.verify(own, pool(trusted), x509.ExtKeyUsageServerAuth); err != nil {
-		return nil, fmt.Errorf("the authorities in %s do not accept the agent's own certificate %s: %w; put its authority there (--server-ca-file)",
+		return nil, fmt.Errorf("the authorities in %s (--server-ca-file) do not accept the agent's own certificate %s: %w; add its CA to that file",
 			a.files.ServerCAFile, a.files.ServerCertFile, err)
 	}
 	only, err := cert.EncodeCertificates(trusted...)

@@ -1,5 +1,9 @@
 // Package limits bounds what a single caller, and all callers together, may request of the agent at
 // once. Queued work waits for other work of the same caller. Rejected work has not been started.
+//
+// The rates are those of golang.org/x/time/rate. The rest is written by hand because the ratelimit
+// interceptor of go-grpc-middleware only rejects calls, without a RetryInfo: it bounds neither open
+// calls, streams and connections nor the size of requests, and lets nothing wait.
 package limits
 
 import (

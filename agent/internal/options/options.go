@@ -189,9 +189,9 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.ListenAddress, "listen-address", o.ListenAddress,
 		"`host:port` on which gRPC is served with mutual TLS. If empty, gRPC is served on --listen-unix-socket only.")
 	flags.StringVar(&o.ListenUnixSocket, "listen-unix-socket", o.ListenUnixSocket,
-		"`path` of a unix socket on which gRPC is also served, without TLS, for the agent's user and group. If empty, there is no socket.")
+		"Unix socket `path` on which gRPC is also served, without TLS, for the agent's user and group. If empty, there is no socket.")
 	flags.StringVar(&o.UnixSocketRole, "unix-socket-role", o.UnixSocketRole,
-		"`role` of every process that can open the unix socket: cluster, reader, autoscaler or admin. A shim needs cluster.")
+		"Role of every process that can open the unix socket: cluster, reader, autoscaler or admin. A shim needs cluster.")
 	flags.StringSliceVar(&o.UnixSocketClusters, "unix-socket-clusters", o.UnixSocketClusters,
 		"Clusters to which --unix-socket-role applies, as `namespace/name`; * matches any characters. If empty, it applies to all, which only the "+
 			"role admin may. The role cluster needs exactly one.")

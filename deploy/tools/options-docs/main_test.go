@@ -1,7 +1,10 @@
 package main
 
 import (
+	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 )
 
@@ -29,6 +32,10 @@ func TestParse(t *testing.T) {
 				{name: "timeout", kind: "duration", usage: "How long.", standard: "10s"},
 			},
 		},
+		"inherited": {
+			"Flags:\n      --all   Everything.\n\nGlobal Flags:\n      --timeout duration   How long.\n",
+			[]option{{name: "all", usage: "Everything."}},
+		},
 		"neither": {"panic: no\n", nil},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -36,5 +43,54 @@ func TestParse(t *testing.T) {
 				t.Errorf("got %+v, want %+v", got, tc.want)
 			}
 		})
+	}
+}
+
+// fake is a program whose help is formatted as cobra's.
+const fake = `#!/bin/sh
+case "$*" in
+--help) printf 'Does x.\n\nUsage:\n  fake [flags]\n  fake [command]\n\nAvailable Commands:\n  completion  Generate\n  help        Help\n  keep        Keep things\n  list        List\n\nFlags:\n      --all   Everything.\n\nUse "fake [command] --help".\n' ;;
+'keep --help') printf 'Keeps things.\n\nUsage:\n  fake keep\n\nAvailable Commands:\n  one   Keep one\n' ;;
+'keep one --help') printf 'Keeps\none. By default:\n\n  fake keep one X\n\nUsage:\n  fake keep one [flags] NAME\n\nFlags:\n      --for duration   How long. (default 1s)\n  -h, --help           Help.\n\nGlobal Flags:\n      --all   Everything.\n' ;;
+'list --help') printf 'List\n\nUsage:\n  fake list A|B\n\nFlags:\n  -h, --help   Help.\n' ;;
+esac
+`
+
+func TestEveryCommandHasASection(t *testing.T) {
+	dir := t.TempDir()
+	binary, page := filepath.Join(dir, "fake"), filepath.Join(dir, "options.md")
+	if err := os.WriteFile(binary, []byte(fake), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for scope, row := range map[string]string{
+		"":     "| flag | default | what it does |\n|---|---|---|\n| `--for` duration | `1s` | How long. |\n",
+		":all": "| flag | environment variable | default | what it does |\n|---|---|---|---|\n| `--for` duration | `FAKE_FOR` | `1s` | How long. |\n",
+	} {
+		if err := run(page, []string{binary + ":FAKE_" + scope}); err != nil {
+			t.Fatal(err)
+		}
+		content, err := os.ReadFile(page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, got, _ := strings.Cut(string(content), "\n## ")
+		want := "fake\n\n| flag | environment variable | default | what it does |\n|---|---|---|---|\n| `--all` | `FAKE_ALL` |  | Everything. |\n" +
+			"\n### fake keep one\n\n`fake keep one [flags] NAME`\n\nKeeps one.\n\n" + row +
+			"\n### fake list\n\n`fake list A|B`\n\nList.\n"
+		if got != want {
+			t.Errorf("with %q:\n%s\nwant:\n%s", scope, got, want)
+		}
+	}
+}
+
+func TestACommandWithoutUsageIsAnError(t *testing.T) {
+	binary := filepath.Join(t.TempDir(), "fake")
+	script := "#!/bin/sh\n[ \"$*\" != --help ] || printf 'x\\n\\nAvailable Commands:\\n  one   One\\n\\nFlags:\\n      --all   Everything.\\n'\n"
+	if err := os.WriteFile(binary, []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	err := run(filepath.Join(t.TempDir(), "options.md"), []string{binary + ":FAKE_"})
+	if err == nil || !strings.Contains(err.Error(), "fake one --help has no usage") {
+		t.Errorf("got %v", err)
 	}
 }

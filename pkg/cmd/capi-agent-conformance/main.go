@@ -50,7 +50,7 @@ func run(ctx context.Context, arguments []string, out, errOut io.Writer) int {
 			flags.FlagUsages())
 	}
 	o.addFlags(flags)
-	list := flags.Bool("list", false, "Print every behaviour as a table in Markdown, and exit.")
+	list := flags.Bool("list", false, "Print all behaviours as a Markdown table, and exit.")
 	showVersion := flags.Bool("version", false, "Print the version and exit.")
 	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
 		return conforms

@@ -45,35 +45,35 @@ func newOptions() *options {
 }
 
 func (o *options) addFlags(flags *pflag.FlagSet) {
-	flags.StringVar(&o.address, "address", o.address, "The `host:port` of the agent, or unix:///path/to/socket.")
-	flags.StringVar(&o.caFile, "ca-file", o.caFile, "The PEM `file` with the certificate authorities of the agent.")
+	flags.StringVar(&o.address, "address", o.address, "Address of the agent: `host:port`, or unix:///path. Required.")
+	flags.StringVar(&o.caFile, "ca-file", o.caFile, "PEM `file` with the certificate authorities of the agent's certificate.")
 	flags.StringVar(&o.caller.cert, "cert-file", o.caller.cert,
-		"The PEM `file` with the certificate chain of the caller: the Cluster's own identity, or one that may at least read.")
-	flags.StringVar(&o.caller.key, "key-file", o.caller.key, "The PEM `file` with the caller's private key.")
-	flags.StringVar(&o.serverName, "server-name", o.serverName, "The `name` in the agent's certificate. Empty means the host of --address.")
-	flags.BoolVar(&o.plaintextLoopback, "plaintext-loopback", o.plaintextLoopback, "Call without TLS. --address must be a loopback address.")
-	flags.StringVar(&o.cluster, "cluster", o.cluster, "The Cluster to check with, as `namespace/name`.")
+		"PEM `file` with the certificate chain of the caller: the Cluster's own identity, or an identity with at least the role reader.")
+	flags.StringVar(&o.caller.key, "key-file", o.caller.key, "PEM `file` with the private key of --cert-file.")
+	flags.StringVar(&o.serverName, "server-name", o.serverName, "Name expected in the agent's certificate. Defaults to the host of --address.")
+	flags.BoolVar(&o.plaintextLoopback, "plaintext-loopback", o.plaintextLoopback, "Connect without TLS. Only allowed with a loopback address.")
+	flags.StringVar(&o.cluster, "cluster", o.cluster, "Cluster to check with, as `namespace/name`. Required, except with --control.")
 	flags.StringSliceVar(&o.nodeGroups, "node-group", o.nodeGroups,
-		"A node group to claim from, by its `id`; give two. The group must create Machines and Nodes by itself, with room for sixteen of them, and "+
-			"nothing else may claim from it.")
+		"Node group to claim from, by its `id`; give two. The group must create Machines and Nodes by itself, with room for sixteen of them, and "+
+			"nothing else may claim from it. If empty, the behaviours that need it are skipped.")
 	for _, caller := range []conformance.Caller{conformance.CallerAutoscaler, conformance.CallerAdmin, conformance.CallerStranger} {
 		who := map[conformance.Caller]string{
 			conformance.CallerAutoscaler: "an identity with the role autoscaler",
 			conformance.CallerAdmin:      "an identity with the role admin",
-			conformance.CallerStranger:   "the own identity of a Cluster that does not exist",
+			conformance.CallerStranger:   "the identity of a Cluster that does not exist",
 		}[caller]
 		flags.StringVar(&o.others[caller].cert, string(caller)+"-cert-file", "",
-			"The PEM `file` with the certificate chain of "+who+". Empty skips what needs it.")
-		flags.StringVar(&o.others[caller].key, string(caller)+"-key-file", "", "The PEM `file` with its private key.")
+			"PEM `file` with the certificate chain of "+who+". If empty, the behaviours that need it are skipped.")
+		flags.StringVar(&o.others[caller].key, string(caller)+"-key-file", "", "PEM `file` with the private key of --"+string(caller)+"-cert-file.")
 	}
 	flags.StringVar(&o.control, "control", o.control,
-		"The `URL` of a control over the agent, which makes Clusters, node groups, machines and certificates, instead of those flags.")
-	flags.StringSliceVar(&o.profiles, "profiles", o.profiles, "The profiles to check: reader, claimer, autoscaler, fault. Empty means all.")
-	flags.StringVar(&o.onlyText, "only", o.onlyText, "A regular expression: ids of the behaviours to check. Empty means all.")
+		"`URL` of the test control API of the agent, with which Clusters, node groups, machines and certificates are created. Replaces their flags.")
+	flags.StringSliceVar(&o.profiles, "profiles", o.profiles, "Profiles to check: reader, claimer, autoscaler, fault. Defaults to all.")
+	flags.StringVar(&o.onlyText, "only", o.onlyText, "Regular expression of the ids of the behaviours to check. Defaults to all.")
 	flags.DurationVar(&o.patience, "patience", o.patience,
-		"How long to wait at most for an event that must happen eventually: a machine gets its Node or is removed, a heartbeat arrives.")
-	flags.StringVar(&o.junit, "junit", o.junit, "The `file` to write the verdict to as JUnit XML. Empty writes none.")
-	flags.StringVar(&o.json, "json", o.json, "The `file` to write the verdict to as JSON. Empty writes none.")
+		"How long to wait for an event that must happen eventually: a machine gets its Node or is removed, a heartbeat arrives.")
+	flags.StringVar(&o.junit, "junit", o.junit, "Path of the `file` to which the verdict is written as JUnit XML. If empty, it is not written.")
+	flags.StringVar(&o.json, "json", o.json, "Path of the `file` to which the verdict is written as JSON. If empty, it is not written.")
 }
 
 // validate returns an error that names the flag of every mistake.

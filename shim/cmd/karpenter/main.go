@@ -90,7 +90,7 @@ func main() {
 	}
 	ctx = operator.Signals(operator.Logger(ctx))
 	if err := run(ctx); err != nil {
-		log.FromContext(ctx).Error(err, "ending")
+		log.FromContext(ctx).Error(err, "stopping because of an error")
 		os.Exit(1)
 	}
 }

@@ -181,7 +181,7 @@ func (c *CloudProvider) claim(
 func (c *CloudProvider) spoke(ctx context.Context) string {
 	id, err := spoke.ID(ctx, c.Kube)
 	if err != nil {
-		log.FromContext(ctx).Error(err, "claiming without it")
+		log.FromContext(ctx).Error(err, "claiming without the spoke's identity")
 	}
 	return id
 }

@@ -202,7 +202,7 @@ func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 	}{
 		"RESOURCE_EXHAUSTED": {err: rejected(agenterrors.ReasonNoRoom)},
 		"RESOURCE_EXHAUSTED, a limit": {
-			err: agenterrors.TooManyClaims("as many as it may have", time.Minute), reason: cloudprovider.ReasonTooManyClaims,
+			err: agenterrors.TooManyClaims("the Cluster has 20 claims, its limit", time.Minute), reason: cloudprovider.ReasonTooManyClaims,
 		},
 		"FAILED_PRECONDITION":   {err: rejected(agenterrors.ReasonNotOpen)},
 		"ABORTED, claim ended":  {err: agenterrors.ClaimEnded(&agentv1alpha1.Claim{Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED})},

@@ -136,7 +136,7 @@ func (f *File) look(ctx context.Context) {
 func read(content []byte) (*access, error) {
 	parsed, err := clientcmd.Load(content)
 	if err != nil {
-		return nil, errors.New("it is no kubeconfig")
+		return nil, errors.New("the content is not a kubeconfig")
 	}
 	for name, user := range parsed.AuthInfos {
 		if err := refuseUser(user); err != nil {

@@ -53,7 +53,7 @@ func claimsCommand(access *Access) *cobra.Command {
 			return writeClaims(out, response.GetClaims(), access.Output == formatWide, time.Now())
 		},
 	}
-	command.Flags().BoolVar(&all, "all", false, "also show ended claims whose tombstones are kept")
+	command.Flags().BoolVar(&all, "all", false, "Also show ended claims whose tombstones are kept.")
 	return command
 }
 

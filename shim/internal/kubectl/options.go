@@ -42,23 +42,23 @@ const (
 )
 
 func (o *Options) addFlags(flags *pflag.FlagSet) {
-	flags.StringVar(&o.Kubeconfig, "kubeconfig", "", "kubeconfig of the workload cluster. Default: as for kubectl")
-	flags.StringVar(&o.Context, "context", "", "context of the workload cluster in its kubeconfig. Default: the current one")
-	flags.StringVarP(&o.Namespace, "namespace", "n", "", "namespace of the pod. Default: that of the context")
+	flags.StringVar(&o.Kubeconfig, "kubeconfig", "", "Kubeconfig `file` of the workload cluster. Defaults to the one that kubectl uses.")
+	flags.StringVar(&o.Context, "context", "", "Context of the workload cluster in its kubeconfig. Defaults to the current context.")
+	flags.StringVarP(&o.Namespace, "namespace", "n", "", "Namespace of the pod. Defaults to that of the context.")
 	flags.StringVar(&o.HubKubeconfig, "hub-kubeconfig", "",
-		"kubeconfig of the management cluster, to read its own objects. Default: --kubeconfig, if --hub-context is set")
-	flags.StringVar(&o.HubContext, "hub-context", "", "context of the management cluster in its kubeconfig")
+		"Kubeconfig `file` of the management cluster, to read its own objects. Defaults to --kubeconfig, if --hub-context is set.")
+	flags.StringVar(&o.HubContext, "hub-context", "", "Context of the management cluster in its kubeconfig. Defaults to the current context, if --hub-kubeconfig is set.")
 	flags.StringVar(&o.AgentAddress, "agent-address", "",
-		"host:port of the agent, or unix:///path. Default: the address that Karpenter's Deployment has")
-	flags.StringVar(&o.ServerName, "server-name", "", "name expected in the agent's certificate. Default: the one that Karpenter expects")
+		"Address of the agent: host:port, or unix:///path. Defaults to the address in Karpenter's Deployment.")
+	flags.StringVar(&o.ServerName, "server-name", "", "Name expected in the agent's certificate. Defaults to the name that Karpenter expects.")
 	flags.StringVar(&o.TLSDir, "tls-dir", "",
-		"folder with tls.crt, tls.key and ca.crt, with which to call the agent. Default: the secret that Karpenter uses")
-	flags.BoolVar(&o.PlaintextLoopback, "plaintext-loopback", false, "call an agent at a loopback address without TLS")
+		"Path of the `directory` with tls.crt, tls.key and ca.crt, with which the agent is called. Defaults to the secret that Karpenter uses.")
+	flags.BoolVar(&o.PlaintextLoopback, "plaintext-loopback", false, "Connect to the agent without TLS. Only allowed with a loopback address.")
 	flags.StringVar(&o.Cluster, "cluster", "",
-		"namespace/name, in the management cluster, of the workload cluster's Cluster. Default: the one that Karpenter acts for")
-	flags.StringVar(&o.Shim, "shim", "", "namespace/name of Karpenter's Deployment. Default: it is found by the chart's labels")
-	flags.DurationVar(&o.Timeout, "timeout", defaultTimeout, "deadline of each call")
-	flags.StringVarP(&o.Output, "output", "o", "", "wide, json or yaml. Default: human-readable text")
+		"Cluster object of the workload cluster in the management cluster, as `namespace/name`. Defaults to the Cluster of Karpenter's Deployment.")
+	flags.StringVar(&o.Shim, "shim", "", "Karpenter's Deployment, as `namespace/name`. Defaults to the one that has the chart's labels.")
+	flags.DurationVar(&o.Timeout, "timeout", defaultTimeout, "Deadline of each call.")
+	flags.StringVarP(&o.Output, "output", "o", "", "Output `format`: wide, json or yaml. Defaults to human-readable text.")
 }
 
 // complete sets flags from the environment and checks them.

@@ -29,7 +29,7 @@ var aliases = map[string]explain.Kind{
 func whyCommand(access *Access) *cobra.Command {
 	return &cobra.Command{
 		Use:   "why pod|nodeclaim|node|machine NAME",
-		Short: "Say why a pod, NodeClaim, Node or Machine is where it is, and what to do next",
+		Short: "Explain why a pod, NodeClaim, Node or Machine is in its state, and what to do next",
 		Example: `  kubectl capi why pod web-5d4f8 -n shop
   kubectl capi why nodeclaim/default-x7k2q
   kubectl capi why machine workers-vb2lw-9xk4d --hub-kubeconfig hub.kubeconfig`,

@@ -49,7 +49,7 @@ func Make(ctx context.Context, config Config) (*adoption.Plan, error) {
 		return groups.Snapshot() != nil, nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("hearing of the node groups: %w", errors.Join(err, nodeGroups.State().LastError))
+		return nil, fmt.Errorf("receiving the node groups: %w", errors.Join(err, nodeGroups.State().LastError))
 	}
 	provider := cloudprovider.New(cloudprovider.Config{
 		Cluster: config.Cluster, Kube: config.Kube, Client: config.Agent, Catalogue: groups, Timeout: config.Timeout, Clock: clock.RealClock{},

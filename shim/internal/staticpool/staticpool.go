@@ -56,7 +56,7 @@ func (g *Gate) Refused(ctx context.Context, nodeClaim *karpv1.NodeClaim, why err
 		InvolvedObject: nodePool,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "NoRoomForReplicas",
-		Message: fmt.Sprintf("No node group has room for another node of this static NodePool; it is tried again after %s and more. "+
+		Message: fmt.Sprintf("No node group has room for another node of this static NodePool; Karpenter retries after %s at the earliest. "+
 			"Lower spec.replicas, or make room: %s", g.ttl, why),
 		DedupeValues:  []string{string(nodePool.UID)},
 		DedupeTimeout: 10 * time.Minute,

@@ -223,7 +223,7 @@ func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machi
 	}
 	namespace := f.cluster.GetNamespace()
 	message := fmt.Sprintf("Machine %s/%s of the management cluster, with provider ID %s, has no claim, and cannot be adopted: %s. "+
-		"Karpenter cannot remove it, and waits with the end of this NodeClaim. Remove what is in the way, or delete the Machine "+
+		"Karpenter cannot remove the machine and keeps this NodeClaim. Remove the obstacle, or delete the Machine "+
 		"(kubectl delete machine -n %s %s)", namespace, machine.GetName(), machine.GetProviderId(), strings.TrimSuffix(why, "."), namespace,
 		machine.GetName())
 	return events.Event{
@@ -238,9 +238,10 @@ func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machi
 
 // Unknown returns an event that reports [ErrUnknownMachine] on the NodeClaim, with the remedy.
 func (f *Finder) Unknown(nodeClaim *karpv1.NodeClaim) events.Event {
-	message := fmt.Sprintf("The agent shows no Machine with provider ID %s in Cluster %s/%s, and this NodeClaim has no claim. Karpenter does not "+
-		"end it before its Machine is known. If the Machine exists, label its MachineDeployment with node.cluster.x-k8s.io/karpenter-member: it "+
-		"is adopted then. If it is gone, or of another namespace or Cluster, detach this NodeClaim from it: kubectl annotate nodeclaim %s %s=true",
+	message := fmt.Sprintf("The agent shows no Machine with provider ID %s in Cluster %s/%s, and this NodeClaim has no claim. Karpenter keeps "+
+		"it until its Machine is found. If the Machine exists, label its MachineDeployment with node.cluster.x-k8s.io/karpenter-member: it is "+
+		"then adopted. If the Machine is gone or belongs to another namespace or Cluster, detach this NodeClaim from it: "+
+		"kubectl annotate nodeclaim %s %s=true",
 		nodeClaim.Status.ProviderID, f.cluster.GetNamespace(), f.cluster.GetName(), nodeClaim.Name, v1alpha1.ReturnMachineAnnotation)
 	return events.Event{
 		InvolvedObject: nodeClaim,

@@ -66,13 +66,11 @@ func run(ctx context.Context, name, out string) (pictures int, err error) {
 	if err := os.MkdirAll(out, 0o755); err != nil {
 		return 0, err
 	}
-	for _, d := range all {
-		if err := picture(ctx, recording, d, filepath.Join(out, d.Name+".png")); err != nil {
-			return pictures, err
-		}
-		pictures++
+	var errs []error
+	for _, d := range all { // all are drawn, so that an empty panel can be looked at
+		errs = append(errs, picture(ctx, recording, d, filepath.Join(out, d.Name+".png")))
 	}
-	return pictures, nil
+	return len(all), errors.Join(errs...)
 }
 
 // record records the metrics of agents and shim while the scenario runs.
@@ -100,6 +98,7 @@ func record(ctx context.Context, w *world.World, recording *dashboards.Recording
 	return errors.Join(err, <-recorded)
 }
 
+// picture draws a dashboard. It fails if a panel is empty that should not be.
 func picture(ctx context.Context, recording *dashboards.Recording, d dashboards.Dashboard, file string) error {
 	out, err := os.Create(file)
 	if err != nil {
@@ -110,5 +109,5 @@ func picture(ctx context.Context, recording *dashboards.Recording, d dashboards.
 		return err
 	}
 	fmt.Printf("dashboards: %s, %d panels; nothing happened in: %s\n", file, len(d.Panels), strings.Join(empty, ", "))
-	return nil
+	return d.Missing(empty)
 }

@@ -2,7 +2,8 @@
 // probes their readiness, and restarts them with a growing delay when they die.
 //
 // No program outlives this process, however that ends: on Linux the kernel kills each program with
-// its parent.
+// its parent. This is why kwokctl, which also runs control planes as processes, is not used: it
+// leaves them running when it ends, and does not restart one that dies.
 package process
 
 import (

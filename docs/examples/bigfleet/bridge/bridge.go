@@ -149,7 +149,7 @@ func (b *Bridge) Run(ctx context.Context) error {
 	}
 }
 
-// A transition is begun by a call, and ends by itself.
+// A call starts a transition, which then completes on its own.
 type transition struct {
 	name          string
 	from, via, to protocol.State

@@ -28,23 +28,23 @@ func newOptions() *options {
 
 func (o *options) addFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.scenario, "scenario", o.scenario,
-		"The YAML `file` with the scenario. Empty means the one that --print-example prints.")
-	flags.StringVar(&o.listenAddress, "listen-address", o.listenAddress, "The `host:port` to serve gRPC on. Port 0 stands for a free one.")
+		"YAML `file` with the scenario. Defaults to the one that --print-example prints.")
+	flags.StringVar(&o.listenAddress, "listen-address", o.listenAddress, "`host:port` on which gRPC is served. Port 0 selects a free one.")
 	flags.BoolVar(&o.plaintextLoopback, "plaintext-loopback", o.plaintextLoopback,
-		"Serve without TLS. --listen-address must be a loopback address; every process that can connect is an administrator.")
+		"Serve without TLS. --listen-address must be a loopback address, and every process that can connect to it has the role admin.")
 	flags.StringVar(&o.certificatesDir, "certificates-dir", o.certificatesDir,
-		"The `folder` to write certificates to, of an authority that is made at each start: ca.crt, and a folder with tls.crt and tls.key for "+
-			"each Cluster (cluster/NAMESPACE/NAME) and for each identity of the scenario.")
+		"Path of the `directory` in which a new CA and the certificates that it signs are written at each start: ca.crt, and a directory with tls.crt and "+
+			"tls.key for each Cluster (cluster/NAMESPACE/NAME) and for each identity of the scenario.")
 	flags.StringSliceVar(&o.serverNames, "server-names", o.serverNames,
-		"The `names` and IP addresses in the server's certificate that --certificates-dir makes.")
+		"DNS `names` and IP addresses in the server's certificate in --certificates-dir.")
 	flags.StringVar(&o.certFile, "tls-cert-file", o.certFile,
-		"The PEM `file` with the server's certificate chain, instead of --certificates-dir. Reloaded when it changes.")
-	flags.StringVar(&o.keyFile, "tls-key-file", o.keyFile, "The PEM `file` with the server's private key. Reloaded when it changes.")
+		"PEM `file` with the server's certificate chain, instead of --certificates-dir. Reloaded when it changes.")
+	flags.StringVar(&o.keyFile, "tls-key-file", o.keyFile, "PEM `file` with the server's private key. Reloaded when it changes.")
 	flags.StringVar(&o.clientCAFile, "client-ca-file", o.clientCAFile,
-		"The PEM `file` with the certificate authorities of the callers. Reloaded when it changes.")
+		"PEM `file` with the certificate authorities that sign client certificates. Reloaded when it changes.")
 	flags.StringVar(&o.controlAddress, "control-address", o.controlAddress,
-		"The loopback `host:port` to serve the control on, over HTTP, with which capi-agent-conformance makes node groups and machines. It needs "+
-			"--certificates-dir. Empty serves none.")
+		"Loopback `host:port` on which the test control API is served over HTTP. capi-agent-conformance creates node groups and machines with "+
+			"it. Requires --certificates-dir. If empty, it is not served.")
 }
 
 // validate returns an error that names the flag of every mistake.

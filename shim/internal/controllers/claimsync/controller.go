@@ -165,7 +165,7 @@ func (c *Controller) sync(ctx context.Context) error {
 		if agenterrors.IsSpokeMismatch(err) {
 			c.announce(ctx, "LiveSetRefused", "The agent refuses the live set of this cluster: "+status.Convert(err).Message())
 		}
-		return fmt.Errorf("telling the agent: %w", err)
+		return fmt.Errorf("sending the live set: %w", err)
 	}
 	collectedTotal.Add(float64(len(response.GetCollectedClaimIds())), nil)
 	unknownClaims.Set(float64(len(response.GetUnknownClaimIds())), nil)
@@ -218,7 +218,7 @@ func (c *Controller) token(ctx context.Context) (string, error) {
 	defer cancel()
 	response, err := c.agent.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: c.cluster, Holder: v1alpha1.Holder})
 	if err != nil {
-		return "", fmt.Errorf("taking a token: %w", err)
+		return "", fmt.Errorf("requesting a sync token: %w", err)
 	}
 	return response.GetToken(), nil
 }

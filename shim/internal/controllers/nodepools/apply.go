@@ -178,7 +178,7 @@ func (c *Controller) removeUnpublished(ctx context.Context) error {
 	defer cancel()
 	response, err := c.Agent.ListPublishedObjects(calling, &agentv1alpha1.ListPublishedObjectsRequest{Cluster: c.Cluster})
 	if err != nil {
-		log.FromContext(ctx).V(1).Info("objects that seem to be published no longer are kept for now", "cause", err.Error())
+		log.FromContext(ctx).V(1).Info("keeping objects for now that no longer seem to be published", "cause", err.Error())
 		return nil
 	}
 	published := map[string]bool{}
@@ -230,8 +230,8 @@ func (c *Controller) ours(ctx context.Context) ([]*metav1.PartialObjectMetadata,
 func (c *Controller) keep(ctx context.Context, object *metav1.PartialObjectMetadata) {
 	set, key := object.Labels[v1alpha1.PublishedByLabel], keyOf(object)
 	if _, known := c.kept[key]; !known {
-		log.FromContext(ctx).Info("an object stays whose NodePoolSet is not in the hub", "kind", object.Kind, "name", object.Name, "set", set)
-		c.announce(object, "NodePoolSetMissing", fmt.Sprintf("The hub has no NodePoolSet %s: this object stays as it is. "+
+		log.FromContext(ctx).Info("keeping an object whose NodePoolSet is not in the hub", "kind", object.Kind, "name", object.Name, "set", set)
+		c.announce(object, "NodePoolSetMissing", fmt.Sprintf("The hub has no NodePoolSet %s: this object is left unchanged. "+
 			"To make it the spoke's own, remove the label %s.", set, v1alpha1.PublishedByLabel))
 	}
 	c.kept[key] = c.Clock.Now()
@@ -245,8 +245,8 @@ func (c *Controller) remove(ctx context.Context, object *metav1.PartialObjectMet
 	delete(c.kept, keyOf(object))
 	made := object.Annotations[v1alpha1.PublishedFromAnnotation] == c.Cluster.GetNamespace()+"/"+set
 	if made && object.Annotations[v1alpha1.PublishedPolicyAnnotation] == deletes {
-		log.FromContext(ctx).Info("deleting an object that the hub publishes no longer", "kind", object.Kind, "name", object.Name, "set", set)
-		c.announce(object, "Unpublished", "The NodePoolSet "+set+" publishes this object no longer; its deletion policy is Delete.")
+		log.FromContext(ctx).Info("deleting an object that the hub no longer publishes", "kind", object.Kind, "name", object.Name, "set", set)
+		c.announce(object, "Unpublished", "The NodePoolSet "+set+" no longer publishes this object. Its deletion policy is Delete.")
 		return c.Kube.Delete(ctx, object, client.Preconditions{UID: &object.UID, ResourceVersion: &object.ResourceVersion})
 	}
 	before := object.DeepCopy()
@@ -256,8 +256,8 @@ func (c *Controller) remove(ctx context.Context, object *metav1.PartialObjectMet
 	}
 	err := c.Kube.Patch(ctx, object, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(FieldManager))
 	if err == nil {
-		log.FromContext(ctx).Info("an object that the hub publishes no longer stays", "kind", object.Kind, "name", object.Name, "set", set)
-		c.announce(object, "Unpublished", "The NodePoolSet "+set+" publishes this object no longer; it stays, and is the spoke's own.")
+		log.FromContext(ctx).Info("keeping an object that the hub no longer publishes", "kind", object.Kind, "name", object.Name, "set", set)
+		c.announce(object, "Unpublished", "The NodePoolSet "+set+" no longer publishes this object. It is kept, and now belongs to the spoke.")
 	}
 	return err
 }

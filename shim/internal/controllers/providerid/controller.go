@@ -137,14 +137,14 @@ func (c *Controller) patch(ctx context.Context, nodeClaim *karpv1.NodeClaim, pro
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("patching the provider ID: %w", err))
 	}
 	patchesTotal.Inc(map[string]string{registeredLabel: strconv.FormatBool(registered)})
-	log.FromContext(ctx).Info("gave the NodeClaim its machine's provider ID", "provider-id", providerID, "registered", registered)
+	log.FromContext(ctx).Info("set the NodeClaim's provider ID", "provider-id", providerID, "registered", registered)
 	return reconcile.Result{RequeueAfter: resync}, nil
 }
 
 // refuse leaves the NodeClaim unchanged and reports why.
 func (c *Controller) refuse(ctx context.Context, nodeClaim *karpv1.NodeClaim, message string) reconcile.Result {
 	conflictsTotal.Inc(nil)
-	log.FromContext(ctx).Error(nil, "the NodeClaim cannot be given its machine's provider ID", "reason", message)
+	log.FromContext(ctx).Error(nil, "cannot set the NodeClaim's provider ID", "reason", message)
 	c.recorder.Publish(events.Event{
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,
