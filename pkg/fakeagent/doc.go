@@ -14,6 +14,9 @@
 // [Agent.Appear], [Agent.Provision], [Agent.Join] or [Agent.Terminate]. By default machines appear
 // at once, wait for the test to provision and join them, and terminate at once.
 //
+// [Agent.ApplyNodePoolSet] publishes NodePools and NodeClasses to a Cluster, and
+// [Agent.ReportedNodePools] returns what its shim reports of them.
+//
 // # Faults
 //
 // [Agent.Fail] and [Agent.FailAfter] make calls fail, before or after they have had an effect.
