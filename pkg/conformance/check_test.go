@@ -67,11 +67,12 @@ func TestEveryBehaviourHasAProfileAndAnArea(t *testing.T) {
 	}
 }
 
-// The page contains the output of --list.
+// The page contains the output of --list, and the verdict of a target that has every behaviour.
 func TestThePageListsEveryBehaviour(t *testing.T) {
 	page, err := os.ReadFile("../../docs/conformance.md")
 	require.NoError(t, err)
 	require.Contains(t, string(page), conformance.Table())
+	require.Contains(t, string(page), fmt.Sprintf("conformance: PASS passed=%d failed=0 skipped=0\n", len(conformance.Behaviours())))
 }
 
 func newFakeEnv(tb testing.TB) conformance.Env {
