@@ -85,7 +85,7 @@ var areas = []struct {
 	{"Holders", holderCases},
 	{"Machines", slices.Concat(machineReadingCases, machineCases)},
 	{"Clusters", clusterCases},
-	{"NodePools", nodePoolCases},
+	{"NodePools", slices.Concat(nodePoolCases, publishingCases)},
 	{"Requests", requestCases},
 	{"Server", slices.Concat(serverReadingCases, serverCases)},
 }

@@ -67,17 +67,24 @@ func TestEveryBehaviourHasAProfileAndAnArea(t *testing.T) {
 	}
 }
 
-// The page contains the output of --list.
+// The page contains the output of --list, and the verdict of a target that has every behaviour.
 func TestThePageListsEveryBehaviour(t *testing.T) {
 	page, err := os.ReadFile("../../docs/conformance.md")
 	require.NoError(t, err)
 	require.Contains(t, string(page), conformance.Table())
+	require.Contains(t, string(page), fmt.Sprintf("conformance: PASS passed=%d failed=0 skipped=0\n", len(conformance.Behaviours())))
 }
 
 func newFakeEnv(tb testing.TB) conformance.Env {
 	tb.Helper()
+	return fakeEnvWith(tb)
+}
+
+func fakeEnvWith(tb testing.TB, options ...fakeagent.Option) *fakeEnv {
+	tb.Helper()
 	ahead := &aheadClock{}
-	agent := fakeagent.New(fakeagent.WithCoolDown(time.Minute), fakeagent.WithHeartbeatInterval(50*time.Millisecond), fakeagent.WithClock(ahead))
+	agent := fakeagent.New(append(options,
+		fakeagent.WithCoolDown(time.Minute), fakeagent.WithHeartbeatInterval(50*time.Millisecond), fakeagent.WithClock(ahead))...)
 	tb.Cleanup(agent.Close)
 	stranger := &agentv1alpha1.ClusterRef{Namespace: "default", Name: "stranger"}
 	return &fakeEnv{
@@ -228,10 +235,8 @@ func TestATargetThatCannotBeUsedIsAnError(t *testing.T) {
 func TestABrokenAgentFails(t *testing.T) {
 	broken := func(tb testing.TB) conformance.Env {
 		tb.Helper()
-		env := newFakeEnv(tb)
-		fake, ok := env.(*fakeEnv)
-		require.True(tb, ok)
-		fake.agent.Fail("GetMachine", fakeagent.Always, context.DeadlineExceeded)
+		env := fakeEnvWith(tb)
+		env.agent.Fail("GetMachine", fakeagent.Always, context.DeadlineExceeded)
 		return env
 	}
 	verdict := conformance.Check(t.Context(), conformance.Checks{

@@ -1,6 +1,7 @@
 package conformance
 
 import (
+	"encoding/json"
 	"testing"
 	"time"
 
@@ -67,6 +68,15 @@ type Ageing interface {
 	StaleToken(tb testing.TB, holder string) string
 }
 
+// Publishing is an Env that can publish NodePools and NodeClasses to Cluster.
+type Publishing interface {
+	// ApplyNodePoolSet creates the NodePoolSet, or replaces the one of that name. It selects Cluster.
+	// A NodePoolSet that is created is newer than every other one: no two have the same age.
+	ApplyNodePoolSet(tb testing.TB, set NodePoolSet)
+	// DeleteNodePoolSet deletes the NodePoolSet of that name.
+	DeleteNodePoolSet(tb testing.TB, name string)
+}
+
 // MachineDeployment is a MachineDeployment as a user writes it.
 type MachineDeployment struct {
 	// Name is the name of the object, in the Cluster's namespace.
@@ -83,4 +93,26 @@ type MachineDeployment struct {
 	FailureDomain string `json:"failureDomain,omitempty"`
 	// Version is the Kubernetes version in the machine template. It may be empty.
 	Version string `json:"version,omitempty"`
+}
+
+// NodePoolSet is a NodePoolSet as a user writes it, without what it selects.
+type NodePoolSet struct {
+	// Name is the name of the object, in the Cluster's namespace.
+	Name string `json:"name"`
+	// DeletionPolicy is Retain or Delete. It may be empty.
+	DeletionPolicy string `json:"deletionPolicy,omitempty"`
+	// NodePools and NodeClasses are what is published. There is at least one of them.
+	NodePools   []PublishedTemplate `json:"nodePools,omitempty"`
+	NodeClasses []PublishedTemplate `json:"nodeClasses,omitempty"`
+}
+
+// PublishedTemplate is an entry of a NodePoolSet.
+type PublishedTemplate struct {
+	// Name is the name of the object in the spoke.
+	Name string `json:"name"`
+	// Labels and Annotations are those of the object.
+	Labels      map[string]string `json:"labels,omitempty"`
+	Annotations map[string]string `json:"annotations,omitempty"`
+	// Spec is the object's spec, a JSON object.
+	Spec json.RawMessage `json:"spec"`
 }

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	"k8s.io/utils/clock"
 
@@ -97,7 +98,24 @@ func (e *fakeEnv) StaleToken(tb testing.TB, holder string) string {
 	return response.GetToken()
 }
 
+func (e *fakeEnv) ApplyNodePoolSet(_ testing.TB, set conformance.NodePoolSet) {
+	templates := func(all []conformance.PublishedTemplate) []fakeagent.PublishedTemplate {
+		return lo.Map(all, func(t conformance.PublishedTemplate, _ int) fakeagent.PublishedTemplate {
+			return fakeagent.PublishedTemplate(t)
+		})
+	}
+	e.agent.ApplyNodePoolSet(fakeagent.NodePoolSet{
+		Name: set.Name, DeletionPolicy: fakeagent.DeletionPolicy(set.DeletionPolicy),
+		NodePools: templates(set.NodePools), NodeClasses: templates(set.NodeClasses),
+	})
+}
+
+func (e *fakeEnv) DeleteNodePoolSet(_ testing.TB, name string) {
+	e.agent.DeleteNodePoolSet(e.Cluster(), name)
+}
+
 var (
-	_ conformance.Env    = &fakeEnv{}
-	_ conformance.Ageing = &fakeEnv{}
+	_ conformance.Env        = &fakeEnv{}
+	_ conformance.Ageing     = &fakeEnv{}
+	_ conformance.Publishing = &fakeEnv{}
 )

@@ -9,7 +9,6 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
-	"github.com/karpenter-capi/karpenter-capi/pkg/features"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -17,12 +16,10 @@ import (
 // the methods then.
 func servesNodePools(s *suite) {
 	s.Helper()
-	response, err := s.Client().Status.GetStatus(s.bounded(), &agentv1alpha1.GetStatusRequest{})
-	require.NoError(s, err)
-	if slices.Contains(response.GetFeatures(), features.NodePools) {
+	if publishes(s) {
 		return
 	}
-	_, err = s.Client().NodePools.ListPublishedObjects(s.bounded(), &agentv1alpha1.ListPublishedObjectsRequest{Cluster: s.Cluster()})
+	_, err := s.Client().NodePools.ListPublishedObjects(s.bounded(), &agentv1alpha1.ListPublishedObjectsRequest{Cluster: s.Cluster()})
 	require.Equal(s, codes.Unimplemented, status.Code(err), "%v", err)
 	s.Skip("the agent publishes no NodePools")
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/features"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -35,7 +36,11 @@ var requestCases = []testCase{
 	}},
 
 	{"requests.no-cluster", claimer(0), "every call says INVALID_ARGUMENT without a Cluster", func(s *suite) {
-		for _, method := range methods() {
+		called := methods(s)
+		if publishes(s) && slices.Contains(s.status(s.Client()).GetRoles(), string(CallerCluster)) {
+			called = append(called, "ReportNodePools")
+		}
+		for _, method := range called {
 			request := valid(method, nil)
 			requireViolation(s, call(s.bounded(), s.Client(), method, request), "cluster")
 		}
@@ -46,7 +51,11 @@ var requestCases = []testCase{
 		"another Cluster is PERMISSION_DENIED in every call, whether it exists or not", func(s *suite) {
 			s.group(deployment("workers"))
 			absent := &agentv1alpha1.ClusterRef{Namespace: s.Cluster().GetNamespace(), Name: "no-such-cluster"}
-			for _, method := range append(methods(), "IssueCertificate") {
+			called := append(methods(s), "IssueCertificate")
+			if publishes(s) {
+				called = append(called, "ReportNodePools")
+			}
+			for _, method := range called {
 				err := call(s.bounded(), s.Stranger(), method, valid(method, s.Cluster()))
 				require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
 				require.Equal(s, agenterrors.ReasonPermissionDenied, agenterrors.ReasonOf(err), method)
@@ -80,10 +89,9 @@ var requestCases = []testCase{
 // nowhere returns the Cluster that the stranger may act for.
 func (s *suite) nowhere() *agentv1alpha1.ClusterRef {
 	s.Helper()
-	response, err := s.Stranger().Status.GetStatus(s.bounded(), &agentv1alpha1.GetStatusRequest{})
-	require.NoError(s, err)
-	require.Len(s, response.GetClusters(), 1)
-	return response.GetClusters()[0]
+	clusters := s.status(s.Stranger()).GetClusters()
+	require.Len(s, clusters, 1)
+	return clusters[0]
 }
 
 // anonymous returns the message of err without the Cluster's name.
@@ -102,14 +110,32 @@ func innermost(err error) *status.Status {
 	}
 }
 
-// methods returns the names of the methods that name a Cluster, except IssueCertificate: an
-// administrator may call every method but that.
-func methods() []string {
-	return []string{
+// methods returns the names of the methods that name a Cluster and that the agent serves, except
+// IssueCertificate and ReportNodePools: an administrator may call every method but those.
+func methods(s *suite) []string {
+	s.Helper()
+	names := []string{
 		"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups",
 		"CreateClaim", "ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims", "WatchClaims", "SyncClaims",
 		"GetMachine", "ListMachines", "WatchMachines",
 	}
+	if publishes(s) {
+		names = append(names, "ListPublishedObjects", "WatchPublishedObjects")
+	}
+	return names
+}
+
+// publishes reports whether the agent serves NodePoolService.
+func publishes(s *suite) bool {
+	s.Helper()
+	return slices.Contains(s.status(s.Client()).GetFeatures(), features.NodePools)
+}
+
+func (s *suite) status(c *client.Client) *agentv1alpha1.GetStatusResponse {
+	s.Helper()
+	response, err := c.Status.GetStatus(s.bounded(), &agentv1alpha1.GetStatusRequest{})
+	require.NoError(s, err)
+	return response
 }
 
 // valid returns a request that is valid if its Cluster is.
@@ -146,6 +172,12 @@ func valid(method string, cluster *agentv1alpha1.ClusterRef) proto.Message {
 		return &agentv1alpha1.ListMachinesRequest{Cluster: cluster}
 	case "WatchMachines":
 		return &agentv1alpha1.WatchMachinesRequest{Cluster: cluster}
+	case "ListPublishedObjects":
+		return &agentv1alpha1.ListPublishedObjectsRequest{Cluster: cluster}
+	case "WatchPublishedObjects":
+		return &agentv1alpha1.WatchPublishedObjectsRequest{Cluster: cluster}
+	case "ReportNodePools":
+		return &agentv1alpha1.ReportNodePoolsRequest{Cluster: cluster}
 	case "IssueCertificate":
 		// It is not a signing request, which is checked only after the caller's rights.
 		return &agentv1alpha1.IssueCertificateRequest{Cluster: cluster, SigningRequest: []byte("none")}
@@ -182,6 +214,12 @@ func call(ctx context.Context, c *client.Client, method string, request proto.Me
 		return unary(ctx, r, c.Machines.ListMachines)
 	case *agentv1alpha1.WatchMachinesRequest:
 		return firstEvent(ctx, r, c.Machines.WatchMachines)
+	case *agentv1alpha1.ListPublishedObjectsRequest:
+		return unary(ctx, r, c.NodePools.ListPublishedObjects)
+	case *agentv1alpha1.WatchPublishedObjectsRequest:
+		return firstEvent(ctx, r, c.NodePools.WatchPublishedObjects)
+	case *agentv1alpha1.ReportNodePoolsRequest:
+		return unary(ctx, r, c.NodePools.ReportNodePools)
 	case *agentv1alpha1.IssueCertificateRequest:
 		return unary(ctx, r, c.Issuer.IssueCertificate)
 	}

@@ -75,8 +75,8 @@ type Agent struct {
 	publishedFeed *feed[*agentv1alpha1.PublishedObject]
 	// nodePools are the last reports.
 	nodePools map[clusterKey]*agentv1alpha1.ReportNodePoolsRequest
-	// nodePoolSets are the names of the NodePoolSets that published something.
-	nodePoolSets map[clusterKey]map[string]bool
+	// nodePoolSets are the NodePoolSets of each Cluster, the oldest first.
+	nodePoolSets map[clusterKey][]*publishedSet
 	dropped      chan struct{}
 	frozen       chan struct{} // nil unless streams are frozen
 }
@@ -109,7 +109,7 @@ func New(options ...Option) *Agent {
 		clusterFeed:   newFeed[*agentv1alpha1.Cluster](),
 		publishedFeed: newFeed[*agentv1alpha1.PublishedObject](),
 		nodePools:     map[clusterKey]*agentv1alpha1.ReportNodePoolsRequest{},
-		nodePoolSets:  map[clusterKey]map[string]bool{},
+		nodePoolSets:  map[clusterKey][]*publishedSet{},
 		dropped:       make(chan struct{}),
 	}
 	validator, err := validation.New()
@@ -271,9 +271,7 @@ func (a *Agent) RemoveCluster(cluster *agentv1alpha1.ClusterRef) {
 		delete(a.reports, key)
 		delete(a.nodePools, key)
 		delete(a.nodePoolSets, key)
-		for _, object := range a.publishedFeed.list(key, everything[*agentv1alpha1.PublishedObject]) {
-			a.publishedFeed.remove(key, client.PublishedKey(object))
-		}
+		a.republish(key)
 		a.touchCluster(key)
 	})
 }

@@ -1,5 +1,5 @@
-// Package fakeagent is an agent within the test's own process. It serves all services of the
-// agent's API over an in-memory connection. The test plays the hub behind it.
+// Package fakeagent is an agent within the test's own process. It serves the agent's API, the
+// package capi.agent.v1alpha1, over an in-memory connection. The test plays the hub behind it.
 //
 // [New] starts an agent. [Agent.Client] returns a client that may act for every Cluster,
 // [Agent.ClientFor] a client with the identity of a single Cluster, and [Agent.Dial] a raw
@@ -13,6 +13,9 @@
 // by themselves: each step happens after a delay, or if it is [Manual], when the test calls
 // [Agent.Appear], [Agent.Provision], [Agent.Join] or [Agent.Terminate]. By default machines appear
 // at once, wait for the test to provision and join them, and terminate at once.
+//
+// [Agent.ApplyNodePoolSet] publishes NodePools and NodeClasses to a Cluster, and
+// [Agent.ReportedNodePools] returns what its shim reports of them.
 //
 // # Faults
 //
@@ -42,7 +45,8 @@
 //
 // There are no rollouts, no MachineSets, no learned capacity, and no races between agents: calls
 // are applied one after the other. A spare machine is removed as soon as no claim waits for it,
-// unless [WithSpareGracePeriod] is set.
+// unless [WithSpareGracePeriod] is set. The protocol of a stock cluster-autoscaler is not served. A
+// NodePoolSet selects one Cluster, and reports about NodePools are accepted at any rate.
 //
 // Delays and heartbeats follow the clock of [WithClock].
 package fakeagent

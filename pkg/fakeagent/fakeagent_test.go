@@ -442,6 +442,38 @@ func TestResyncOnDemandChangesNothing(t *testing.T) {
 	require.Equal(t, 1, agent.Calls("WatchNodeGroups"), "on the same stream")
 }
 
+func TestResyncIsOfEveryStream(t *testing.T) {
+	agent := start(t)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	pools, err := agent.Client().NodePools.WatchPublishedObjects(ctx, &agentv1alpha1.WatchPublishedObjectsRequest{Cluster: fakeagent.DefaultCluster()})
+	require.NoError(t, err)
+	clusters, err := agent.Client().Clusters.WatchClusters(ctx, &agentv1alpha1.WatchClustersRequest{})
+	require.NoError(t, err)
+	type event interface {
+		GetSynced() *agentv1alpha1.Synced
+		GetResync() *agentv1alpha1.Resync
+	}
+	until := func(wanted func(event) bool) {
+		t.Helper()
+		for _, next := range []func() (event, error){
+			func() (event, error) { return pools.Recv() },
+			func() (event, error) { return clusters.Recv() },
+		} {
+			for {
+				e, err := next()
+				require.NoError(t, err)
+				if wanted(e) {
+					break
+				}
+			}
+		}
+	}
+	until(func(e event) bool { return e.GetSynced() != nil })
+	agent.Resync()
+	until(func(e event) bool { return e.GetResync() != nil })
+}
+
 func TestStaleTokensAreRefused(t *testing.T) {
 	clock := fakeClock()
 	agent := start(t, fakeagent.WithClock(clock), fakeagent.WithTokenLifetime(time.Minute))

@@ -285,14 +285,16 @@ func (a *Agent) FreezeStreams(freeze bool) {
 func (a *Agent) Resync() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	const reason = "asked for by the test"
-	for w := range a.groupFeed.watchers {
-		w.startOver(reason)
-	}
-	for w := range a.claimFeed.watchers {
-		w.startOver(reason)
-	}
-	for w := range a.machineFeed.watchers {
-		w.startOver(reason)
+	a.groupFeed.startOver()
+	a.claimFeed.startOver()
+	a.machineFeed.startOver()
+	a.clusterFeed.startOver()
+	a.publishedFeed.startOver()
+}
+
+// startOver makes every stream of the feed start over.
+func (f *feed[T]) startOver() {
+	for w := range f.watchers {
+		w.startOver("asked for by the test")
 	}
 }

@@ -3,46 +3,13 @@ package fakeagent
 import (
 	"context"
 	"fmt"
-	"maps"
-	"slices"
 
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
-
-// Publish publishes an object to the Cluster, in place of an earlier one of the same kind and name.
-func (a *Agent) Publish(cluster *agentv1alpha1.ClusterRef, object *agentv1alpha1.PublishedObject) {
-	a.edit(func() {
-		a.ensureCluster(keyOf(cluster))
-		if a.nodePoolSets[keyOf(cluster)] == nil {
-			a.nodePoolSets[keyOf(cluster)] = map[string]bool{}
-		}
-		a.nodePoolSets[keyOf(cluster)][object.GetSet()] = true
-		a.publishedFeed.put(keyOf(cluster), client.PublishedKey(object), proto.CloneOf(object))
-	})
-}
-
-// Unpublish ends the publication of the object. Its NodePoolSet stays.
-func (a *Agent) Unpublish(cluster *agentv1alpha1.ClusterRef, kind, name string) {
-	a.edit(func() { a.publishedFeed.remove(keyOf(cluster), kind+"/"+name) })
-}
-
-// DeleteNodePoolSet ends the publication of all objects of the NodePoolSet to the Cluster.
-func (a *Agent) DeleteNodePoolSet(cluster *agentv1alpha1.ClusterRef, set string) {
-	a.edit(func() {
-		of := keyOf(cluster)
-		for _, object := range a.publishedFeed.list(of, everything[*agentv1alpha1.PublishedObject]) {
-			if object.GetSet() == set {
-				a.publishedFeed.remove(of, client.PublishedKey(object))
-			}
-		}
-		delete(a.nodePoolSets[of], set)
-	})
-}
 
 // ReportedNodePools returns the Cluster's last report about its NodePools, or nil.
 func (a *Agent) ReportedNodePools(cluster *agentv1alpha1.ClusterRef) *agentv1alpha1.ReportNodePoolsRequest {
@@ -71,7 +38,7 @@ func (s nodePoolService) ListPublishedObjects(
 	}
 	return &agentv1alpha1.ListPublishedObjectsResponse{
 		Objects: a.publishedFeed.list(cluster, everything[*agentv1alpha1.PublishedObject]),
-		Sets:    slices.Sorted(maps.Keys(a.nodePoolSets[cluster])),
+		Sets:    a.setsOf(cluster),
 	}, nil
 }
 

@@ -3,6 +3,7 @@ package features_test
 import (
 	"flag"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -33,6 +34,23 @@ func TestNamesAreAppendOnly(t *testing.T) {
 		return
 	}
 	require.Equal(t, frozen, names, "new names are added with: go test ./pkg/features -args -add-names")
+}
+
+// The page says what each feature means.
+func TestThePageHasEveryFeature(t *testing.T) {
+	page, err := os.ReadFile("../../docs/compatibility.md")
+	require.NoError(t, err)
+	_, table, found := strings.Cut(string(page), "| feature | means |\n|---|---|\n")
+	require.True(t, found, "the page has no table of features")
+	table, _, _ = strings.Cut(table, "\n\n")
+	row := regexp.MustCompile("^\\| `([a-z0-9-]+)` \\| .+ \\|$")
+	var names []string
+	for line := range strings.Lines(table + "\n") {
+		columns := row.FindStringSubmatch(strings.TrimSuffix(line, "\n"))
+		require.NotNil(t, columns, "%q is not a feature and its meaning", line)
+		names = append(names, columns[1])
+	}
+	require.Equal(t, features.All(), names)
 }
 
 // Agents that list nothing are out there already: what they can do is fixed.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -11,8 +12,12 @@ import (
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/util/retry"
 	"k8s.io/utils/clock"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -206,9 +211,63 @@ func (e *env) StaleToken(tb testing.TB, holder string) string {
 	return response.GetToken()
 }
 
+func (e *env) ApplyNodePoolSet(tb testing.TB, applied conformance.NodePoolSet) {
+	tb.Helper()
+	spec := v1alpha1.NodePoolSetSpec{
+		ClusterSelector: &metav1.LabelSelector{}, DeletionPolicy: v1alpha1.DeletionPolicy(applied.DeletionPolicy),
+		NodePools: templatesOf(applied.NodePools), NodeClasses: templatesOf(applied.NodeClasses),
+	}
+	set := &v1alpha1.NodePoolSet{ObjectMeta: metav1.ObjectMeta{Namespace: e.namespace, Name: applied.Name}}
+	// The agent may write its status meanwhile.
+	err := retry.RetryOnConflict(retry.DefaultRetry, func() error {
+		if err := plane.Client.Get(tb.Context(), ctrlclient.ObjectKeyFromObject(set), set); err != nil {
+			return err
+		}
+		set.Spec = spec
+		return plane.Client.Update(tb.Context(), set)
+	})
+	if apierrors.IsNotFound(err) {
+		e.awaitNewer(tb)
+		set.Spec = spec
+		plane.Create(tb, set)
+		return
+	}
+	require.NoError(tb, err)
+}
+
+// awaitNewer waits until a NodePoolSet that is created is newer than those that exist: their ages
+// are in whole seconds.
+func (e *env) awaitNewer(tb testing.TB) {
+	tb.Helper()
+	var sets v1alpha1.NodePoolSetList
+	require.NoError(tb, plane.Client.List(tb.Context(), &sets, ctrlclient.InNamespace(e.namespace)))
+	eventually(tb, "the second in which the last NodePoolSet was created is over", func(context.Context) (bool, error) {
+		now := time.Now().Truncate(time.Second)
+		return !slices.ContainsFunc(sets.Items, func(set v1alpha1.NodePoolSet) bool { return !set.CreationTimestamp.Time.Before(now) }), nil
+	})
+}
+
+func templatesOf(written []conformance.PublishedTemplate) []v1alpha1.PublishedTemplate {
+	values := func(plain map[string]string) map[string]v1alpha1.PublishedValue {
+		return lo.MapValues(plain, func(value, _ string) v1alpha1.PublishedValue { return v1alpha1.PublishedValue(value) })
+	}
+	return lo.Map(written, func(t conformance.PublishedTemplate, _ int) v1alpha1.PublishedTemplate {
+		return v1alpha1.PublishedTemplate{
+			Name: t.Name, Labels: values(t.Labels), Annotations: values(t.Annotations), Spec: runtime.RawExtension{Raw: t.Spec},
+		}
+	})
+}
+
+func (e *env) DeleteNodePoolSet(tb testing.TB, name string) {
+	tb.Helper()
+	set := &v1alpha1.NodePoolSet{ObjectMeta: metav1.ObjectMeta{Namespace: e.namespace, Name: name}}
+	require.NoError(tb, plane.Client.Delete(tb.Context(), set))
+}
+
 var (
-	_ conformance.Env    = &env{}
-	_ conformance.Ageing = &env{}
+	_ conformance.Env        = &env{}
+	_ conformance.Ageing     = &env{}
+	_ conformance.Publishing = &env{}
 )
 
 func eventually(tb testing.TB, what string, check func(ctx context.Context) (bool, error)) {

@@ -7,9 +7,14 @@ import (
 	"encoding/json"
 	"encoding/xml"
 	"io"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"os"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"testing"
 	"time"
 
@@ -146,6 +151,31 @@ func TestFakeAgentConformsOverTCP(t *testing.T) {
 	require.Equal(t, conforms, status)
 	require.Equal(t, len(conformance.Behaviours()), v.Passed)
 	require.Regexp(t, `conformance: PASS passed=\d+ failed=0 skipped=0\n$`, out)
+}
+
+// A control that is older than an optional operation does not list it. What needs it is skipped.
+func TestAnOlderControlIsNoFailure(t *testing.T) {
+	f := secured(t, "--control-address=127.0.0.1:0")
+	to, err := url.Parse(f.control)
+	require.NoError(t, err)
+	older := httptest.NewServer(&httputil.ReverseProxy{
+		Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(to) },
+		ModifyResponse: func(r *http.Response) error {
+			content, err := io.ReadAll(r.Body)
+			if err != nil {
+				return err
+			}
+			content = bytes.Replace(content, []byte(`"operations"`), []byte(`"unknown"`), 1)
+			r.Body, r.ContentLength = io.NopCloser(bytes.NewReader(content)), int64(len(content))
+			r.Header.Set("Content-Length", strconv.Itoa(len(content)))
+			return nil
+		},
+	})
+	t.Cleanup(older.Close)
+	status, _, v := conform(t, "--address="+f.address, "--control="+older.URL, "--only=^nodepools[.](report|published)$")
+	require.Equal(t, conforms, status)
+	require.Equal(t, 1, v.Passed)
+	require.Equal(t, 1, v.Skipped)
 }
 
 // Without a control, every behaviour is checked except those that need one.

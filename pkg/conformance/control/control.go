@@ -44,6 +44,16 @@ const (
 	ExpireTokens = "expire-tokens"
 )
 
+// These operations are OPTIONAL; see [NodePoolSets]. An environment lists those that its control
+// has.
+const (
+	// ApplyNodePoolSet creates the NodePoolSet, or replaces the one of that name. It publishes to the
+	// Cluster. One that is created is newer than every other one: no two have the same age.
+	ApplyNodePoolSet = "apply-node-pool-set"
+	// DeleteNodePoolSet deletes the NodePoolSet of that name.
+	DeleteNodePoolSet = "delete-node-pool-set"
+)
+
 // Cluster is the name of a Cluster.
 type Cluster struct {
 	Namespace string `json:"namespace"`
@@ -52,12 +62,13 @@ type Cluster struct {
 
 // Request is the request of every operation. Cluster is that of the environment.
 type Request struct {
-	Cluster    Cluster                        `json:"cluster,omitzero"`
-	Deployment *conformance.MachineDeployment `json:"deployment,omitempty"`
-	Name       string                         `json:"name,omitempty"`
-	Hold       bool                           `json:"hold,omitempty"`
-	ClaimID    string                         `json:"claimID,omitempty"`
-	Machine    string                         `json:"machine,omitempty"`
+	Cluster     Cluster                        `json:"cluster,omitzero"`
+	Deployment  *conformance.MachineDeployment `json:"deployment,omitempty"`
+	NodePoolSet *conformance.NodePoolSet       `json:"nodePoolSet,omitempty"`
+	Name        string                         `json:"name,omitempty"`
+	Hold        bool                           `json:"hold,omitempty"`
+	ClaimID     string                         `json:"claimID,omitempty"`
+	Machine     string                         `json:"machine,omitempty"`
 }
 
 // Response is the response of every operation.
@@ -79,6 +90,9 @@ type Environment struct {
 	// Cluster's own identity, of an autoscaler and an administrator of the Cluster, and of the own
 	// identity of a Cluster that does not exist.
 	Callers map[conformance.Caller]KeyPair `json:"callers"`
+	// Operations are the optional operations that the control has. Behaviours that need another one
+	// are skipped. [Handler] sets it.
+	Operations []string `json:"operations,omitempty"`
 }
 
 // KeyPair is a certificate and its private key, in PEM.
@@ -99,4 +113,10 @@ type Control interface {
 	JoinNode(ctx context.Context, cluster Cluster, machine string) error
 	LoseMachine(ctx context.Context, cluster Cluster, machine string) error
 	ExpireTokens(ctx context.Context, cluster Cluster) error
+}
+
+// NodePoolSets is a [Control] that can publish NodePools. It is OPTIONAL.
+type NodePoolSets interface {
+	ApplyNodePoolSet(ctx context.Context, cluster Cluster, set conformance.NodePoolSet) error
+	DeleteNodePoolSet(ctx context.Context, cluster Cluster, name string) error
 }

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -55,6 +56,9 @@ func Dial(ctx context.Context, o Options) (func(testing.TB) conformance.Env, err
 			defer cancel()
 			require.NoError(tb, e.close(ctx))
 		})
+		if e.has(ApplyNodePoolSet) && e.has(DeleteNodePoolSet) {
+			return publishing{e}
+		}
 		return e
 	}, nil
 }
@@ -69,7 +73,7 @@ func (o Options) open(ctx context.Context) (*env, error) {
 	if made == nil {
 		return nil, fmt.Errorf("control: %s: the answer has no environment", NewEnvironment)
 	}
-	e := &env{Options: o, cluster: made.Cluster, callers: map[conformance.Caller]*client.Client{}}
+	e := &env{Options: o, cluster: made.Cluster, operations: made.Operations, callers: map[conformance.Caller]*client.Client{}}
 	for _, caller := range []conformance.Caller{
 		conformance.CallerCluster, conformance.CallerAutoscaler, conformance.CallerAdmin, conformance.CallerStranger,
 	} {
@@ -129,12 +133,22 @@ type env struct {
 
 	cluster Cluster
 	callers map[conformance.Caller]*client.Client
+	// operations are the optional operations of the control.
+	operations []string
 }
 
+// publishing is an env whose control can publish NodePools.
+type publishing struct{ *env }
+
 var (
-	_ conformance.Env    = &env{}
-	_ conformance.Ageing = &env{}
+	_ conformance.Env        = &env{}
+	_ conformance.Ageing     = &env{}
+	_ conformance.Env        = publishing{}
+	_ conformance.Ageing     = publishing{}
+	_ conformance.Publishing = publishing{}
 )
+
+func (e *env) has(operation string) bool { return slices.Contains(e.operations, operation) }
 
 func (e *env) close(ctx context.Context) error {
 	var errs []error
@@ -211,4 +225,14 @@ func (e *env) StaleToken(tb testing.TB, holder string) string {
 	require.NoError(tb, err)
 	e.do(tb, ExpireTokens, Request{})
 	return response.GetToken()
+}
+
+func (p publishing) ApplyNodePoolSet(tb testing.TB, set conformance.NodePoolSet) {
+	tb.Helper()
+	p.do(tb, ApplyNodePoolSet, Request{NodePoolSet: &set})
+}
+
+func (p publishing) DeleteNodePoolSet(tb testing.TB, name string) {
+	tb.Helper()
+	p.do(tb, DeleteNodePoolSet, Request{Name: name})
 }

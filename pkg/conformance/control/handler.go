@@ -5,8 +5,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"mime"
 	"net/http"
+	"slices"
 )
 
 // maxRequest limits the size of a request, in bytes.
@@ -15,10 +17,16 @@ const maxRequest = 1 << 20
 // Handler serves the control.
 func Handler(c Control) http.Handler {
 	mux := http.NewServeMux()
-	for operation, do := range map[string]func(context.Context, Request) (Response, error){
+	optional := optionalOperations(c)
+	operations := map[string]operation{
 		NewEnvironment: func(ctx context.Context, _ Request) (Response, error) {
 			environment, err := c.NewEnvironment(ctx)
-			return Response{Environment: environment}, err
+			if err != nil || environment == nil {
+				return Response{}, err
+			}
+			with := *environment
+			with.Operations = slices.Sorted(maps.Keys(optional))
+			return Response{Environment: &with}, nil
 		},
 		EndEnvironment: func(ctx context.Context, r Request) (Response, error) {
 			return Response{}, c.EndEnvironment(ctx, r.Cluster)
@@ -54,8 +62,10 @@ func Handler(c Control) http.Handler {
 		ExpireTokens: func(ctx context.Context, r Request) (Response, error) {
 			return Response{}, c.ExpireTokens(ctx, r.Cluster)
 		},
-	} {
-		mux.HandleFunc("POST /v1/"+operation, func(w http.ResponseWriter, r *http.Request) {
+	}
+	maps.Copy(operations, optional)
+	for name, do := range operations {
+		mux.HandleFunc("POST /v1/"+name, func(w http.ResponseWriter, r *http.Request) {
 			request, err := read(w, r)
 			if err != nil {
 				answer(w, http.StatusBadRequest, Response{Error: err.Error()})
@@ -72,7 +82,32 @@ func Handler(c Control) http.Handler {
 	return mux
 }
 
-var errNoDeployment = errors.New("deployment: is missing")
+// operation does what a request asks for.
+type operation func(context.Context, Request) (Response, error)
+
+// optionalOperations returns the optional operations that the control has.
+func optionalOperations(c Control) map[string]operation {
+	sets, ok := c.(NodePoolSets)
+	if !ok {
+		return nil
+	}
+	return map[string]operation{
+		ApplyNodePoolSet: func(ctx context.Context, r Request) (Response, error) {
+			if r.NodePoolSet == nil {
+				return Response{}, errNoNodePoolSet
+			}
+			return Response{}, sets.ApplyNodePoolSet(ctx, r.Cluster, *r.NodePoolSet)
+		},
+		DeleteNodePoolSet: func(ctx context.Context, r Request) (Response, error) {
+			return Response{}, sets.DeleteNodePoolSet(ctx, r.Cluster, r.Name)
+		},
+	}
+}
+
+var (
+	errNoDeployment  = errors.New("deployment: is missing")
+	errNoNodePoolSet = errors.New("nodePoolSet: is missing")
+)
 
 func read(w http.ResponseWriter, r *http.Request) (Request, error) {
 	// Browsers let pages send requests with other content types to loopback without a preflight.

@@ -3,6 +3,7 @@ package control_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -53,6 +54,46 @@ func TestOperationsAreAnswered(t *testing.T) {
 			require.NoError(t, err)
 			request.Header.Set("Content-Type", c.kind)
 			response, err := http.DefaultClient.Do(request)
+			require.NoError(t, err)
+			content, err := io.ReadAll(response.Body)
+			require.NoError(t, err)
+			require.NoError(t, response.Body.Close())
+			require.Equal(t, c.status, response.StatusCode)
+			require.Contains(t, string(content), c.answer)
+		})
+	}
+}
+
+// publisher is a control with every optional operation.
+type publisher struct{ one }
+
+func (publisher) ApplyNodePoolSet(_ context.Context, cluster control.Cluster, set conformance.NodePoolSet) error {
+	return fmt.Errorf("applied %s in %s with %s", set.Name, cluster.Namespace, set.NodePools[0].Spec)
+}
+
+func (publisher) DeleteNodePoolSet(_ context.Context, cluster control.Cluster, name string) error {
+	return fmt.Errorf("deleted %s in %s", name, cluster.Namespace)
+}
+
+func TestOptionalOperationsAreListed(t *testing.T) {
+	const applied = `{"cluster": {"namespace": "a", "name": "b"}, "nodePoolSet": {"name": "c", "nodePools": [{"name": "d", "spec": {"e": 1}}]}}`
+	for name, c := range map[string]struct {
+		control    control.Control
+		path, body string
+		status     int
+		answer     string
+	}{
+		"none":             {one{}, "new-environment", `{}`, 200, `"callers":{}}}`},
+		"all":              {publisher{}, "new-environment", `{}`, 200, `"operations":["apply-node-pool-set","delete-node-pool-set"]`},
+		"applied":          {publisher{}, "apply-node-pool-set", applied, 409, `applied c in a with {\"e\": 1}`},
+		"deleted":          {publisher{}, "delete-node-pool-set", `{"cluster": {"namespace": "a", "name": "b"}, "name": "c"}`, 409, "deleted c in a"},
+		"no NodePoolSet":   {publisher{}, "apply-node-pool-set", `{}`, 409, "nodePoolSet: is missing"},
+		"not an operation": {one{}, "apply-node-pool-set", applied, 404, "404"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := httptest.NewServer(control.Handler(c.control))
+			defer server.Close()
+			response, err := http.Post(server.URL+"/v1/"+c.path, "application/json", strings.NewReader(c.body))
 			require.NoError(t, err)
 			content, err := io.ReadAll(response.Body)
 			require.NoError(t, err)

@@ -32,9 +32,11 @@ type compiled struct {
 	paused     []*agentv1alpha1.ClusterRef
 	onboarded  map[string]*agentv1alpha1.ClusterRef // by the ID of the onboarding
 	nodeGroups []nodeGroup
-	grants     map[string][]fakeagent.Grant
-	calls      []call
-	outages    []outage
+	// nodePoolSets are the NodePoolSets, the oldest first.
+	nodePoolSets []fakeagent.NodePoolSet
+	grants       map[string][]fakeagent.Grant
+	calls        []call
+	outages      []outage
 }
 
 type nodeGroup struct {
@@ -148,6 +150,7 @@ func (s *Scenario) compile() (*compiled, error) {
 		}
 		out.nodeGroups = append(out.nodeGroups, group)
 	}
+	s.nodePoolSets(c, out, clusters)
 	s.identities(c, out, domain)
 	for i, one := range s.Calls {
 		out.calls = append(out.calls, one.compile(c, fmt.Sprintf("calls[%d]", i)))
@@ -204,7 +207,7 @@ func (g NodeGroup) compile(c *compiler, field string, clusters map[string]*agent
 		Architecture: g.Architecture, OperatingSystem: g.OperatingSystem, Zone: g.Zone, Region: g.Region, MinSize: g.MinSize, MaxSize: g.MaxSize,
 		Replicas: g.Replicas, KubernetesVersion: g.KubernetesVersion, Sources: map[string]*agentv1alpha1.ValueSource{},
 	}
-	described.Cluster = g.clusterOf(c, field+".cluster", clusters)
+	described.Cluster = c.clusterOf(field+".cluster", g.Cluster, clusters)
 	source := &agentv1alpha1.ValueSource{Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, Detail: "the scenario"}
 	for of, amounts := range map[string]map[string]Quantity{"capacity": g.Capacity, "overhead": g.Overhead} {
 		for _, name := range slices.Sorted(maps.Keys(amounts)) {
@@ -277,20 +280,55 @@ func (g NodeGroup) compile(c *compiler, field string, clusters map[string]*agent
 	return compiled
 }
 
-func (g NodeGroup) clusterOf(c *compiler, field string, clusters map[string]*agentv1alpha1.ClusterRef) *agentv1alpha1.ClusterRef {
-	if g.Cluster == "" && len(clusters) == 1 {
+// clusterOf returns the scenario's Cluster of that name. Without a name it is the only one.
+func (c *compiler) clusterOf(field, name string, clusters map[string]*agentv1alpha1.ClusterRef) *agentv1alpha1.ClusterRef {
+	if name == "" && len(clusters) == 1 {
 		for _, only := range clusters {
 			return only
 		}
 	}
-	ref, known := clusters[g.Cluster]
+	ref, known := clusters[name]
 	switch {
-	case g.Cluster == "":
+	case name == "":
 		c.wrong(field, "is missing, and there are %d Clusters; name one of %s", len(clusters), strings.Join(slices.Sorted(maps.Keys(clusters)), ", "))
 	case !known:
-		c.wrong(field, "%q is none of the Clusters: %s", g.Cluster, strings.Join(slices.Sorted(maps.Keys(clusters)), ", "))
+		c.wrong(field, "%q is none of the Clusters: %s", name, strings.Join(slices.Sorted(maps.Keys(clusters)), ", "))
 	}
 	return ref
+}
+
+// nodePoolSets compiles the NodePoolSets, in their order.
+func (s *Scenario) nodePoolSets(c *compiler, out *compiled, clusters map[string]*agentv1alpha1.ClusterRef) {
+	seen := map[string]bool{}
+	for i, one := range s.NodePoolSets {
+		field := fmt.Sprintf("nodePoolSets[%d]", i)
+		set := fakeagent.NodePoolSet{
+			Name: one.Name, Cluster: c.clusterOf(field+".cluster", one.Cluster, clusters),
+			DeletionPolicy: fakeagent.DeletionPolicy(one.DeletionPolicy),
+			NodePools:      templates(one.NodePools), NodeClasses: templates(one.NodeClasses),
+		}
+		if err := set.Validate(); err != nil {
+			c.errs = append(c.errs, fmt.Errorf("%s.%w", field, err))
+		}
+		if len(one.NodePools)+len(one.NodeClasses) == 0 {
+			c.wrong(field, "has neither nodePools nor nodeClasses")
+		}
+		if id := set.Cluster.GetNamespace() + "/" + set.Cluster.GetName() + "/" + one.Name; set.Cluster != nil {
+			if seen[id] {
+				c.wrong(field+".name", "there is another NodePoolSet %s of this Cluster", one.Name)
+			}
+			seen[id] = true
+		}
+		out.nodePoolSets = append(out.nodePoolSets, set)
+	}
+}
+
+func templates(written []PublishedTemplate) []fakeagent.PublishedTemplate {
+	all := make([]fakeagent.PublishedTemplate, 0, len(written))
+	for _, template := range written {
+		all = append(all, fakeagent.PublishedTemplate(template))
+	}
+	return all
 }
 
 // quantities returns nil if there are none.

@@ -69,6 +69,9 @@ func (s *Scenario) Start(o Options) (*Play, error) {
 		p.Agent.SetGroupInfrastructure(id, group.pace)
 		p.Agent.FailMachines(id, group.failures...)
 	}
+	for _, set := range c.nodePoolSets {
+		p.Agent.ApplyNodePoolSet(set)
+	}
 	for _, call := range c.calls {
 		p.Agent.Delay(call.method, call.delay)
 		switch {

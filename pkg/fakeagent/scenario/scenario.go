@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	_ "embed"
+	stdjson "encoding/json"
 	"errors"
 	"fmt"
 
@@ -29,6 +30,9 @@ type Scenario struct {
 	Clusters []Cluster `json:"clusters,omitempty"`
 	// NodeGroups are the node groups that can be claimed from.
 	NodeGroups []NodeGroup `json:"nodeGroups,omitempty"`
+	// NodePoolSets are what is published to the Clusters. Of two sets of a Cluster that have an entry
+	// of the same kind and name, the first publishes it.
+	NodePoolSets []NodePoolSet `json:"nodePoolSets,omitempty"`
 	// Identities are callers other than the Clusters' own identities.
 	Identities []Identity `json:"identities,omitempty"`
 	// Calls are methods that are slow or fail.
@@ -144,6 +148,32 @@ type Failure struct {
 	// late, the agent ends the claim with that outcome. With lost, another actor deletes the
 	// Machine. Default stuck.
 	Outcome string `json:"outcome,omitempty"`
+}
+
+// NodePoolSet is a NodePoolSet that selects a Cluster.
+type NodePoolSet struct {
+	// Name is the name of the NodePoolSet. REQUIRED.
+	Name string `json:"name"`
+	// Cluster is one of the Clusters, as <namespace>/<name>. It is optional if there is only one
+	// Cluster.
+	Cluster string `json:"cluster,omitempty"`
+	// DeletionPolicy is Retain or Delete. Default Retain.
+	DeletionPolicy string `json:"deletionPolicy,omitempty"`
+	// NodePools and NodeClasses are the entries.
+	NodePools   []PublishedTemplate `json:"nodePools,omitempty"`
+	NodeClasses []PublishedTemplate `json:"nodeClasses,omitempty"`
+}
+
+// PublishedTemplate is an entry of a NodePoolSet.
+type PublishedTemplate struct {
+	// Name is the name of the object in the spoke. REQUIRED.
+	Name string `json:"name"`
+	// Labels and Annotations are those of the object. If one of them is invalid, the entry is
+	// published with a problem, as by the agent.
+	Labels      map[string]string `json:"labels,omitempty"`
+	Annotations map[string]string `json:"annotations,omitempty"`
+	// Spec is the spec of the object. REQUIRED.
+	Spec stdjson.RawMessage `json:"spec"`
 }
 
 // Identity is the identity of a caller.

@@ -149,6 +149,38 @@ func list(ctx context.Context, c *client.Client) error {
 	return err
 }
 
+func TestNodePoolSetsArePublished(t *testing.T) {
+	p, _ := play(t, string(scenario.Example()))
+	response, err := p.Agent.ClientFor(spoke()).NodePools.ListPublishedObjects(t.Context(),
+		&agentv1alpha1.ListPublishedObjectsRequest{Cluster: spoke()})
+	require.NoError(t, err)
+	require.Equal(t, []string{"fleet"}, response.GetSets())
+	require.Len(t, response.GetObjects(), 3)
+	class, pool, invalid := response.GetObjects()[0], response.GetObjects()[1], response.GetObjects()[2]
+	require.Equal(t, "ClusterAPINodeClass/default", client.PublishedKey(class))
+	require.Equal(t, "NodePool/default", client.PublishedKey(pool))
+	require.Equal(t, map[string]string{"team": "platform"}, pool.GetLabels())
+	require.Equal(t, map[string]string{"example.com/owner": "the platform team"}, pool.GetAnnotations())
+	require.Equal(t, agentv1alpha1.DeletionPolicy_DELETION_POLICY_DELETE, pool.GetDeletionPolicy())
+	require.JSONEq(t, `{"weight": 10, "template": {"spec": {
+		"nodeClassRef": {"group": "karpenter.cluster.x-k8s.io", "kind": "ClusterAPINodeClass", "name": "default"},
+		"requirements": [{"key": "karpenter.sh/capacity-type", "operator": "In", "values": ["spot", "on-demand"]}]}}}`, pool.GetSpecJson())
+	require.Contains(t, invalid.GetProblem(), "spec.nodePools[1].labels[team]: ")
+	require.Empty(t, invalid.GetSpecJson())
+}
+
+func TestTheFirstOfTwoNodePoolSetsPublishes(t *testing.T) {
+	p, _ := play(t, plain+`nodePoolSets:
+- {name: second, nodePools: [{name: default, spec: {weight: 1}}]}
+- {name: first, nodePools: [{name: default, spec: {weight: 2}}]}
+`)
+	response, err := p.Agent.Client().NodePools.ListPublishedObjects(t.Context(), &agentv1alpha1.ListPublishedObjectsRequest{Cluster: spoke()})
+	require.NoError(t, err)
+	require.Equal(t, []string{"first", "second"}, response.GetSets())
+	require.Len(t, response.GetObjects(), 1)
+	require.Equal(t, "second", response.GetObjects()[0].GetSet())
+}
+
 func TestOutagesBeginAndEnd(t *testing.T) {
 	p, clock := play(t, plain+"outages:\n- {kind: unavailable, after: 1m, lasts: 10s, every: 1h}\n")
 	answered := func() error { return list(t.Context(), p.Agent.Client()) }
@@ -251,6 +283,16 @@ func TestMistakesAreNamed(t *testing.T) {
 		"nodeGroups[0].failures[0].machine: set either":             group("failures: [{stage: node}]"),
 		"nodeGroups[0].failures[0].after: is 0":                     group("failures: [{machine: 1, stage: node, after: 0s}]"),
 		"nodeGroups[0].failures[0].outcome":                         group("failures: [{machine: 1, stage: node, outcome: worse}]"),
+		`nodePoolSets[1].name: "A" is not a name`:                   poolSet("name: A, nodePools: [{name: b, spec: {}}]"),
+		"nodePoolSets[1].name: there is another NodePoolSet a":      poolSet("name: a, nodePools: [{name: b, spec: {}}]"),
+		`nodePoolSets[1].cluster: "a/d" is none of the Clusters`:    poolSet("name: b, cluster: a/d, nodePools: [{name: b, spec: {}}]"),
+		"nodePoolSets[1]: has neither nodePools nor nodeClasses":    poolSet("name: b"),
+		`nodePoolSets[1].deletionPolicy: "Keep" is none of`:         poolSet("name: b, deletionPolicy: Keep, nodePools: [{name: b, spec: {}}]"),
+		`nodePoolSets[1].nodePools[0].name: "B" is not a name`:      poolSet("name: b, nodePools: [{name: B, spec: {}}]"),
+		"nodePoolSets[1].nodeClasses[1].name: there is another":     poolSet("name: b, nodeClasses: [{name: b, spec: {}}, {name: b, spec: {}}]"),
+		"nodePoolSets[1].nodePools[0].spec: is missing":             poolSet("name: b, nodePools: [{name: b}]"),
+		"nodePoolSets[1].nodeClasses[0].spec: not a JSON object":    poolSet("name: b, nodeClasses: [{name: b, spec: [1]}]"),
+		"nodePoolSets[1].nodePools[0].labels[karpenter.cluster":     poolSet("name: b, nodePools: [{name: b, labels: {" + reserved + ": a}, spec: {}}]"),
 		"identities[0].id":                                          identity("id: spiffe://elsewhere/a"),
 		"a Cluster's own id":                                        identity("id: spiffe://karpenter-capi/cluster/a/b"),
 		`identities[0].name: "cluster" is not a name of a folder`:   identity("name: cluster"),
@@ -281,6 +323,13 @@ outages[0].kind: "rain" is none of unavailable, silent, disconnected`)
 }
 
 func group(fields string) string { return fmt.Sprintf("nodeGroups:\n- {name: a, %s}\n", fields) }
+
+const reserved = "karpenter.cluster.x-k8s.io/published-by"
+
+// poolSet returns a NodePoolSet after a valid one with the name a.
+func poolSet(fields string) string {
+	return fmt.Sprintf("nodePoolSets:\n- {name: a, nodePools: [{name: b, spec: {}}]}\n- {%s}\n", fields)
+}
 
 // identity returns an identity that is valid except for the field.
 func identity(field string) string {

@@ -26,6 +26,11 @@ type controlled struct {
 	grants map[string][]fakeagent.Grant
 }
 
+var (
+	_ control.Control      = &controlled{}
+	_ control.NodePoolSets = &controlled{}
+)
+
 func newControlled(agent *fakeagent.Agent, authority *fakeagent.Authority, domain string) *controlled {
 	return &controlled{agent: agent, authority: authority, domain: domain, grants: map[string][]fakeagent.Grant{}}
 }
@@ -143,6 +148,21 @@ func (c *controlled) ExpireTokens(_ context.Context, cluster control.Cluster) er
 	return told(func() { c.agent.ExpireTokens(refOf(cluster)) })
 }
 
+// ApplyNodePoolSet applies the NodePoolSet.
+func (c *controlled) ApplyNodePoolSet(_ context.Context, cluster control.Cluster, set conformance.NodePoolSet) error {
+	return told(func() {
+		c.agent.ApplyNodePoolSet(fakeagent.NodePoolSet{
+			Name: set.Name, Cluster: refOf(cluster), DeletionPolicy: fakeagent.DeletionPolicy(set.DeletionPolicy),
+			NodePools: templatesOf(set.NodePools), NodeClasses: templatesOf(set.NodeClasses),
+		})
+	})
+}
+
+// DeleteNodePoolSet deletes the NodePoolSet.
+func (c *controlled) DeleteNodePoolSet(_ context.Context, cluster control.Cluster, name string) error {
+	return told(func() { c.agent.DeleteNodePoolSet(refOf(cluster), name) })
+}
+
 // told applies a request to the fake agent. The fake panics if a test names an object that does not
 // exist. Here, that is an error of the request.
 func told(f func()) (err error) {
@@ -168,6 +188,14 @@ func deploymentOf(cluster control.Cluster, d conformance.MachineDeployment) fake
 		Name: d.Name, Cluster: refOf(cluster), Labels: d.Labels, Annotations: d.Annotations, Replicas: d.Replicas, FailureDomain: d.FailureDomain,
 		Version: d.Version,
 	}
+}
+
+func templatesOf(templates []conformance.PublishedTemplate) []fakeagent.PublishedTemplate {
+	all := make([]fakeagent.PublishedTemplate, 0, len(templates))
+	for _, template := range templates {
+		all = append(all, fakeagent.PublishedTemplate(template))
+	}
+	return all
 }
 
 // controlTimeout limits how long a request to the control may take.
