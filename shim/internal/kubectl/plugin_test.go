@@ -358,6 +358,8 @@ func TestThePlugin(t *testing.T) {
 		assert.Contains(t, w.must("__complete", "why", "pod", ""), "web\n")
 		assert.Contains(t, w.must("__complete", "why", "machine", ""), machine+"\n")
 		assert.Contains(t, w.must("__complete", "groups", ""), "workers\n")
+		assert.Contains(t, w.must("__complete", "claims", ""), "default-a\n")
+		assert.NotContains(t, w.must("__complete", "claims", nodeClaim.Name, ""), "default-a\n", "one name only")
 	})
 
 	t.Run("a certificate of one's own, at another address", func(t *testing.T) {
@@ -459,6 +461,8 @@ func TestThePlugin(t *testing.T) {
 		text := w.must("why", "pod", "web")
 		assert.Contains(t, text, "the quota for instances is exceeded")
 		assert.Contains(t, w.must("claims", "--all"), "default-a")
+		assert.NotContains(t, w.must("__complete", "claims", ""), "default-a\n")
+		assert.Contains(t, w.must("__complete", "claims", "--all", ""), "default-a\n")
 	})
 
 	t.Run("a Karpenter that does not run", func(t *testing.T) {
