@@ -264,7 +264,7 @@ test: ## Check and test everything: verify, test-unit, test-tools, test-e2e
 
 # What tests use from outside their module: what a sandbox runs, charts, pages and what they name, the explored model. The test cache does not know
 # these files, but it knows the variables that a test reads, and those tests read this one.
-TESTED_FILES = find agent deploy pkg proto shim test/claimmodel test/go.mod test/go.sum go.work README.md docs Makefile -type f \
+TESTED_FILES = find agent deploy pkg proto shim test/claimmodel test/go.mod test/go.sum go.work README.md docs .github Makefile -type f \
 		! -name '*_test.go' -print0 | \
 	LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c-16
 

@@ -178,9 +178,23 @@ func (a *Access) ownIdentity() bool {
 	return a.TLSDir != "" || a.PlaintextLoopback || strings.HasPrefix(a.AgentAddress, "unix:")
 }
 
-// Agent connects to the agent. The caller closes the connection. It makes no call, unless it has to
-// ask for the name of the Cluster.
+// Agent connects to the agent, for a Cluster. The caller closes the connection. It makes no call,
+// unless it has to ask for the name of the Cluster.
 func (a *Access) Agent(ctx context.Context) (*Agent, error) {
+	agent, err := a.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := a.nameCluster(ctx, agent); err != nil {
+		_ = agent.Close()
+		return nil, err
+	}
+	return agent, nil
+}
+
+// connect connects to the agent. The Cluster is Karpenter's, or nil if Karpenter's Deployment is not
+// needed. The caller closes the connection. It makes no call.
+func (a *Access) connect(ctx context.Context) (*Agent, error) {
 	options := agentclient.Options{
 		Address: a.AgentAddress, PlaintextLoopback: a.PlaintextLoopback, Timeout: a.Timeout, UserAgent: userAgent,
 	}
@@ -212,12 +226,7 @@ func (a *Access) Agent(ctx context.Context) (*Agent, error) {
 	if err != nil {
 		return nil, problem(err, "See --agent-address, --tls-dir and --plaintext-loopback.")
 	}
-	agent := &Agent{Client: made, Address: options.Address, Cluster: cluster}
-	if err := a.nameCluster(ctx, agent); err != nil {
-		_ = made.Close()
-		return nil, err
-	}
-	return agent, nil
+	return &Agent{Client: made, Address: options.Address, Cluster: cluster}, nil
 }
 
 // like takes from the shim what the flags leave open.

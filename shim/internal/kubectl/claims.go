@@ -20,17 +20,19 @@ func claimsCommand(access *Access) *cobra.Command {
 		Use:   "claims [NODECLAIM|CLAIM ID]",
 		Short: "Show the claims on machines; with a name, one of them with its history",
 		Args:  cobra.MaximumNArgs(1),
+		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+			if err := access.complete(cmd.Flags()); err != nil || len(args) > 0 {
+				return nil, cobra.ShellCompDirectiveNoFileComp
+			}
+			claims, _ := access.claims(cmd, all)
+			return lo.Uniq(lo.Map(claims.GetClaims(), func(c *agentv1alpha1.Claim, _ int) string {
+				return cmp.Or(oneLine(c.GetDisplayName()), c.GetClaimId())
+			})), cobra.ShellCompDirectiveNoFileComp
+		},
 		RunE: func(cmd *cobra.Command, args []string) error {
-			agent, err := access.Agent(cmd.Context())
+			response, err := access.claims(cmd, all || len(args) > 0)
 			if err != nil {
 				return err
-			}
-			defer func() { _ = agent.Close() }()
-			response, err := agent.Claims.ListClaims(cmd.Context(), &agentv1alpha1.ListClaimsRequest{
-				Cluster: agent.Cluster, IncludeEnded: all || len(args) > 0,
-			})
-			if err != nil {
-				return agentProblem(err, agent)
 			}
 			out := cmd.OutOrStdout()
 			if len(args) > 0 {
@@ -55,6 +57,19 @@ func claimsCommand(access *Access) *cobra.Command {
 	}
 	command.Flags().BoolVar(&all, "all", false, "Also show ended claims whose tombstones are kept.")
 	return command
+}
+
+func (a *Access) claims(cmd *cobra.Command, ended bool) (*agentv1alpha1.ListClaimsResponse, error) {
+	agent, err := a.Agent(cmd.Context())
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = agent.Close() }()
+	response, err := agent.Claims.ListClaims(cmd.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: agent.Cluster, IncludeEnded: ended})
+	if err != nil {
+		return nil, agentProblem(err, agent)
+	}
+	return response, nil
 }
 
 func writeClaims(to io.Writer, claims []*agentv1alpha1.Claim, wide bool, now time.Time) error {

@@ -15,6 +15,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -35,7 +37,9 @@ import (
 
 const (
 	serverName = "capi-agent.hub.svc"
-	patience   = 20 * time.Second
+	// reader is the path of an identity that may read all Clusters.
+	reader   = "/team/observability"
+	patience = 20 * time.Second
 )
 
 // world is a workload cluster and a management cluster, real API servers without anything else, and
@@ -82,7 +86,12 @@ func newWorld(t *testing.T) *world {
 	require.NoError(t, err)
 	w.address = listener.Addr().String()
 	security := &tls.Config{Certificates: []tls.Certificate{pair}, ClientCAs: w.authority.Pool(), MinVersion: tls.VersionTLS13}
-	w.agent.ServeTLS(listener, security, func(string) []fakeagent.Grant { return nil })
+	w.agent.ServeTLS(listener, security, func(id string) []fakeagent.Grant {
+		if id == "spiffe://"+fakeagent.TrustDomain+reader {
+			return []fakeagent.Grant{{Role: fakeagent.RoleReader, AllClusters: true}}
+		}
+		return nil
+	})
 	w.agent.AddNodeGroup(&agentv1alpha1.NodeGroup{
 		Name: "workers", InstanceType: "medium", Zone: "a", Replicas: 1, Capacity: map[string]string{"cpu": "4", "memory": "16Gi", "pods": "110"},
 		Price:    &agentv1alpha1.Price{PerHour: 0.2, Currency: "EUR"},
@@ -358,6 +367,8 @@ func TestThePlugin(t *testing.T) {
 		assert.Contains(t, w.must("__complete", "why", "pod", ""), "web\n")
 		assert.Contains(t, w.must("__complete", "why", "machine", ""), machine+"\n")
 		assert.Contains(t, w.must("__complete", "groups", ""), "workers\n")
+		assert.Contains(t, w.must("__complete", "claims", ""), "default-a\n")
+		assert.NotContains(t, w.must("__complete", "claims", nodeClaim.Name, ""), "default-a\n", "one name only")
 	})
 
 	t.Run("a certificate of one's own, at another address", func(t *testing.T) {
@@ -397,8 +408,6 @@ func TestThePlugin(t *testing.T) {
 	})
 
 	t.Run("the management cluster's own words", func(t *testing.T) {
-		_, err := w.run("spokes")
-		require.ErrorContains(t, err, "this needs the management cluster")
 		create(t, w.hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: Spoke, metadata: {namespace: default, name: workload}}",
 			map[string]any{
 				"conditions": []any{map[string]any{
@@ -434,7 +443,7 @@ func TestThePlugin(t *testing.T) {
 		assert.Regexp(t, `default/pools +unknown +- +- +- +- +2 +5 `, wide)
 		assert.Regexp(t, `kube-public/pools +unknown +- +- +- +- +5 +- `, wide, "the Nodes of three are not known")
 		assert.Contains(t, w.must("spokes", "pools", hub, "--namespace=kube-public", "-o", "json"), `"pricePerHour": "0.41"`)
-		_, err = w.run("spokes", "pools", hub)
+		_, err := w.run("spokes", "pools", hub)
 		require.ErrorContains(t, err, "2 namespaces have a Spoke pools")
 		_, err = w.run("spokes", "absent", hub)
 		require.ErrorContains(t, err, "there is no Spoke absent")
@@ -449,6 +458,56 @@ func TestThePlugin(t *testing.T) {
 		assert.Contains(t, e.Verdict, "Machine "+machine+" waits for its infrastructure", "the MachineClaim is read instead of the agent")
 	})
 
+	t.Run("the fleet without the management cluster", func(t *testing.T) {
+		assert.Regexp(t, `default/workload +never +- +- +- +1 +2 +1\n$`, w.must("spokes"), "Karpenter's certificate is for its own Cluster")
+
+		production := &agentv1alpha1.ClusterRef{Namespace: "team-a", Name: "production"}
+		w.agent.AddCluster(production)
+		shim := w.agent.ClientFor(production).Claims
+		claims, err := shim.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: production, Holder: v1alpha1.Holder})
+		require.NoError(t, err)
+		_, err = shim.SyncClaims(t.Context(), &agentv1alpha1.SyncClaimsRequest{
+			Cluster: production, Holder: v1alpha1.Holder, Token: claims.GetToken(), SpokeId: "1f0d",
+		})
+		require.NoError(t, err)
+		// Neither caller has a workload cluster.
+		as := func(identity string, args ...string) (string, error) {
+			certificate, key, err := w.authority.IssueClient("spiffe://" + fakeagent.TrustDomain + identity)
+			require.NoError(t, err)
+			dir := t.TempDir()
+			for name, data := range map[string][]byte{"tls.crt": certificate, "tls.key": key, "ca.crt": w.authority.PEM()} {
+				require.NoError(t, os.WriteFile(filepath.Join(dir, name), data, 0o600))
+			}
+			return w.runIn(t.Context(), append(args, "--kubeconfig="+w.file("none", nil), "--agent-address="+w.address,
+				"--server-name="+serverName, "--tls-dir="+dir)...)
+		}
+		all, err := as(reader, "spokes", "-o", "wide")
+		require.NoError(t, err)
+		assert.Regexp(t, `default/workload +never +- +- +- +1 +2 +1 +0 +- +-\n`, all)
+		assert.Regexp(t, `team-a/production +yes +\d+s ago +\S+ +- +0 +0 +0 +0 +- +1f0d\n`, all)
+		one, err := as(reader, "spokes", "production")
+		require.NoError(t, err)
+		assert.Regexp(t, `^team-a/production\n\nconnected +yes\n`, one)
+		assert.Contains(t, one, "see --hub-kubeconfig")
+		w.agent.SetPaused(production, true)
+		one, err = as(reader, "spokes", "team-a/production")
+		require.NoError(t, err)
+		assert.Regexp(t, `state +paused\n`, one)
+		structured, err := as(reader, "spokes", "-o", "json", "--namespace=team-a")
+		require.NoError(t, err)
+		assert.Contains(t, structured, `"name": "production"`)
+		assert.NotContains(t, structured, `"name": "workload"`)
+		assert.Contains(t, w.must("__complete", "spokes", ""), "default/workload\n")
+		_, err = as(reader, "spokes", "absent")
+		require.ErrorContains(t, err, "reports no Cluster absent")
+		_, err = as("/team/unknown", "spokes")
+		require.ErrorContains(t, err, "refuses: ")
+		assert.Contains(t, kubectl.Describe(err), "of a reader: --tls-dir")
+		w.agent.Fail("ListClusters", 1, status.Error(codes.Unimplemented, "unknown service"))
+		_, err = as(reader, "spokes")
+		require.ErrorContains(t, err, "is of an earlier version: unknown service")
+	})
+
 	t.Run("a claim that has failed", func(t *testing.T) {
 		w.agent.GiveUp(cluster, string(nodeClaim.UID), "the quota for instances is exceeded")
 		require.NoError(t, w.spoke.Delete(t.Context(), nodeClaim))
@@ -459,6 +518,8 @@ func TestThePlugin(t *testing.T) {
 		text := w.must("why", "pod", "web")
 		assert.Contains(t, text, "the quota for instances is exceeded")
 		assert.Contains(t, w.must("claims", "--all"), "default-a")
+		assert.NotContains(t, w.must("__complete", "claims", ""), "default-a\n")
+		assert.Contains(t, w.must("__complete", "claims", "--all", ""), "default-a\n")
 	})
 
 	t.Run("a Karpenter that does not run", func(t *testing.T) {

@@ -71,7 +71,13 @@ func agentProblem(err error, agent *Agent) error {
 	case codes.Unauthenticated:
 		return problem(fmt.Errorf("the agent at %s does not accept the certificate: %s", address, message),
 			"Use the certificate that Karpenter has, or one of a reader: --tls-dir (docs/install.md, access for others).")
+	case codes.Unimplemented:
+		return problem(fmt.Errorf("the agent at %s is of an earlier version: %s", address, message), "Upgrade it (docs/upgrades.md).")
 	case codes.PermissionDenied:
+		if agent.Cluster == nil {
+			return problem(fmt.Errorf("the agent at %s refuses: %s", address, message),
+				"Use the certificate of a Cluster or of a reader: --tls-dir (docs/install.md, access for others).")
+		}
 		return problem(fmt.Errorf("the agent at %s refuses the Cluster %s: %s", address, nameOf(agent.Cluster), message),
 			"The certificate is for another Cluster, or the Cluster does not exist: see --cluster and --tls-dir.")
 	}

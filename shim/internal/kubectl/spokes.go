@@ -17,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubectl/explain"
 )
 
@@ -94,25 +95,36 @@ func (s *spoke) nodePools() (pools, nodes string) {
 // certificateEndsIn returns the time until the shim's certificate expires, "ended" if it has, or an
 // empty text if the shim has none.
 func (s *spoke) certificateEndsIn(now time.Time) string {
-	switch certificate := s.Status.Certificate; {
-	case certificate == nil || certificate.NotAfter == nil:
-		return ""
-	case certificate.NotAfter.After(now):
-		return explain.Age(certificate.NotAfter.Sub(now))
-	default:
-		return "ended"
+	if certificate := s.Status.Certificate; certificate != nil && certificate.NotAfter != nil {
+		return endsIn(certificate.NotAfter.Time, now)
 	}
+	return ""
+}
+
+// endsIn returns the time until a certificate expires, or "ended" if it has.
+func endsIn(at, now time.Time) string {
+	if at.After(now) {
+		return explain.Age(at.Sub(now))
+	}
+	return "ended"
 }
 
 func spokesCommand(access *Access) *cobra.Command {
 	return &cobra.Command{
-		Use: "spokes [CLUSTER]",
-		Short: "Show the workload clusters whose Karpenter calls the agent; with a name, its NodePools and what the hub publishes to it; " +
-			"needs the management cluster's kubeconfig",
+		Use:   "spokes [CLUSTER]",
+		Short: "Show the workload clusters whose Karpenter calls the agent; with a name, one of them",
+		Long: "spokes shows the workload clusters whose Karpenter calls the agent. With the management cluster's kubeconfig it reads the Spokes there, " +
+			"and with a name it shows the NodePools of one, and what the hub publishes to it. Without it, the agent reports the Clusters that the " +
+			"certificate may read, with counts instead of NodePools.",
 		Args: cobra.MaximumNArgs(1),
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 			if err := access.complete(cmd.Flags()); err != nil || len(args) > 0 {
 				return nil, cobra.ShellCompDirectiveNoFileComp
+			}
+			if !access.hasHub() {
+				clusters, _ := access.clusters(cmd.Context())
+				return lo.Map(clusters.GetClusters(), func(c *agentv1alpha1.Cluster, _ int) string { return nameOf(c.GetRef()) }),
+					cobra.ShellCompDirectiveNoFileComp
 			}
 			list, err := access.spokes(cmd.Context())
 			if err != nil {
@@ -122,6 +134,9 @@ func spokesCommand(access *Access) *cobra.Command {
 				cobra.ShellCompDirectiveNoFileComp
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if !access.hasHub() {
+				return access.showClusters(cmd, args)
+			}
 			list, err := access.spokes(cmd.Context())
 			if err != nil {
 				return err
@@ -178,16 +193,18 @@ func spokeNamed(spokes []unstructured.Unstructured, name string) (*unstructured.
 	found := lo.Filter(spokes, func(s unstructured.Unstructured, _ int) bool {
 		return s.GetName() == name || s.GetNamespace()+"/"+s.GetName() == name
 	})
-	switch len(found) {
-	case 0:
+	if len(found) == 0 {
 		return nil, problem(fmt.Errorf("there is no Spoke %s", name), "See which there are: kubectl capi spokes.",
 			"A Cluster has one once it was onboarded, or once its Karpenter has called the agent.")
-	case 1:
-		return &found[0], nil
-	default:
-		return nil, problem(fmt.Errorf("%d namespaces have a Spoke %s", len(found), name),
-			"Name one as <namespace>/<name>, or give --namespace.")
 	}
+	if len(found) > 1 {
+		return nil, ambiguous(len(found), "a Spoke "+name)
+	}
+	return &found[0], nil
+}
+
+func ambiguous(namespaces int, what string) error {
+	return problem(fmt.Errorf("%d namespaces have %s", namespaces, what), "Name one as <namespace>/<name>, or give --namespace.")
 }
 
 func writeSpokes(to io.Writer, spokes []spoke, wide bool, now time.Time) error {
