@@ -74,7 +74,7 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 			status("Releasing", "DrainingNode", "Machine m has been deleting for more than a minute: pods", 4),
 		},
 		{faults.ClaimBound, "update", ours, "machineclaims", "status", status("Bound", "Bound", "bound to Machine lost", 2)},
-		{faults.ClaimRestored, "update", ours, "machineclaims", "status", status("Bound", "Bound", "the claim's status was lost and was restored from the label of Machine m", 1)},
+		{faults.ClaimRestored, "update", ours, "machineclaims", "status", status("Bound", "Bound", "the claim's status was lost and was restored", 1)},
 		{faults.NodeNoted, "update", ours, "machineclaims", "status", status("Bound", "NodeJoined", "", 3)},
 		{faults.ReturnRequested, "update", ours, "machineclaims", "status", status("Bound", "ReturnRequested", "", 4)},
 		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", status("Releasing", "ReleaseRequested", "", 4)},

@@ -26,7 +26,8 @@ func TestTheMatrixIsWhatIsBuilt(t *testing.T) {
 	require.Equal(t, clusterAPI, found("agent/go.mod", `sigs.k8s.io/cluster-api `+version), "the agent's and the sandbox's")
 	kubernetes := found("deploy/tools/kubernetes/go.mod", `k8s.io/kubernetes `+version)
 	karpenter := found("shim/go.mod", `sigs.k8s.io/karpenter `+version)
-	hub, spoke := found("deploy/charts/agent/Chart.yaml", `kubeVersion: ">=(1\.\d+)\.0-0"`), found("deploy/charts/shim/Chart.yaml", `kubeVersion: ">=(1\.\d+)\.0-0"`)
+	const minimum = `kubeVersion: ">=(1\.\d+)\.0-0"`
+	hub, spoke := found("deploy/charts/agent/Chart.yaml", minimum), found("deploy/charts/shim/Chart.yaml", minimum)
 	minor := regexp.MustCompile(`^v\d+\.\d+`).FindString
 
 	page, err := pages.Read(root(t), "docs/compatibility.md")

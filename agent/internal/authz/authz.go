@@ -135,14 +135,14 @@ func (c Caller) OnlyCluster(rule Rule) (types.NamespacedName, error) {
 		}
 		for _, cluster := range g.Clusters {
 			if only != (types.NamespacedName{}) && only != cluster {
-				return types.NamespacedName{}, fmt.Errorf("the requests of this method name no Cluster, and this identity has the role for several, including %s and %s; "+
-					"grant it the role for exactly one", only, cluster)
+				return types.NamespacedName{}, fmt.Errorf("the requests of this method name no Cluster, and this identity has the role for "+
+					"several, including %s and %s; grant it the role for exactly one", only, cluster)
 			}
 			only = cluster
 		}
 		if g.AllClusters || strings.Contains(only.String(), "*") {
-			return types.NamespacedName{}, errors.New("the requests of this method name no Cluster, and this identity has the role for any number of them; " +
-				"grant it the role for exactly one, by its name")
+			return types.NamespacedName{}, errors.New("the requests of this method name no Cluster, and this identity has the role for " +
+				"any number of them; grant it the role for exactly one, by its name")
 		}
 	}
 	if only == (types.NamespacedName{}) {

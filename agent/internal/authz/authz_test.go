@@ -170,7 +170,7 @@ func TestTheOnlyClusterOfARole(t *testing.T) {
 		"one":                       {"{id: ID, roles: [autoscaler], clusters: [fleet/spoke]}", ""},
 		"one, and others to read":   {"{id: ID, roles: [autoscaler, reader], clusters: [fleet/spoke]}", ""},
 		"the same twice":            {"{id: ID, roles: [autoscaler], clusters: [fleet/spoke, fleet/spoke]}", ""},
-		"two":                       {"{id: ID, roles: [autoscaler], clusters: [fleet/spoke, fleet/other]}", "several, including fleet/spoke and fleet/other"},
+		"two":                       {"{id: ID, roles: [autoscaler], clusters: [fleet/spoke, fleet/other]}", "including fleet/spoke and fleet/other"},
 		"a pattern":                 {"{id: ID, roles: [autoscaler], clusters: [fleet/sp*]}", "any number"},
 		"all":                       {"{id: ID, roles: [autoscaler], allClusters: true}", "any number"},
 		"none, as an administrator": {"{id: ID, roles: [admin], clusters: [fleet/spoke]}", "may not call"},

@@ -49,10 +49,62 @@ func TestParse(t *testing.T) {
 // fake is a program whose help is formatted as cobra's.
 const fake = `#!/bin/sh
 case "$*" in
---help) printf 'Does x.\n\nUsage:\n  fake [flags]\n  fake [command]\n\nAvailable Commands:\n  completion  Generate\n  help        Help\n  keep        Keep things\n  list        List\n\nFlags:\n      --all   Everything.\n\nUse "fake [command] --help".\n' ;;
-'keep --help') printf 'Keeps things.\n\nUsage:\n  fake keep\n\nAvailable Commands:\n  one   Keep one\n' ;;
-'keep one --help') printf 'Keeps\none. By default:\n\n  fake keep one X\n\nUsage:\n  fake keep one [flags] NAME\n\nFlags:\n      --for duration   How long. (default 1s)\n  -h, --help           Help.\n\nGlobal Flags:\n      --all   Everything.\n' ;;
-'list --help') printf 'List\n\nUsage:\n  fake list A|B\n\nFlags:\n  -h, --help   Help.\n' ;;
+--help) cat <<'END'
+Does x.
+
+Usage:
+  fake [flags]
+  fake [command]
+
+Available Commands:
+  completion  Generate
+  help        Help
+  keep        Keep things
+  list        List
+
+Flags:
+      --all   Everything.
+
+Use "fake [command] --help".
+END
+;;
+'keep --help') cat <<'END'
+Keeps things.
+
+Usage:
+  fake keep
+
+Available Commands:
+  one   Keep one
+END
+;;
+'keep one --help') cat <<'END'
+Keeps
+one. By default:
+
+  fake keep one X
+
+Usage:
+  fake keep one [flags] NAME
+
+Flags:
+      --for duration   How long. (default 1s)
+  -h, --help           Help.
+
+Global Flags:
+      --all   Everything.
+END
+;;
+'list --help') cat <<'END'
+List
+
+Usage:
+  fake list A|B
+
+Flags:
+  -h, --help   Help.
+END
+;;
 esac
 `
 

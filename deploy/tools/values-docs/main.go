@@ -38,8 +38,8 @@ func run(file string, charts []string) error {
 	fmt.Fprintln(&page, "<!-- Generated from the charts' values.yaml and values.schema.json by values-docs. DO NOT EDIT. -->")
 	fmt.Fprintln(&page, "# Values of the charts")
 	fmt.Fprintln(&page)
-	fmt.Fprintln(&page, "What `helm install --set` and `--values` accept. A value that has another type or an unknown name is refused. Options that have no value")
-	fmt.Fprintln(&page, "of their own are set by `extraArgs`: see [options](options.md).")
+	fmt.Fprintln(&page, "What `helm install --set` and `--values` accept. A value that has another type or an unknown name is refused.")
+	fmt.Fprintln(&page, "Options that have no value of their own are set by `extraArgs`: see [options](options.md).")
 	for _, chart := range charts {
 		if err := section(&page, chart); err != nil {
 			return fmt.Errorf("%s: %w", chart, err)
@@ -75,8 +75,9 @@ func section(page io.Writer, chart string) error {
 	if values.Kind != yaml.DocumentNode || values.Content[0].Kind != yaml.MappingNode {
 		return errors.New("values.yaml is not a map")
 	}
-	fmt.Fprintf(page, "\n## %s\n\n%s Defaults that are not shown are in\n[values.yaml](../%s/values.yaml).\n\n| value | type | default | description |\n|---|---|---|---|\n",
+	fmt.Fprintf(page, "\n## %s\n\n%s Defaults that are not shown are in\n[values.yaml](../%s/values.yaml).\n\n",
 		description.Name, sentence(description.Description), filepath.ToSlash(chart))
+	fmt.Fprint(page, "| value | type | default | description |\n|---|---|---|---|\n")
 	return rows(page, nil, values.Content[0], &types)
 }
 

@@ -47,7 +47,8 @@ func (o *Options) addFlags(flags *pflag.FlagSet) {
 	flags.StringVarP(&o.Namespace, "namespace", "n", "", "Namespace of the pod. Defaults to that of the context.")
 	flags.StringVar(&o.HubKubeconfig, "hub-kubeconfig", "",
 		"Kubeconfig `file` of the management cluster, to read its own objects. Defaults to --kubeconfig, if --hub-context is set.")
-	flags.StringVar(&o.HubContext, "hub-context", "", "Context of the management cluster in its kubeconfig. Defaults to the current context, if --hub-kubeconfig is set.")
+	flags.StringVar(&o.HubContext, "hub-context", "",
+		"Context of the management cluster in its kubeconfig. Defaults to the current context, if --hub-kubeconfig is set.")
 	flags.StringVar(&o.AgentAddress, "agent-address", "",
 		"Address of the agent: host:port, or unix:///path. Defaults to the address in Karpenter's Deployment.")
 	flags.StringVar(&o.ServerName, "server-name", "", "Name expected in the agent's certificate. Defaults to the name that Karpenter expects.")
