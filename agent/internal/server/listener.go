@@ -124,8 +124,9 @@ func ListenLoopback(ctx context.Context, address string) (Listener, error) {
 
 // ListenUnix listens on a unix socket that only the agent's user and group can open, in a folder that
 // not every user can write. Every connection has the given grant. A socket left behind by an earlier
-// process is replaced; a socket that is being served is not. The process's umask changes while the socket is created, so files
-// and directories that other goroutines create at that moment may get a stricter mode.
+// process is replaced; a socket that is being served is not. The process's umask changes while the
+// socket is created, so files and directories that other goroutines create at that moment may get a
+// stricter mode.
 func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, error) {
 	if err := protectedFolder(filepath.Dir(path), "/proc/self/mountinfo"); err != nil {
 		return Listener{}, err
