@@ -477,15 +477,15 @@ func TestAFailureHasAClass(t *testing.T) {
 		s    *Snapshot
 		want failures.Class
 	}{
-		"no capacity":                             {bound("Failed", "ERROR CODE: ZonalAllocationFailed", 0), failures.Capacity},
-		"no quota":                                {bound("Failed", "ERROR CODE: QuotaExceeded", 0), failures.Quota},
-		"a mistake":                               {bound("Failed", "ERROR CODE: AuthorizationFailed", 5*time.Minute), failures.Configuration},
-		"a reason of --failure-reasons":           {bound("NoRoom", "", 0), failures.GivenUp},
-		"no infrastructure":                       {bound(clusterv1.MachineInfrastructureDoesNotExistReason, "", time.Hour), failures.GivenUp},
-		"nothing final for several deadlines":     {bound("Failed", "RESPONSE 429", Patience*deadline), failures.TimedOut},
-		"no Machine":                              {blocked(""), failures.TimedOut},
-		"no Machine, for no reason that is known": {blocked("the control plane is upgrading"), failures.TimedOut},
-		"no Machine, for a quota of the hub":      {blocked(`machines is forbidden: exceeded quota: fleet`), failures.Quota},
+		"no capacity":                         {bound("Failed", "ERROR CODE: ZonalAllocationFailed", 0), failures.Capacity},
+		"no quota":                            {bound("Failed", "ERROR CODE: QuotaExceeded", 0), failures.Quota},
+		"a mistake":                           {bound("Failed", "ERROR CODE: AuthorizationFailed", 5*time.Minute), failures.Configuration},
+		"a reason of --failure-reasons":       {bound("NoRoom", "", 0), failures.GivenUp},
+		"no infrastructure":                   {bound(clusterv1.MachineInfrastructureDoesNotExistReason, "", time.Hour), failures.GivenUp},
+		"nothing final for several deadlines": {bound("Failed", "RESPONSE 429", Patience*deadline), failures.TimedOut},
+		"no Machine":                          {blocked(""), failures.TimedOut},
+		"no Machine, for another reason":      {blocked("the control plane is upgrading"), failures.TimedOut},
+		"no Machine, for a quota":             {blocked(`machines is forbidden: exceeded quota: fleet`), failures.Quota},
 	} {
 		t.Run(name, func(t *testing.T) {
 			test.s.Failure = Failure{Known: true, Reasons: []string{"NoRoom"}, ObjectDeadline: deadline, ProviderIDDeadline: deadline}

@@ -86,9 +86,11 @@ func TestTheAgentConforms(t *testing.T) {
 	content, err := os.ReadFile(filepath.Join(dir, "verdict.json"))
 	require.NoError(t, err)
 	var verdict struct {
-		Verdict                 string
-		Passed, Failed, Skipped int
-		Results                 []conformance.Result
+		Verdict string               `json:"verdict"`
+		Passed  int                  `json:"passed"`
+		Failed  int                  `json:"failed"`
+		Skipped int                  `json:"skipped"`
+		Results []conformance.Result `json:"results"`
 	}
 	require.NoError(t, json.Unmarshal(content, &verdict))
 	require.Equal(t, "PASS", verdict.Verdict)

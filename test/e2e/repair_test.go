@@ -164,7 +164,7 @@ func silence(t *testing.T, node string) {
 }
 
 // awaitReplaced waits until the Machine is gone and all pods run elsewhere.
-func awaitReplaced(t *testing.T, m *clusterv1.Machine, pods int) {
+func awaitReplaced(t *testing.T, m *clusterv1.Machine, pods int) { //nolint:unparam // callers have as many pods by chance
 	t.Helper()
 	poll(t, 4*time.Minute, func(context.Context) (string, error) {
 		return lo.Ternary(!lo.Contains(uidsOf(listCrowd(t)), m.UID), "", "Machine "+m.Name+" to be replaced"), nil

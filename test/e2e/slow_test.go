@@ -106,7 +106,8 @@ func TestSlowMachinesJoin(t *testing.T) {
 		`{"spec":{"disruption":{"consolidateAfter":"0s"},"template":{"metadata":{"labels":{"fleet.example.com/revision":"second"}}}}}`)))
 	poll(t, 6*time.Minute, func(context.Context) (string, error) {
 		have := lo.Map(machinesOf(t, "slow"), func(m clusterv1.Machine, _ int) string { return m.Name })
-		return lo.Ternary(len(have) == 1 && have[0] != before[0].Name, "", fmt.Sprintf("the drifted machine %s is replaced: there are %v", before[0].Name, have)), nil
+		replaced := len(have) == 1 && have[0] != before[0].Name
+		return lo.Ternary(replaced, "", fmt.Sprintf("the drifted machine %s is replaced: there are %v", before[0].Name, have)), nil
 	})
 	await(t, 2*time.Minute, running(len(machines)))
 	figure("slow: a drifted Node is replaced within %.0f minutes, with %d NodeClaims", (time.Since(began) * compression).Minutes(), made("slow")-1)

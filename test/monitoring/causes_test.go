@@ -89,7 +89,7 @@ var causes = map[string]cause{
 		"agent/internal/claims/metrics_test.go:TestAClaimsLifeIsMeasuredByCluster",
 	},
 	"CapiAgentClaimsFail": {
-		`capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="Failed",class="Capacity"} 0+1x120
+		`capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="Failed",class="Quota"} 0+1x120
 		 capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="production",result="durable"} 0+5x120`,
 		"agent/internal/claims/metrics_test.go:TestAClaimsLifeIsMeasuredByCluster",
 	},
@@ -258,7 +258,7 @@ const healthy = `
 	capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="+Inf"} 0+10x120
 	capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="32"} 0+10x120
 	capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="+Inf"} 0+10x120
-	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="Failed",class="Capacity"} 0x100 1x20
+	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="Failed",class="Quota"} 0x100 1x20
 	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="MachineLost"} 0x100 1x20
 	capi_agent_claims_ended_total{pod="a",namespace="team-a",cluster="production",machine_deployment="workers",reason="Released"} 0+9x120
 	capi_agent_claims_refused_total{pod="a",namespace="team-a",cluster="production",limit="live"} 0x120

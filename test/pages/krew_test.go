@@ -126,7 +126,7 @@ func makeKrew(t *testing.T, version string) string {
 while [ "$1" != -o ]; do shift; done
 echo "$GOOS-$GOARCH" >"$2"
 `
-	require.NoError(t, os.WriteFile(filepath.Join(compiler, "go"), []byte(script), 0o755)) //nolint:gosec // it is run
+	require.NoError(t, os.WriteFile(filepath.Join(compiler, "go"), []byte(script), 0o755))
 	bin := filepath.Join(t.TempDir(), "bin")
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()

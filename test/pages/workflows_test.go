@@ -49,11 +49,11 @@ func TestWorkflowsRunTargetsOfMake(t *testing.T) {
 	// In a shallow checkout these tests skip themselves.
 	ofHistory := []string{"test", "test-unit", "e2e"}
 
-	var rules string
+	var rules strings.Builder
 	for _, file := range []string{"Makefile", "deploy/tools/release.mk"} {
 		text, err := os.ReadFile(filepath.Join(root(t), file))
 		require.NoError(t, err)
-		rules += string(text)
+		rules.Write(text)
 	}
 	files, err := filepath.Glob(filepath.Join(root(t), ".github/workflows/*.yaml"))
 	require.NoError(t, err)
@@ -83,7 +83,8 @@ func TestWorkflowsRunTargetsOfMake(t *testing.T) {
 				targets = append(targets, made...)
 			}
 			for _, target := range targets {
-				require.True(t, regexp.MustCompile(`(?m)^`+regexp.QuoteMeta(target)+`:`).MatchString(rules), "%s runs make %s, which is no target", name, target)
+				is := regexp.MustCompile(`(?m)^` + regexp.QuoteMeta(target) + `:`).MatchString(rules.String())
+				require.True(t, is, "%s runs make %s, which is no target", name, target)
 				if slices.Contains(ofHistory, target) {
 					require.True(t, whole, "%s: make %s needs fetch-depth 0", name, target)
 				}

@@ -290,6 +290,7 @@ func TestMistakesInNodePoolSetsAreNamed(t *testing.T) {
 		"long name": {func(s *v1alpha1.NodePoolSet) { s.Name = strings.Repeat("a", 64) }, "metadata.name must have at most 63 characters"},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			set := h.set("mistaken", pool("default", `{}`))
 			c.change(set)
 			err := plane.Client.Create(t.Context(), set)

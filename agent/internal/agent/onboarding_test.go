@@ -568,6 +568,7 @@ func TestOpenStreamsEndWithTheOnboarding(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			o := newOnboarded(t)
 			shim := o.enrolled(false)
 			var streams []interface {

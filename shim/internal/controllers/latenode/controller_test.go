@@ -107,7 +107,7 @@ func TestANodeThatJoinsInTimeIsLeftToCore(t *testing.T) {
 	e.clock.Step(patience - time.Second)
 	e.join()
 	assert.Zero(t, e.looked())
-	assert.NoError(t, e.disruptable())
+	require.NoError(t, e.disruptable())
 	e.clock.Step(time.Hour)
 	assert.Zero(t, e.looked())
 	assert.NoError(t, e.disruptable())
