@@ -74,7 +74,7 @@ func Read(root string) ([]Dashboard, error) {
 // cause. test/monitoring checks that their queries name metrics that exist.
 var quiet = map[string][]string{
 	"karpenter-capi-hub": {
-		"Claims ended as Failed in an hour, by node group", "Claims whose owner is missing", "Values that cannot be used", "Calls that fail",
+		"Claims ended as Failed in an hour, by node group and class", "Claims whose owner is missing", "Values that cannot be used", "Calls that fail",
 		"Writes to the hub that are refused",
 	},
 	"karpenter-capi-spoke": {"NodeClaims given up in an hour", "Errors of the agent"},

@@ -202,7 +202,7 @@ func claimStatus(c *agentv1.MachineClaim) Class {
 		}
 	case agentv1.PhaseReleasing:
 		switch {
-		case strings.HasPrefix(s.Message, "the deletion of Machine"): // the reason comes from Cluster API
+		case strings.Contains(s.Message, "has been deleting for more than a minute"): // the reason comes from Cluster API
 			return ClaimExplained
 		case s.Reason == "ReleaseRequested", s.Reason == "Collected":
 			return ClaimReleasing
