@@ -40,9 +40,9 @@ func TestAWorkspaceOfKAITOGetsItsMachines(t *testing.T) {
 			leaveAsFound(t)
 			copies(t, w.Hub, manifests.KaitoHub, "a100", nil)
 			copies(t, w.Spoke, manifests.KaitoWorkload, "phi-4", nil)
+			before, began := made(pool), time.Now()
 			copies(t, w.Spoke, manifests.KaitoSpoke, "gpus", change)
 			require.NoError(t, w.AwaitNodePool(within(t, soon), pool))
-			before, began := made(pool), time.Now()
 			scale(t, "phi-4", 3)
 			await(t, 3*time.Minute, initialized(pool, 2))
 			poll(t, 2*time.Minute, podsRun("phi-4", 2)) // the third has no GPU

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -234,8 +235,12 @@ func (r *Recorder) nodeClaimGone(n *karpenterv1.NodeClaim) {
 	}
 }
 
+// ofAutoscaler reports whether a holder is a cluster-autoscaler or a bridge with its role, whose
+// claims have no NodeClaims.
+func ofAutoscaler(holder string) bool { return strings.HasPrefix(holder, agentv1.ClusterAutoscaler) }
+
 func (r *Recorder) seeClaim(c *agentv1.MachineClaim) {
-	if c.Spec.ClusterName != r.options.Cluster.Name || c.Spec.Holder == agentv1.ClusterAutoscaler {
+	if c.Spec.ClusterName != r.options.Cluster.Name || ofAutoscaler(c.Spec.Holder) {
 		return // it has no NodeClaim
 	}
 	j := r.timeline(types.UID(c.Spec.ClaimID))
@@ -278,7 +283,7 @@ func (r *Recorder) seeMachine(m *clusterv1.Machine) {
 		r.tell("Machine", m.Name, "%s", lo.CoalesceOrEmpty(m.Status.Phase, "created"))
 	}
 	id := m.Labels[agentv1.ClaimLabel]
-	if id != "" && m.Spec.ProviderID != "" && m.Annotations[agentv1.ClaimHolderAnnotation] != agentv1.ClusterAutoscaler {
+	if id != "" && m.Spec.ProviderID != "" && !ofAutoscaler(m.Annotations[agentv1.ClaimHolderAnnotation]) {
 		r.reach(r.timeline(types.UID(id)), Provisioned)
 	}
 }
