@@ -33,7 +33,7 @@ const (
 	// commandTimeout is how long core waits for the replacements of a Node: minRetryDuration of its
 	// package disruption. Core waits longer only if it replaces thousands of Nodes at once.
 	commandTimeout = 10 * time.Minute
-	// keep is how long a late Node is kept once it is initialized: many rounds of core's planning,
+	// keep is how long a late Node is kept at most once it is initialized: many rounds of core's planning,
 	// which take ten seconds and more each, so that a Node can also wait for a disruption budget.
 	keep = 5 * time.Minute
 	// renew is the interval of the nominations. Each is valid for at least ten seconds.
@@ -70,7 +70,10 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	initialized := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeInitialized)
 	if initialized.IsTrue() {
 		joined := initialized.LastTransitionTime.Time
-		if joined.Before(late) || c.clock.Since(joined) >= keep {
+		// Core records when a pod that is no DaemonSet's comes to the Node or goes. From then on it is
+		// a Node like any other.
+		used := !nodeClaim.Status.LastPodEventTime.IsZero()
+		if joined.Before(late) || used || c.clock.Since(joined) >= keep {
 			return reconcile.Result{}, nil
 		}
 	} else if left := late.Sub(c.clock.Now()); left > 0 {

@@ -113,6 +113,17 @@ func TestANodeThatJoinsInTimeIsLeftToCore(t *testing.T) {
 	assert.NoError(t, e.disruptable())
 }
 
+func TestALateNodeThatHasHadPodsIsLeftToCore(t *testing.T) {
+	e := setUp(t)
+	e.clock.Step(25 * time.Minute)
+	e.join()
+	require.Positive(t, e.looked())
+	e.nodeClaim.Status.LastPodEventTime = metav1.NewTime(e.clock.Now())
+	e.clock.Step(time.Minute)
+	assert.Zero(t, e.looked())
+	assert.NoError(t, e.disruptable())
+}
+
 func TestANodeClaimThatGoesIsLeftAlone(t *testing.T) {
 	e := setUp(t)
 	e.clock.Step(25 * time.Minute)
