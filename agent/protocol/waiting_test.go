@@ -196,7 +196,7 @@ func TestWhatIsWrongWithAClaimMattersMoreThanItsInfrastructure(t *testing.T) {
 	assert.Zero(t, explained(t, s), "nothing is expected of a paused group")
 }
 
-// A Machine that joins is told by its Node, whatever its infrastructure reported.
+// Once its Node has joined, a Machine needs no explanation, whatever its infrastructure reported.
 func TestAMachineWithItsNodeIsNotExplained(t *testing.T) {
 	s, c := troubled()
 	node(s.Machines[0])

@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Whoever may write a socket's folder can put another socket in the place of the agent's.
+// A process that can write to the folder can replace the agent's socket with its own.
 func TestTheFolderOfASocketIsNotWritableForEveryUser(t *testing.T) {
 	for name, c := range map[string]struct {
 		mode    fs.FileMode

@@ -278,7 +278,7 @@ func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) er
 		_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
 			AddFunc: func(any) { c.Refresh() },
 			UpdateFunc: func(before, after any) {
-				// Status updates, most of which the shim and core write themselves, do not matter here.
+				// The catalogue does not depend on any status.
 				was, wasOne := before.(client.Object)
 				is, isOne := after.(client.Object)
 				if !wasOne || !isOne || was.GetGeneration() != is.GetGeneration() {
