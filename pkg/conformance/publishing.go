@@ -22,7 +22,7 @@ const (
 var publishingCases = []testCase{
 	{"nodepools.published", fault(), "an entry is listed as it was written, and retained unless told otherwise, and watch sends it", func(s *suite) {
 		to := s.publishing()
-		next := s.watchPublished()
+		next := s.watchPublished(nil)
 		set := poolSet("fleet", entry("default", 10))
 		set.NodePools[0].Labels = map[string]string{"example.com/team": "a"}
 		set.NodePools[0].Annotations = map[string]string{"example.com/note": "any text: a, b\n"}
@@ -65,7 +65,7 @@ var publishingCases = []testCase{
 
 	{"nodepools.changed", fault(), "other content has another revision, and the same content has the same", func(s *suite) {
 		to := s.publishing()
-		next := s.watchPublished()
+		next := s.watchPublished(nil)
 		seen := map[string]string{}
 		apply := func(what string, set NodePoolSet, shown func(*agentv1alpha1.PublishedObject) bool) published {
 			s.Helper()
@@ -129,7 +129,7 @@ var publishingCases = []testCase{
 		set := poolSet("fleet", entry("default", 1), entry("removed", 1))
 		to.ApplyNodePoolSet(s.TB, set)
 		before := s.untilPublished("both entries", func(objects published, _ []string) bool { return len(objects) == 2 })
-		next := s.watchPublished()
+		next := s.watchPublished(before)
 		set.NodePools = set.NodePools[:1]
 		to.ApplyNodePoolSet(s.TB, set)
 		skipUntil(func() bool { return next().GetRemovedKey() == "NodePool/removed" })
@@ -145,7 +145,7 @@ var publishingCases = []testCase{
 		before := s.untilPublished("every entry", func(objects published, sets []string) bool {
 			return len(objects) == 3 && slices.Equal(sets, []string{"deleted", "fleet"})
 		})
-		next := s.watchPublished()
+		next := s.watchPublished(before)
 		to.DeleteNodePoolSet(s.TB, "deleted")
 		removed := map[string]bool{}
 		skipUntil(func() bool {
@@ -172,13 +172,13 @@ var publishingCases = []testCase{
 		require.Equal(s, 1, weight(objects[poolKey]))
 		require.Equal(s, newer, objects["NodePool/own"].GetSet())
 
-		next := s.watchPublished()
+		next := s.watchPublished(objects)
 		to.DeleteNodePoolSet(s.TB, older)
 		var event *agentv1alpha1.WatchPublishedObjectsResponse
 		skipUntil(func() bool {
 			event = next()
 			require.NotEqual(s, poolKey, event.GetRemovedKey(), "the other NodePoolSet publishes it")
-			return event.GetUpsert().GetSet() == newer && weight(event.GetUpsert()) == 2
+			return event.GetUpsert() != nil && client.PublishedKey(event.GetUpsert()) == poolKey && event.GetUpsert().GetSet() == newer
 		})
 		s.untilPublished("the object of the other NodePoolSet", func(objects published, sets []string) bool {
 			return len(objects) == 2 && proto.Equal(objects[poolKey], event.GetUpsert()) && slices.Equal(sets, []string{newer})
@@ -299,8 +299,9 @@ func (s *suite) untilPublished(what string, wanted func(published, []string) boo
 	return objects
 }
 
-// watchPublished returns a function that returns the next event after SYNCED.
-func (s *suite) watchPublished() (next func() *agentv1alpha1.WatchPublishedObjectsResponse) {
+// watchPublished returns a function that returns the next event after the stream has shown shown,
+// which may be nil: a list can be newer than what a watch shows at first.
+func (s *suite) watchPublished(shown published) (next func() *agentv1alpha1.WatchPublishedObjectsResponse) {
 	s.Helper()
 	stream, err := s.Client().NodePools.WatchPublishedObjects(s.bounded(), &agentv1alpha1.WatchPublishedObjectsRequest{Cluster: s.Cluster()})
 	require.NoError(s, err)
@@ -310,6 +311,15 @@ func (s *suite) watchPublished() (next func() *agentv1alpha1.WatchPublishedObjec
 		require.NoError(s, err)
 		return response
 	}
-	skipUntil(func() bool { return next().GetSynced() != nil })
+	missing := lo.Assign(shown)
+	synced := false
+	skipUntil(func() bool {
+		event := next()
+		synced = synced || event.GetSynced() != nil
+		if object := event.GetUpsert(); object != nil && proto.Equal(missing[client.PublishedKey(object)], object) {
+			delete(missing, client.PublishedKey(object))
+		}
+		return synced && len(missing) == 0
+	})
 	return next
 }
