@@ -126,12 +126,14 @@ func (s *suite) atRest(id string) int32 {
 	s.Helper()
 	var replicas int32
 	s.eventually("node group "+id+" is at rest", func() error {
-		replicas = s.nodeGroup(id).GetReplicas()
-		machines := s.machines(id)
-		for _, machine := range machines {
-			if machine.GetOwner() == agentv1alpha1.MachineOwner_MACHINE_OWNER_UNSPECIFIED {
-				return fmt.Errorf("machine %s has no owner", machine.GetName())
-			}
+		group, machines := s.nodeGroup(id), s.machines(id)
+		replicas = group.GetReplicas()
+		owned := lo.CountValuesBy(machines, (*agentv1alpha1.Machine).GetOwner)
+		// An agent need not decide which machines are the floor's before a shim asks for it.
+		undecided := owned[agentv1alpha1.MachineOwner_MACHINE_OWNER_UNSPECIFIED]
+		floors := int(group.GetFloorReplicas()) - owned[agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR]
+		if undecided > max(floors, 0) {
+			return fmt.Errorf("%d of its machines have no owner, and %d of them are the floor's", undecided, max(floors, 0))
 		}
 		if len(machines) != int(replicas) {
 			return fmt.Errorf("it has %d replicas and %d machines", replicas, len(machines))
