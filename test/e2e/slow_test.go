@@ -90,7 +90,10 @@ func TestSlowMachinesJoin(t *testing.T) {
 				ran[name] = time.Since(began)
 			}
 		}
-		return running(len(machines))(s)
+		if problem := running(len(machines))(s); problem != "" {
+			return problem
+		}
+		return lo.Ternary(len(ran) == len(machines), "", fmt.Sprintf("a Node of each to be initialized: those of %v are", lo.Keys(ran)))
 	})
 	for name, m := range machines {
 		figure("%s: a Node %.0f minutes after its pod, %d NodeClaims, %d Machines", name, (ran[name] * compression).Minutes(), made(name), len(seen[name]))
