@@ -170,7 +170,14 @@ func TestANodeOverlayChangesTheChoice(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	poll(t, soon, func(ctx context.Context) (string, error) {
+	poll(t, soon, overlayReady(overlay))
+	scale(t, "narrow", 1)
+	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
+}
+
+// overlayReady returns a condition for poll: Karpenter has evaluated the NodeOverlay.
+func overlayReady(overlay *unstructured.Unstructured) func(context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
 		err := w.Spoke.Get(ctx, client.ObjectKeyFromObject(overlay), overlay)
 		conditions, _, _ := unstructured.NestedSlice(overlay.Object, "status", "conditions")
 		for _, c := range conditions {
@@ -179,9 +186,7 @@ func TestANodeOverlayChangesTheChoice(t *testing.T) {
 			}
 		}
 		return fmt.Sprintf("the NodeOverlay to be ready: %v", conditions), err
-	})
-	scale(t, "narrow", 1)
-	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
+	}
 }
 
 func TestGroupsOfOneInstanceTypeAreMergedAndDifferencesReported(t *testing.T) {

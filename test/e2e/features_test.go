@@ -21,6 +21,7 @@ import (
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
@@ -422,4 +423,50 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 	awaitReplaced(t, &sick, size)
 	require.Equal(t, 3*size+1, got())
 	figure("1 repaired in %.0f s, never more than %d Machines", time.Since(began).Seconds(), most)
+}
+
+// TestANodeOverlayAppliesToANodeGroupThatAppearsLater writes the overlay before there is a node group
+// that it applies to. Karpenter itself looks at overlays again only when one of them, a NodePool or a
+// node class changes, and every six hours.
+func TestANodeOverlayAppliesToANodeGroupThatAppearsLater(t *testing.T) {
+	figure := shows(t, "a NodeOverlay applies to a node group that appears later")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a feature gate")
+	}
+	leaveAsFound(t)
+	group(t, "overlaid", "overlaid-first", "on-demand", "1", "3")
+	requirePool(t, "overlaid", map[string]any{"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"on-demand"}})
+	overlay := &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "karpenter.sh/v1alpha1", "kind": "NodeOverlay", "metadata": map[string]any{"name": "cheap-later"},
+		"spec": map[string]any{
+			"requirements": []any{map[string]any{
+				"key": corev1.LabelInstanceTypeStable, "operator": "In", "values": []any{"overlaid-later"},
+			}},
+			"price": "0.0001",
+		},
+	}}
+	require.NoError(t, w.Spoke.Create(within(t, soon), overlay))
+	t.Cleanup(func() {
+		if err := w.Spoke.Delete(context.Background(), overlay); err != nil {
+			t.Error(err)
+		}
+	})
+	poll(t, soon, overlayReady(overlay))
+	scale(t, "overlaid", 1)
+	await(t, 2*time.Minute, onOneNodeOf("overlaid-first", 1))
+
+	// Its own price is the higher one.
+	group(t, "overlaid", "overlaid-later", "on-demand", "5", "3")
+	goHome(t, "overlaid") // before the node group is deleted
+	poll(t, 2*time.Minute, selectedBy("overlaid", "overlaid-later", "a price of its own", func(s shimv1.SelectedNodeGroup) bool {
+		return s.Available && s.Price == "5"
+	}))
+	began := time.Now()
+	scale(t, "overlaid", 2)
+	poll(t, consolidated, func(context.Context) (string, error) {
+		moved := where()["overlaid-later"] == 2 && len(where()) == 1
+		return lo.Ternary(moved, "", fmt.Sprintf("both pods to be on the cheaper machines, by the overlay: %v", where())), nil
+	})
+	await(t, 2*time.Minute, running(2))
+	figure("a new pod and the one that ran are on the later node group after %.0f s, with %d NodeClaims", time.Since(began).Seconds(), made("overlaid"))
 }

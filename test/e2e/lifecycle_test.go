@@ -28,6 +28,7 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
@@ -205,9 +206,10 @@ type life struct {
 	hub, spoke client.Reader // caches
 	// found are the UIDs of the NodeClaims at the stage, which are the ids of their claims.
 	found []string
-	took  time.Duration
-	made  int
-	err   error
+	// checked is how much of the time was spent on the invariants.
+	took, checked time.Duration
+	made          int
+	err           error
 }
 
 // kill kills a component. It may already be dead because of another scenario.
@@ -255,20 +257,23 @@ func TestNodesSurviveWhateverIsDoneToThem(t *testing.T) {
 	}
 	settle(t, w, settleWithin)
 	require.Empty(t, faultsInLogs(w, append(lo.Times(agents, sandbox.AgentName), sandbox.Shim)...))
-	figure("%d scenarios", len(lives))
+	checks := lo.Map(lives, func(l *life, _ int) time.Duration { return l.checked })
+	figure("%d scenarios, each with the invariants twice: median %.1f s, at most %.1f s", len(lives),
+		timeline.Median(checks).Seconds(), slices.Max(checks).Seconds())
 }
 
 func tellLives(lives []*life) {
 	tabs := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
-	_, _ = fmt.Fprintln(tabs, "result\tseconds\tthe Node is\twhen\tNodeClaims made")
+	_, _ = fmt.Fprintln(tabs, "result\tseconds\tof them for the invariants\tthe Node is\twhen\tNodeClaims made")
 	for _, l := range lives {
-		_, _ = fmt.Fprintf(tabs, "%s\t%.0f\t%s\t%s\t%d\n", lo.Ternary(l.err == nil, "PASS", "FAIL"), l.took.Seconds(), l.stage.name, l.deed.name, l.made)
+		_, _ = fmt.Fprintf(tabs, "%s\t%.0f\t%.1f\t%s\t%s\t%d\n", lo.Ternary(l.err == nil, "PASS", "FAIL"),
+			l.took.Seconds(), l.checked.Seconds(), l.stage.name, l.deed.name, l.made)
 	}
 	_ = tabs.Flush()
 }
 
 // cached returns a cache of a cluster's objects for the duration of the test.
-func cached(t *testing.T, config *rest.Config) client.Reader {
+func cached(t *testing.T, config *rest.Config) cache.Cache {
 	t.Helper()
 	reads, err := cache.New(config, cache.Options{Scheme: world.Scheme()})
 	require.NoError(t, err)
@@ -311,12 +316,14 @@ func (l *life) live(ctx context.Context) error {
 			return world.Poll(ctx, func(ctx context.Context) (string, error) { return "", l.deed.do(l, ctx) })
 		}},
 		{"what has to come of it", doneWithin, func(ctx context.Context) error { return l.settle(ctx, lo.Ternary(l.deed.gone, 0, 1)) }},
+		{"the invariants after it", slow * settleWithin, l.holds},
 		{"going home", goneWithin, func(ctx context.Context) error {
 			if err := l.scale(ctx, 0); err != nil {
 				return err
 			}
 			return l.settle(ctx, 0)
 		}},
+		{"the invariants at the end", slow * settleWithin, l.holds},
 	} {
 		if err := func() error {
 			ctx, cancel := context.WithTimeout(ctx, part.d)
@@ -379,6 +386,31 @@ func (l *life) settle(ctx context.Context, pods int) error {
 		stays := lo.ContainsBy(l.nodeClaims(), func(n karpenterv1.NodeClaim) bool { return lo.Contains(l.found, string(n.UID)) })
 		return lo.Ternary(stays && l.replaces(), "another NodeClaim", ""), nil
 	})
+}
+
+// holds waits until all invariants hold for what the scenario owns, and those that must always hold
+// do for everything. Other scenarios are in flight meanwhile.
+//
+// The caches are asked until they show that, which costs the API servers nothing, as many scenarios
+// wait at once. What counts is that the API servers then show it, too. What is waited for after
+// [life.settle] is the release's entry in the ledger, which goes after the Machine object.
+func (l *life) holds(ctx context.Context) error {
+	began := time.Now()
+	defer func() { l.checked += time.Since(began) }()
+	checker := l.Checker
+	checker.Part = &invariants.Part{NodeGroup: l.name, NodePool: l.name, InstanceType: l.name}
+	inCaches := checker
+	inCaches.Hub, inCaches.Spoke = l.hub, l.spoke
+	for _, c := range []invariants.Checker{inCaches, checker} {
+		violations, err := c.Settle(ctx)
+		if err != nil {
+			return err
+		}
+		if len(violations) > 0 {
+			return fmt.Errorf("violated:\n%s", invariants.Describe(violations))
+		}
+	}
+	return nil
 }
 
 // replaces reports whether the pod needs a Node other than its current one.

@@ -301,6 +301,9 @@ type Checker struct {
 	Cluster types.NamespacedName
 	// Expected, if set, returns what users and holders know at the moment; see [State.Against].
 	Expected func() Expected
+	// Part, if set, is all that must be at rest, while the rest of the Cluster need not be. What must
+	// always hold is checked for everything.
+	Part *Part
 }
 
 // Settle checks repeatedly until there are no violations twice in a row, and then returns none. If
@@ -326,6 +329,9 @@ func (c Checker) Settle(ctx context.Context) ([]Violation, error) {
 		if always := state.Always(); len(always) > 0 {
 			last, fatal = always, true
 			return true, nil
+		}
+		if c.Part != nil {
+			state = state.Of(*c.Part)
 		}
 		last = state.AtRest()
 		if c.Expected != nil {

@@ -386,6 +386,67 @@ func TestSettle(t *testing.T) {
 	})
 }
 
+// Another NodePool, with a node group of its own, is busy.
+func TestAPartIsAtRestByItself(t *testing.T) {
+	part := invariants.Part{NodeGroup: "small", NodePool: "default", InstanceType: "small"}
+	busy := func() *scene {
+		s := atRest()
+		s.nodeClaim.Labels = map[string]string{karpenterv1.NodePoolLabelKey: part.NodePool}
+		for _, n := range []*corev1.Node{s.ownNode, s.newNode} {
+			n.Labels = map[string]string{corev1.LabelInstanceTypeStable: part.InstanceType}
+		}
+		group := s.group.DeepCopy()
+		group.Name, group.Spec.Replicas = "other", ptr.To[int32](9)
+		going := machine("going", "")
+		going.Labels[clusterv1.MachineDeploymentNameLabel], going.DeletionTimestamp = "other", new(metav1.Now())
+		claim := s.claim.DeepCopy()
+		claim.Name, claim.Spec.ClaimID, claim.Spec.NodeGroup = "spoke.other", "other", "other"
+		claim.Status = agentv1.MachineClaimStatus{Phase: agentv1.PhasePending}
+		nodeClaim := s.nodeClaim.DeepCopy()
+		nodeClaim.Name, nodeClaim.UID, nodeClaim.Status.ProviderID = "other-x", "unclaimed", ""
+		nodeClaim.Labels = map[string]string{karpenterv1.NodePoolLabelKey: "other"}
+		left := node("left-behind")
+		left.Labels = map[string]string{corev1.LabelInstanceTypeStable: "other"}
+		s.hub, s.spoke = append(s.hub, group, going, claim), append(s.spoke, nodeClaim, left)
+		return s
+	}
+	settle := func(t *testing.T, s *scene) []invariants.Violation {
+		t.Helper()
+		hub, spoke := s.clients()
+		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+		defer cancel()
+		violations, err := invariants.Checker{Hub: hub, Spoke: spoke, Cluster: cluster, Part: &part}.Settle(ctx)
+		require.NoError(t, err)
+		return violations
+	}
+	t.Run("the others are not waited for", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			require.NotEmpty(t, busy().read(t).AtRest())
+			require.Empty(t, settle(t, busy()))
+		})
+	})
+	for name, violate := range map[string]func(*scene){
+		"its claim is not":        func(s *scene) { s.claim.Status.Phase = agentv1.PhaseReleasing },
+		"its Machine is not":      func(s *scene) { s.own.DeletionTimestamp = new(metav1.Now()) },
+		"its replicas are not":    func(s *scene) { s.group.Spec.Replicas = ptr.To[int32](3) },
+		"its NodeClaim is not":    func(s *scene) { s.nodeClaim.UID = "another" },
+		"one of its Nodes is not": func(s *scene) { s.ownNode.Spec.ProviderID = "sim://spoke/another" },
+		"anything is always wrong": func(s *scene) { // two claims of different groups have one Machine
+			second := s.claim.DeepCopy()
+			second.Name, second.Spec.ClaimID, second.Spec.NodeGroup = "spoke.second", "second", "other"
+			s.hub = append(s.hub, second)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := busy()
+				violate(s)
+				require.NotEmpty(t, settle(t, s))
+			})
+		})
+	}
+}
+
 func TestViolationsAreReadable(t *testing.T) {
 	require.Equal(t, "  Node a: belongs to no Machine (every Node is a Machine's)", invariants.Describe([]invariants.Violation{
 		{Rule: invariants.NodeHasMachine, Object: "Node a", Message: "belongs to no Machine"},

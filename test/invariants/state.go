@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strconv"
 
+	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -25,6 +26,27 @@ type State struct {
 	// Objects in the spoke.
 	NodeClaims []karpenterv1.NodeClaim
 	Nodes      []corev1.Node
+}
+
+// Part is the part of a Cluster that belongs to one NodePool with a node group and an instance type
+// of its own.
+type Part struct {
+	NodeGroup, NodePool, InstanceType string
+}
+
+// Of returns what belongs to the part.
+func (s State) Of(p Part) State {
+	return State{
+		Deployments: lo.Filter(s.Deployments, func(md clusterv1.MachineDeployment, _ int) bool { return md.Name == p.NodeGroup }),
+		Machines: lo.Filter(s.Machines, func(m clusterv1.Machine, _ int) bool {
+			return m.Labels[clusterv1.MachineDeploymentNameLabel] == p.NodeGroup
+		}),
+		Claims: lo.Filter(s.Claims, func(c agentv1.MachineClaim, _ int) bool { return c.Spec.NodeGroup == p.NodeGroup }),
+		NodeClaims: lo.Filter(s.NodeClaims, func(n karpenterv1.NodeClaim, _ int) bool {
+			return n.Labels[karpenterv1.NodePoolLabelKey] == p.NodePool
+		}),
+		Nodes: lo.Filter(s.Nodes, func(n corev1.Node, _ int) bool { return n.Labels[corev1.LabelInstanceTypeStable] == p.InstanceType }),
+	}
 }
 
 // Read reads everything that belongs to a Cluster.

@@ -260,6 +260,9 @@ func (r *Recorder) seeClaim(c *agentv1.MachineClaim) {
 			r.reach(j, Provisioned)
 		}
 	}
+	if c.Status.FailedAt != nil {
+		r.reach(j, Failed)
+	}
 	switch c.CurrentPhase() {
 	case agentv1.PhaseBound:
 		r.reach(j, Bound)

@@ -35,13 +35,15 @@ const (
 	Gone
 	// Returned: the claim has ended and its replica is being returned.
 	Returned
+	// Failed: the hub shows that the claim has failed. Most claims do not get there.
+	Failed
 
 	stages = iota
 )
 
 func (s Stage) String() string {
 	return [stages]string{
-		"created", "launched", "claimed", "bound", "provisioned", "registered", "initialized", "deleting", "gone", "returned",
+		"created", "launched", "claimed", "bound", "provisioned", "registered", "initialized", "deleting", "gone", "returned", "failed",
 	}[s]
 }
 
