@@ -84,8 +84,8 @@ type MachineDeployment struct {
 	// Labels are the labels of the object, in addition to those that assign it to Cluster and opt
 	// it in.
 	Labels map[string]string `json:"labels,omitempty"`
-	// Annotations are the annotations of the object, verbatim: sizes, capacity, and the
-	// holder whose claims alone are accepted.
+	// Annotations are the annotations of the object, verbatim: sizes, capacity, and the holder
+	// whose claims alone are accepted.
 	Annotations map[string]string `json:"annotations,omitempty"`
 	// Replicas is the number of replicas. Nil means none for a new object, and no change for an
 	// existing one.
