@@ -86,6 +86,7 @@ var areas = []struct {
 	{"Machines", slices.Concat(machineReadingCases, machineCases)},
 	{"Clusters", clusterCases},
 	{"NodePools", slices.Concat(nodePoolCases, publishingCases)},
+	{"Autoscaler", autoscalerCases},
 	{"Requests", requestCases},
 	{"Server", slices.Concat(serverReadingCases, serverCases)},
 }
@@ -123,6 +124,11 @@ func claimer(groups int) terms { return terms{profile: ProfileClaimer, groups: g
 // autoscaler returns the terms of a case with a node group.
 func autoscaler(callers ...Caller) terms {
 	return terms{profile: ProfileAutoscaler, groups: 1, callers: append([]Caller{CallerAutoscaler}, callers...)}
+}
+
+// autoscalerAlone returns the terms of a case without a node group.
+func autoscalerAlone() terms {
+	return terms{profile: ProfileAutoscaler, callers: []Caller{CallerAutoscaler}}
 }
 
 // Table returns the behaviours as a Markdown table.

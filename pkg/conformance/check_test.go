@@ -18,6 +18,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	"github.com/karpenter-capi/karpenter-capi/pkg/features"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -67,12 +68,13 @@ func TestEveryBehaviourHasAProfileAndAnArea(t *testing.T) {
 	}
 }
 
-// The page contains the output of --list, and the verdict of a target that has every behaviour.
+// The page contains the output of --list, and the fake's verdict.
 func TestThePageListsEveryBehaviour(t *testing.T) {
 	page, err := os.ReadFile("../../docs/conformance.md")
 	require.NoError(t, err)
 	require.Contains(t, string(page), conformance.Table())
-	require.Contains(t, string(page), fmt.Sprintf("conformance: PASS passed=%d failed=0 skipped=0\n", len(conformance.Behaviours())))
+	require.Contains(t, string(page), fmt.Sprintf("conformance: PASS passed=%d failed=0 skipped=%d\n",
+		len(conformance.Behaviours())-count(unserved), count(unserved)))
 }
 
 func newFakeEnv(tb testing.TB) conformance.Env {
@@ -100,8 +102,13 @@ func TestChecksPassWhatATestPasses(t *testing.T) {
 	verdict := conformance.Check(t.Context(), conformance.Checks{
 		NewEnv: newFakeEnv, Progress: func(r conformance.Result) { told = append(told, r.ID) },
 	})
-	requirePass(t, verdict, len(conformance.Behaviours()), 0)
+	requirePass(t, verdict, len(conformance.Behaviours())-count(unserved), count(unserved))
 	require.Len(t, told, len(verdict.Results))
+	for _, r := range verdict.Results {
+		if r.Outcome == conformance.Skipped {
+			require.Equal(t, "the agent does not serve the protocol of a cluster-autoscaler", r.Message, r.ID)
+		}
+	}
 }
 
 func requirePass(t *testing.T, verdict conformance.Verdict, passed, skipped int) {
@@ -154,6 +161,9 @@ func count(want func(conformance.Behaviour) bool) int {
 
 func faulty(b conformance.Behaviour) bool { return b.Profile == conformance.ProfileFault }
 
+// unserved are the behaviours of the protocol that the fake does not serve.
+func unserved(b conformance.Behaviour) bool { return strings.HasPrefix(b.ID, "autoscaler.") }
+
 func TestAClusterInUseIsCheckedAndLeftAsItWas(t *testing.T) {
 	agent, given := standing(t)
 	given.Autoscaler = agent.AutoscalerFor(given.Of)
@@ -166,8 +176,8 @@ func TestAClusterInUseIsCheckedAndLeftAsItWas(t *testing.T) {
 	}
 	require.Eventually(t, func() bool { return groups()[0].GetReplicas() == 3 }, 10*time.Second, time.Millisecond)
 	verdict := check(t, given)
-	fault := count(faulty)
-	requirePass(t, verdict, len(conformance.Behaviours())-fault, fault)
+	skipped := count(func(b conformance.Behaviour) bool { return faulty(b) || unserved(b) })
+	requirePass(t, verdict, len(conformance.Behaviours())-skipped, skipped)
 	require.Eventually(t, func() bool {
 		return groups()[0].GetReplicas() == 3 && groups()[1].GetReplicas() == 2
 	}, 10*time.Second, time.Millisecond)
@@ -247,6 +257,19 @@ func TestABrokenAgentFails(t *testing.T) {
 	i := slices.IndexFunc(verdict.Results, func(r conformance.Result) bool { return r.Outcome == conformance.Failed })
 	require.Equal(t, "machines.get", verdict.Results[i].ID)
 	require.Contains(t, verdict.Results[i].Message, "context deadline exceeded")
+}
+
+// Only an agent that does not list the feature may lack the protocol of a cluster-autoscaler.
+func TestAFeatureThatIsListedMustBeServed(t *testing.T) {
+	verdict := conformance.Check(t.Context(), conformance.Checks{
+		NewEnv: func(tb testing.TB) conformance.Env {
+			tb.Helper()
+			return fakeEnvWith(tb, fakeagent.WithFeatures(features.All()...))
+		},
+		Only: func(id string) bool { return strings.HasPrefix(id, "autoscaler.") },
+	})
+	require.Equal(t, count(unserved), verdict.Count(conformance.Failed), verdict.Line())
+	require.Contains(t, verdict.Results[0].Message, "unknown service clusterautoscaler.cloudprovider.v1.externalgrpc.CloudProvider")
 }
 
 // A failing part fails its case. A case that panics does not affect the others.

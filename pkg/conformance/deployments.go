@@ -16,6 +16,9 @@ const (
 	priceAnnotation      = "cluster.x-k8s.io/machine-current-price"
 	otherPriceAnnotation = "capacity.cluster-autoscaler.kubernetes.io/price"
 	nodeTaintsAnnotation = "capacity.cluster-autoscaler.kubernetes.io/taints"
+	holderAnnotation     = "agent.karpenter.cluster.x-k8s.io/holder"
+
+	unneededTimeAnnotation = "cluster.x-k8s.io/autoscaling-options-scaledownunneededtime"
 )
 
 // deployment returns an ordinary MachineDeployment: 4 CPUs, 16 GiB, no size limit.

@@ -1,11 +1,11 @@
 package conformance
 
 import (
-	"encoding/json"
 	"testing"
 	"time"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/nodepoolset"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -84,7 +84,8 @@ type MachineDeployment struct {
 	// Labels are the labels of the object, in addition to those that assign it to Cluster and opt
 	// it in.
 	Labels map[string]string `json:"labels,omitempty"`
-	// Annotations are the annotations of the object, verbatim: sizes and capacity.
+	// Annotations are the annotations of the object, verbatim: sizes, capacity, and the holder
+	// whose claims alone are accepted.
 	Annotations map[string]string `json:"annotations,omitempty"`
 	// Replicas is the number of replicas. Nil means none for a new object, and no change for an
 	// existing one.
@@ -102,17 +103,6 @@ type NodePoolSet struct {
 	// DeletionPolicy is Retain or Delete. It may be empty.
 	DeletionPolicy string `json:"deletionPolicy,omitempty"`
 	// NodePools and NodeClasses are what is published. There is at least one of them.
-	NodePools   []PublishedTemplate `json:"nodePools,omitempty"`
-	NodeClasses []PublishedTemplate `json:"nodeClasses,omitempty"`
-}
-
-// PublishedTemplate is an entry of a NodePoolSet.
-type PublishedTemplate struct {
-	// Name is the name of the object in the spoke.
-	Name string `json:"name"`
-	// Labels and Annotations are those of the object.
-	Labels      map[string]string `json:"labels,omitempty"`
-	Annotations map[string]string `json:"annotations,omitempty"`
-	// Spec is the object's spec, a JSON object.
-	Spec json.RawMessage `json:"spec"`
+	NodePools   []nodepoolset.Template `json:"nodePools,omitempty"`
+	NodeClasses []nodepoolset.Template `json:"nodeClasses,omitempty"`
 }

@@ -5,7 +5,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	"k8s.io/utils/clock"
 
@@ -99,14 +98,9 @@ func (e *fakeEnv) StaleToken(tb testing.TB, holder string) string {
 }
 
 func (e *fakeEnv) ApplyNodePoolSet(_ testing.TB, set conformance.NodePoolSet) {
-	templates := func(all []conformance.PublishedTemplate) []fakeagent.PublishedTemplate {
-		return lo.Map(all, func(t conformance.PublishedTemplate, _ int) fakeagent.PublishedTemplate {
-			return fakeagent.PublishedTemplate(t)
-		})
-	}
 	e.agent.ApplyNodePoolSet(fakeagent.NodePoolSet{
 		Name: set.Name, DeletionPolicy: fakeagent.DeletionPolicy(set.DeletionPolicy),
-		NodePools: templates(set.NodePools), NodeClasses: templates(set.NodeClasses),
+		NodePools: set.NodePools, NodeClasses: set.NodeClasses,
 	})
 }
 

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/nodepoolset"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -27,12 +28,12 @@ var publishingCases = []testCase{
 		set.NodePools[0].Labels = map[string]string{"example.com/team": "a"}
 		set.NodePools[0].Annotations = map[string]string{"example.com/note": "any text: a, b\n"}
 		set.NodePools[0].Spec = json.RawMessage(`{"weight": 10, "big": 9007199254740993, "template": {"spec": {"taints": [{"key": "a"}], "none": {}}}}`)
-		set.NodeClasses = []PublishedTemplate{entry("default", 20)}
+		set.NodeClasses = []nodepoolset.Template{entry("default", 20)}
 		to.ApplyNodePoolSet(s.TB, set)
 		objects := s.untilPublished("both entries", func(objects published, _ []string) bool { return len(objects) == 2 })
 		for key, wanted := range map[string]struct {
 			kind     string
-			template PublishedTemplate
+			template nodepoolset.Template
 		}{
 			poolKey: {"NodePool", set.NodePools[0]}, classKey: {"ClusterAPINodeClass", set.NodeClasses[0]},
 		} {
@@ -106,7 +107,7 @@ var publishingCases = []testCase{
 	{"nodepools.policy", fault(), "the deletion policy of a NodePoolSet is that of each of its objects", func(s *suite) {
 		to := s.publishing()
 		set := poolSet("fleet", entry("default", 1))
-		set.NodeClasses = []PublishedTemplate{entry("default", 1)}
+		set.NodeClasses = []nodepoolset.Template{entry("default", 1)}
 		to.ApplyNodePoolSet(s.TB, poolSet("other", entry("other", 1)))
 		for _, wanted := range []struct {
 			written string
@@ -256,13 +257,13 @@ func (s *suite) publishing() Publishing {
 	return to
 }
 
-func poolSet(name string, pools ...PublishedTemplate) NodePoolSet {
+func poolSet(name string, pools ...nodepoolset.Template) NodePoolSet {
 	return NodePoolSet{Name: name, NodePools: pools}
 }
 
 // entry returns an entry whose spec has this weight.
-func entry(name string, weight int) PublishedTemplate {
-	return PublishedTemplate{Name: name, Spec: fmt.Appendf(nil, `{"weight":%d}`, weight)}
+func entry(name string, weight int) nodepoolset.Template {
+	return nodepoolset.Template{Name: name, Spec: fmt.Appendf(nil, `{"weight":%d}`, weight)}
 }
 
 // weight returns the weight in the spec of an object, or 0 without one.

@@ -14,6 +14,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	"github.com/karpenter-capi/karpenter-capi/pkg/features"
+	"github.com/karpenter-capi/karpenter-capi/pkg/nodepoolset"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -117,7 +118,7 @@ func TestATargetThatPublishesWronglyFails(t *testing.T) {
 		}},
 		"nodepools.problem": {message: "both entries", brokenEnv: brokenEnv{
 			apply: func(e env, set conformance.NodePoolSet) {
-				set.NodePools = lo.Reject(set.NodePools, func(p conformance.PublishedTemplate, _ int) bool { return strings.Contains(p.Labels["team"], " ") })
+				set.NodePools = lo.Reject(set.NodePools, func(p nodepoolset.Template, _ int) bool { return strings.Contains(p.Labels["team"], " ") })
 				e.fakeEnv.ApplyNodePoolSet(e.tb, set)
 			},
 		}},

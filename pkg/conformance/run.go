@@ -275,6 +275,12 @@ func (s *suite) untilEnded(id string) *agentv1alpha1.Claim {
 func (s *suite) running(id string, candidates ...string) *agentv1alpha1.Claim {
 	s.Helper()
 	s.mustCreate(id, candidates...)
+	return s.joinNode(id)
+}
+
+// joinNode makes the Node of a claim's machine join, and returns the claim.
+func (s *suite) joinNode(id string) *agentv1alpha1.Claim {
+	s.Helper()
 	s.ProvisionMachine(s.TB, s.id(id))
 	claim := s.until(id, "has a provider ID", func(c *agentv1alpha1.Claim) bool {
 		return c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND && c.GetMachine().GetProviderId() != ""

@@ -1,12 +1,6 @@
 package fakeagent
 
 import (
-	"bytes"
-	"cmp"
-	"crypto/sha256"
-	"encoding/hex"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -16,6 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/nodepoolset"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -28,12 +23,6 @@ const (
 	DeletionPolicyRetain DeletionPolicy = "Retain"
 	// DeletionPolicyDelete deletes the object.
 	DeletionPolicyDelete DeletionPolicy = "Delete"
-)
-
-// These are the kinds of published objects.
-const (
-	kindNodePool  = "NodePool"
-	kindNodeClass = "ClusterAPINodeClass"
 )
 
 // reservedPrefix begins the labels and annotations that the shim sets.
@@ -49,18 +38,7 @@ type NodePoolSet struct {
 	DeletionPolicy DeletionPolicy
 	// NodePools and NodeClasses are the entries. The agent's API server refuses a NodePoolSet without
 	// any; here it is one whose entries have been removed.
-	NodePools, NodeClasses []PublishedTemplate
-}
-
-// PublishedTemplate is an entry of a [NodePoolSet].
-type PublishedTemplate struct {
-	// Name is the name of the object in the spoke. REQUIRED.
-	Name string
-	// Labels and Annotations are those of the object. If one of them is invalid, the entry is
-	// published with a problem, and without its spec.
-	Labels, Annotations map[string]string
-	// Spec is the object's spec, a JSON object. REQUIRED.
-	Spec json.RawMessage
+	NodePools, NodeClasses []nodepoolset.Template
 }
 
 // Validate returns an error that names the first field that the agent's API server would refuse, by
@@ -78,7 +56,7 @@ func (s NodePoolSet) Validate() error {
 		seen := map[string]bool{}
 		for i, template := range list.templates {
 			field := fmt.Sprintf("%s[%d]", list.field, i)
-			if err := template.validate(list.kind); err != nil {
+			if err := validate(template, list.kind); err != nil {
 				return fmt.Errorf("%s.%w", field, err)
 			}
 			if seen[template.Name] {
@@ -90,7 +68,7 @@ func (s NodePoolSet) Validate() error {
 	return nil
 }
 
-func (t PublishedTemplate) validate(kind string) error {
+func validate(t nodepoolset.Template, kind string) error {
 	if problem := nameProblem(t.Name); problem != "" {
 		return fmt.Errorf("name: %q is not a name of a %s: %s", t.Name, kind, problem)
 	}
@@ -101,7 +79,7 @@ func (t PublishedTemplate) validate(kind string) error {
 			}
 		}
 	}
-	if _, err := canonical(t.Spec); err != nil {
+	if _, err := nodepoolset.Canonical(t.Spec); err != nil {
 		return fmt.Errorf("spec: %w", err)
 	}
 	return nil
@@ -117,11 +95,11 @@ func nameProblem(name string) string {
 
 type templates struct {
 	field, kind string
-	templates   []PublishedTemplate
+	templates   []nodepoolset.Template
 }
 
 func (s NodePoolSet) lists() []templates {
-	return []templates{{"nodePools", kindNodePool, s.NodePools}, {"nodeClasses", kindNodeClass, s.NodeClasses}}
+	return []templates{{"nodePools", nodepoolset.NodePool, s.NodePools}, {"nodeClasses", nodepoolset.NodeClass, s.NodeClasses}}
 }
 
 // entries returns what the NodePoolSet publishes.
@@ -133,76 +111,10 @@ func (s NodePoolSet) entries() []*agentv1alpha1.PublishedObject {
 	var entries []*agentv1alpha1.PublishedObject
 	for _, list := range s.lists() {
 		for i, template := range list.templates {
-			object := &agentv1alpha1.PublishedObject{
-				Kind: list.kind, Name: template.Name, Set: s.Name, DeletionPolicy: policy,
-				Labels: maps.Clone(template.Labels), Annotations: maps.Clone(template.Annotations),
-			}
-			spec, err := canonical(template.Spec)
-			if problem := cmp.Or(template.metadataProblem(), problemOf("spec", err)); problem != "" {
-				object.Problem = fmt.Sprintf("spec.%s[%d].%s", list.field, i, problem)
-			} else {
-				object.SpecJson = spec
-			}
-			object.Revision = revisionOf(object)
-			entries = append(entries, object)
+			entries = append(entries, template.Object(s.Name, policy, list.kind, fmt.Sprintf("spec.%s[%d]", list.field, i)))
 		}
 	}
 	return entries
-}
-
-func problemOf(field string, err error) string {
-	if err == nil {
-		return ""
-	}
-	return field + ": " + err.Error()
-}
-
-// metadataProblem returns the first invalid label or annotation, or nothing.
-func (t PublishedTemplate) metadataProblem() string {
-	var problems []string
-	for key, value := range t.Labels {
-		for _, problem := range slices.Concat(validation.IsQualifiedName(key), validation.IsValidLabelValue(value)) {
-			problems = append(problems, fmt.Sprintf("labels[%s]: %s", key, problem))
-		}
-	}
-	for key := range t.Annotations {
-		for _, problem := range validation.IsQualifiedName(strings.ToLower(key)) {
-			problems = append(problems, fmt.Sprintf("annotations[%s]: %s", key, problem))
-		}
-	}
-	if len(problems) == 0 {
-		return ""
-	}
-	return slices.Min(problems)
-}
-
-// canonical returns a JSON object with sorted keys and without spaces, so that the same content has
-// the same revision.
-func canonical(raw []byte) (string, error) {
-	decoder := json.NewDecoder(bytes.NewReader(raw))
-	decoder.UseNumber()
-	var spec map[string]any
-	if err := decoder.Decode(&spec); err != nil && len(raw) > 0 {
-		return "", fmt.Errorf("not a JSON object: %w", err)
-	}
-	if spec == nil {
-		return "", errors.New("is missing; write {} for an empty one")
-	}
-	encoded, err := json.Marshal(spec)
-	return string(encoded), err
-}
-
-// revisionOf identifies the content of the object, its revision excepted.
-func revisionOf(object *agentv1alpha1.PublishedObject) string {
-	content, err := json.Marshal([]any{
-		object.GetKind(), object.GetName(), object.GetSet(), object.GetLabels(), object.GetAnnotations(), object.GetSpecJson(),
-		object.GetDeletionPolicy().String(), object.GetProblem(),
-	})
-	if err != nil {
-		panic(err) // strings always marshal
-	}
-	sum := sha256.Sum256(content)
-	return hex.EncodeToString(sum[:8])
 }
 
 // publishedSet is a NodePoolSet of one Cluster, with its entries.
@@ -242,7 +154,7 @@ func (a *Agent) DeleteNodePoolSet(cluster *agentv1alpha1.ClusterRef, name string
 func (a *Agent) Publish(cluster *agentv1alpha1.ClusterRef, object *agentv1alpha1.PublishedObject) {
 	object = proto.CloneOf(object)
 	if object.GetRevision() == "" {
-		object.Revision = revisionOf(object)
+		object.Revision = nodepoolset.Revision(object)
 	}
 	a.edit(func() {
 		a.withdraw(keyOf(cluster), client.PublishedKey(object))

@@ -10,11 +10,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	"github.com/karpenter-capi/karpenter-capi/pkg/nodepoolset"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-func template(name, spec string) fakeagent.PublishedTemplate {
-	return fakeagent.PublishedTemplate{Name: name, Spec: json.RawMessage(spec)}
+func template(name, spec string) nodepoolset.Template {
+	return nodepoolset.Template{Name: name, Spec: json.RawMessage(spec)}
 }
 
 // published returns what is published to the default Cluster, by kind and name, and the sets.
@@ -29,7 +30,7 @@ func published(t *testing.T, agent *fakeagent.Agent) (map[string]*agentv1alpha1.
 func TestTheSameContentHasTheSameRevision(t *testing.T) {
 	agent := start(t)
 	revision := func(spec string) string {
-		agent.ApplyNodePoolSet(fakeagent.NodePoolSet{Name: "fleet", NodePools: []fakeagent.PublishedTemplate{template("default", spec)}})
+		agent.ApplyNodePoolSet(fakeagent.NodePoolSet{Name: "fleet", NodePools: []nodepoolset.Template{template("default", spec)}})
 		objects, _ := published(t, agent)
 		return objects["NodePool/default"].GetRevision()
 	}
@@ -41,8 +42,8 @@ func TestTheSameContentHasTheSameRevision(t *testing.T) {
 // A set without entries is one whose objects have all been withdrawn.
 func TestANodePoolSetWithoutEntriesIsListed(t *testing.T) {
 	agent := start(t)
-	agent.ApplyNodePoolSet(fakeagent.NodePoolSet{Name: "older", NodeClasses: []fakeagent.PublishedTemplate{template("default", "{}")}})
-	agent.ApplyNodePoolSet(fakeagent.NodePoolSet{Name: "newer", NodeClasses: []fakeagent.PublishedTemplate{template("default", "{}")}})
+	agent.ApplyNodePoolSet(fakeagent.NodePoolSet{Name: "older", NodeClasses: []nodepoolset.Template{template("default", "{}")}})
+	agent.ApplyNodePoolSet(fakeagent.NodePoolSet{Name: "newer", NodeClasses: []nodepoolset.Template{template("default", "{}")}})
 	agent.ApplyNodePoolSet(fakeagent.NodePoolSet{Name: "empty"})
 	objects, sets := published(t, agent)
 	require.Equal(t, []string{"empty", "newer", "older"}, sets)
@@ -69,7 +70,7 @@ func TestProblemsNameTheirFields(t *testing.T) {
 	labelled.Labels = map[string]string{"team": "a b"}
 	annotated.Annotations = map[string]string{"a b": "any text"}
 	agent.ApplyNodePoolSet(fakeagent.NodePoolSet{
-		Name: "fleet", NodePools: []fakeagent.PublishedTemplate{template("good", "{}"), labelled}, NodeClasses: []fakeagent.PublishedTemplate{annotated},
+		Name: "fleet", NodePools: []nodepoolset.Template{template("good", "{}"), labelled}, NodeClasses: []nodepoolset.Template{annotated},
 	})
 	objects, _ := published(t, agent)
 	require.Contains(t, objects["NodePool/labelled"].GetProblem(), "spec.nodePools[1].labels[team]: a valid label must be")
@@ -81,7 +82,7 @@ func TestProblemsNameTheirFields(t *testing.T) {
 func TestANodePoolSetThatTheHubRefusesPanics(t *testing.T) {
 	agent := start(t)
 	require.PanicsWithValue(t, "fakeagent: nodePools[0].spec: is missing; write {} for an empty one", func() {
-		agent.ApplyNodePoolSet(fakeagent.NodePoolSet{Name: "fleet", NodePools: []fakeagent.PublishedTemplate{{Name: "default"}}})
+		agent.ApplyNodePoolSet(fakeagent.NodePoolSet{Name: "fleet", NodePools: []nodepoolset.Template{{Name: "default"}}})
 	})
 	_, sets := published(t, agent)
 	require.Empty(t, sets)

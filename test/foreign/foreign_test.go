@@ -97,7 +97,8 @@ func TestTheExamplesRunAgainstTheFakeAgent(t *testing.T) {
 	})
 }
 
-// livesThroughAClaim runs an example, first with all node groups, then with one that is full, then with an ID that has ended.
+// livesThroughAClaim runs an example, first with all node groups, then with one that is full, one that does not exist and one
+// whose machines fail, then with an ID that has ended.
 func livesThroughAClaim(t *testing.T, m foreignModule, address string, command ...string) {
 	t.Helper()
 	example := func(args ...string) (string, error) {
@@ -105,7 +106,7 @@ func livesThroughAClaim(t *testing.T, m foreignModule, address string, command .
 	}
 	out, err := example("-claim-id=first")
 	require.NoError(t, err, out)
-	require.Regexp(t, `(?s)^candidates: fleet/spot, fleet/standard
+	require.Regexp(t, `(?s)^candidates: fleet/spot, fleet/standard, fleet/broken
 claimed from: fleet/spot
 .*CLAIM_PHASE_BOUND.*
 node: spot-\d+, instance: fake:///fleet/spoke/spot-\d+
@@ -113,7 +114,16 @@ node: spot-\d+, instance: fake:///fleet/spoke/spot-\d+
 
 	out, err = example("-claim-id=second", "-node-group=fleet/full")
 	require.Error(t, err)
-	require.Contains(t, out, "rejected: fleet/full: UNAVAILABLE_REASON_QUOTA_EXCEEDED\n")
+	require.Contains(t, out, "rejected: fleet/full: UNAVAILABLE_REASON_QUOTA_EXCEEDED: the scenario says so\n")
+
+	out, err = example("-claim-id=third", "-node-group=fleet/missing")
+	require.Error(t, err)
+	require.Regexp(t, `rejected: fleet/missing: \w+: does not exist in this cluster or has not opted in\n`, out)
+
+	out, err = example("-claim-id=fourth", "-node-group=fleet/broken")
+	require.Error(t, err, "the claim has ended without a machine")
+	require.Contains(t, out, "claim fourth has ended as Failed: ")
+	require.Contains(t, out, "there is no capacity")
 
 	out, err = example("-claim-id=first")
 	require.Error(t, err)

@@ -106,10 +106,6 @@ type PublishedTemplate struct {
 // +kubebuilder:validation:MaxLength=4096
 type PublishedValue string
 
-// MaxPublishedSpecBytes is the maximum size of [PublishedTemplate.Spec]. The schema cannot express
-// it.
-const MaxPublishedSpecBytes = 32 << 10
-
 // ReadyCondition of a NodePoolSet is True when every selected Cluster has applied everything that
 // the set publishes to it.
 const ReadyCondition = "Ready"

@@ -29,6 +29,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
+	"github.com/karpenter-capi/karpenter-capi/pkg/nodepoolset"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -247,11 +248,11 @@ func (e *env) awaitNewer(tb testing.TB) {
 	})
 }
 
-func templatesOf(written []conformance.PublishedTemplate) []v1alpha1.PublishedTemplate {
+func templatesOf(written []nodepoolset.Template) []v1alpha1.PublishedTemplate {
 	values := func(plain map[string]string) map[string]v1alpha1.PublishedValue {
 		return lo.MapValues(plain, func(value, _ string) v1alpha1.PublishedValue { return v1alpha1.PublishedValue(value) })
 	}
-	return lo.Map(written, func(t conformance.PublishedTemplate, _ int) v1alpha1.PublishedTemplate {
+	return lo.Map(written, func(t nodepoolset.Template, _ int) v1alpha1.PublishedTemplate {
 		return v1alpha1.PublishedTemplate{
 			Name: t.Name, Labels: values(t.Labels), Annotations: values(t.Annotations), Spec: runtime.RawExtension{Raw: t.Spec},
 		}

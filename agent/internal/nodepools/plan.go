@@ -1,27 +1,16 @@
 package nodepools
 
 import (
-	"bytes"
 	"cmp"
-	"crypto/sha256"
-	"encoding/hex"
-	"encoding/json"
 	"fmt"
 	"slices"
-	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
-	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/pkg/nodepoolset"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-)
-
-// These are the kinds of published objects.
-const (
-	NodePool  = "NodePool"
-	NodeClass = "ClusterAPINodeClass"
 )
 
 // maxPerCluster is how many objects are published to one Cluster. A report has as many results.
@@ -46,8 +35,8 @@ func entries(set *v1alpha1.NodePoolSet) []entry {
 		field, kind string
 		templates   []v1alpha1.PublishedTemplate
 	}{
-		{"nodeClasses", NodeClass, set.Spec.NodeClasses},
-		{"nodePools", NodePool, set.Spec.NodePools},
+		{"nodeClasses", nodepoolset.NodeClass, set.Spec.NodeClasses},
+		{"nodePools", nodepoolset.NodePool, set.Spec.NodePools},
 	} {
 		for i := range list.templates {
 			all = append(all, newEntry(set, list.kind, fmt.Sprintf("spec.%s[%d]", list.field, i), &list.templates[i]))
@@ -57,85 +46,22 @@ func entries(set *v1alpha1.NodePoolSet) []entry {
 }
 
 func newEntry(set *v1alpha1.NodePoolSet, kind, field string, template *v1alpha1.PublishedTemplate) entry {
-	object := &agentv1alpha1.PublishedObject{
-		Kind: kind, Name: template.Name, Set: set.Name, DeletionPolicy: agentv1alpha1.DeletionPolicy_DELETION_POLICY_RETAIN,
-		Labels: plain(template.Labels), Annotations: plain(template.Annotations),
-	}
+	policy := agentv1alpha1.DeletionPolicy_DELETION_POLICY_RETAIN
 	if set.Spec.DeletionPolicy == v1alpha1.DeletionPolicyDelete {
-		object.DeletionPolicy = agentv1alpha1.DeletionPolicy_DELETION_POLICY_DELETE
+		policy = agentv1alpha1.DeletionPolicy_DELETION_POLICY_DELETE
 	}
-	problem := metadataProblem(template)
-	spec, err := canonical(template.Spec.Raw)
-	switch {
-	case problem != "":
-	case err != nil:
-		problem = "spec: " + err.Error()
-	case len(spec) > v1alpha1.MaxPublishedSpecBytes:
-		problem = fmt.Sprintf("spec: %d bytes of JSON, but at most %d are published", len(spec), v1alpha1.MaxPublishedSpecBytes)
-	default:
-		object.SpecJson = spec
-	}
-	if problem != "" {
-		problem = field + "." + problem
-		object.Problem = problem
-	}
-	object.Revision = revision(object)
-	return entry{set: set, object: object, invalid: problem}
+	object := nodepoolset.Template{
+		Name: template.Name, Labels: plain(template.Labels), Annotations: plain(template.Annotations), Spec: template.Spec.Raw,
+	}.Object(set.Name, policy, kind, field)
+	return entry{set: set, object: object, invalid: object.GetProblem()}
 }
 
 func plain(values map[string]v1alpha1.PublishedValue) map[string]string {
-	if len(values) == 0 {
-		return nil
-	}
 	into := make(map[string]string, len(values))
 	for key, value := range values {
 		into[key] = string(value)
 	}
 	return into
-}
-
-// metadataProblem returns the first invalid label or annotation, or nothing.
-func metadataProblem(template *v1alpha1.PublishedTemplate) string {
-	var problems []string
-	for key, value := range template.Labels {
-		for _, problem := range slices.Concat(validation.IsQualifiedName(key), validation.IsValidLabelValue(string(value))) {
-			problems = append(problems, fmt.Sprintf("labels[%s]: %s", key, problem))
-		}
-	}
-	for key := range template.Annotations {
-		for _, problem := range validation.IsQualifiedName(strings.ToLower(key)) {
-			problems = append(problems, fmt.Sprintf("annotations[%s]: %s", key, problem))
-		}
-	}
-	if len(problems) == 0 {
-		return ""
-	}
-	return slices.Min(problems)
-}
-
-// canonical returns a JSON object with sorted keys and without spaces, so that agents agree on its
-// revision.
-func canonical(raw []byte) (string, error) {
-	decoder := json.NewDecoder(bytes.NewReader(raw))
-	decoder.UseNumber()
-	var spec map[string]any
-	if err := decoder.Decode(&spec); err != nil {
-		return "", fmt.Errorf("not a JSON object: %w", err)
-	}
-	encoded, err := json.Marshal(spec)
-	return string(encoded), err
-}
-
-func revision(object *agentv1alpha1.PublishedObject) string {
-	content, err := json.Marshal([]any{
-		object.GetKind(), object.GetName(), object.GetSet(), object.GetLabels(), object.GetAnnotations(), object.GetSpecJson(),
-		object.GetDeletionPolicy().String(), object.GetProblem(),
-	})
-	if err != nil {
-		panic(err) // strings always marshal
-	}
-	sum := sha256.Sum256(content)
-	return hex.EncodeToString(sum[:8])
 }
 
 // unpublished is an entry of a selecting set that is not published to a Cluster, because another set
@@ -163,7 +89,7 @@ func plan(clusterLabels map[string]string, sets []v1alpha1.NodePoolSet) (publish
 			if len(taken) >= maxPerCluster && e.object.GetProblem() == "" {
 				e.object.SpecJson = ""
 				e.object.Problem = fmt.Sprintf("at most %d objects are published to a Cluster, and older NodePoolSets publish that many", maxPerCluster)
-				e.object.Revision = revision(e.object)
+				e.object.Revision = nodepoolset.Revision(e.object)
 			}
 			taken[key] = e.object
 			published = append(published, e.object)

@@ -41,6 +41,9 @@ func start(ctx context.Context, args []string, out io.Writer) error {
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
+	if *claimID == "" {
+		return errors.New("-claim-id is required")
+	}
 	namespace, name, _ := strings.Cut(*cluster, "/")
 
 	agent, err := connect(*address, *certificates)
@@ -96,7 +99,7 @@ func run(ctx context.Context, agent *client.Client, cluster *agentv1alpha1.Clust
 	switch {
 	case err != nil:
 	case current.GetMachine().GetNodeName() == "":
-		err = fmt.Errorf("claim %s has ended as %s", claimID, current.GetReason())
+		err = fmt.Errorf("claim %s has ended as %s: %s", claimID, current.GetReason(), current.GetMessage())
 	default:
 		fmt.Fprintf(out, "node: %s, instance: %s\n", current.GetMachine().GetNodeName(), current.GetMachine().GetProviderId())
 	}
@@ -156,7 +159,7 @@ func claim(
 			}
 		case len(agenterrors.Rejections(err)) > 0:
 			for _, rejection := range agenterrors.Rejections(err) {
-				fmt.Fprintf(out, "rejected: %s: %s\n", rejection.NodeGroup, rejection.Unavailable)
+				fmt.Fprintf(out, "rejected: %s: %s: %s\n", rejection.NodeGroup, rejection.Unavailable, rejection.Message)
 			}
 			return fmt.Errorf("no machine can be claimed: %w", err)
 		case agenterrors.IsEnded(err):

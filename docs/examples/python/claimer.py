@@ -118,7 +118,8 @@ def claim(agent, cluster, claim_id, candidates):
                 sys.exit(f"claim {claim_id} has ended as {infos[0].metadata['reason']}; choose another ID")
             if rejections:
                 for rejection in rejections:
-                    print(f"rejected: {rejection.metadata['node_group']}: {rejection.metadata['reason']}")
+                    why = rejection.metadata["reason"] or rejection.reason
+                    print(f"rejected: {rejection.metadata['node_group']}: {why}: {rejection.metadata['message']}")
                 sys.exit("no machine can be claimed")
             if not unavailable(error) and "THROTTLED" not in reasons:
                 raise
@@ -186,13 +187,17 @@ def main():
             print("candidates:", ", ".join(candidates))
         claim(agent, cluster, options.claim_id, candidates)
 
-        released = False
+        released, shown = False, ""
         try:
             for current in follow(agent, cluster, options.claim_id):
                 phase = api.value("ClaimPhase", current.phase)
-                print(phase, current.reason)
+                if f"{phase} {current.reason}" != shown:
+                    shown = f"{phase} {current.reason}"
+                    print(shown)
                 if phase == "CLAIM_PHASE_ENDED":
-                    released = True
+                    if not released:
+                        released = True  # There is nothing left to release.
+                        sys.exit(f"claim {options.claim_id} has ended as {current.reason}: {current.message}")
                     break
                 if current.machine.node_name and not released:
                     print(f"node: {current.machine.node_name}, instance: {current.machine.provider_id}")
@@ -205,4 +210,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except grpc.RpcError as error:
+        sys.exit(f"{error.code().name}: {error.details()}")

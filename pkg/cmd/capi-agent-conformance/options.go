@@ -58,7 +58,7 @@ func (o *options) addFlags(flags *pflag.FlagSet) {
 			"nothing else may claim from it. If empty, the behaviours that need it are skipped.")
 	for _, caller := range []conformance.Caller{conformance.CallerAutoscaler, conformance.CallerAdmin, conformance.CallerStranger} {
 		who := map[conformance.Caller]string{
-			conformance.CallerAutoscaler: "an identity with the role autoscaler",
+			conformance.CallerAutoscaler: "an identity with the role autoscaler for this Cluster alone",
 			conformance.CallerAdmin:      "an identity with the role admin",
 			conformance.CallerStranger:   "the identity of a Cluster that does not exist",
 		}[caller]

@@ -305,7 +305,7 @@ func (s *Scenario) nodePoolSets(c *compiler, out *compiled, clusters map[string]
 		set := fakeagent.NodePoolSet{
 			Name: one.Name, Cluster: c.clusterOf(field+".cluster", one.Cluster, clusters),
 			DeletionPolicy: fakeagent.DeletionPolicy(one.DeletionPolicy),
-			NodePools:      templates(one.NodePools), NodeClasses: templates(one.NodeClasses),
+			NodePools:      one.NodePools, NodeClasses: one.NodeClasses,
 		}
 		if err := set.Validate(); err != nil {
 			c.errs = append(c.errs, fmt.Errorf("%s.%w", field, err))
@@ -321,14 +321,6 @@ func (s *Scenario) nodePoolSets(c *compiler, out *compiled, clusters map[string]
 		}
 		out.nodePoolSets = append(out.nodePoolSets, set)
 	}
-}
-
-func templates(written []PublishedTemplate) []fakeagent.PublishedTemplate {
-	all := make([]fakeagent.PublishedTemplate, 0, len(written))
-	for _, template := range written {
-		all = append(all, fakeagent.PublishedTemplate(template))
-	}
-	return all
 }
 
 // quantities returns nil if there are none.

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"cmp"
 	_ "embed"
-	stdjson "encoding/json"
 	"errors"
 	"fmt"
 
@@ -12,6 +11,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	"github.com/karpenter-capi/karpenter-capi/pkg/nodepoolset"
 )
 
 // Scenario is the content of the file. Times are durations in Go's notation, for example `90s`.
@@ -160,20 +160,8 @@ type NodePoolSet struct {
 	// DeletionPolicy is Retain or Delete. Default Retain.
 	DeletionPolicy string `json:"deletionPolicy,omitempty"`
 	// NodePools and NodeClasses are the entries.
-	NodePools   []PublishedTemplate `json:"nodePools,omitempty"`
-	NodeClasses []PublishedTemplate `json:"nodeClasses,omitempty"`
-}
-
-// PublishedTemplate is an entry of a NodePoolSet.
-type PublishedTemplate struct {
-	// Name is the name of the object in the spoke. REQUIRED.
-	Name string `json:"name"`
-	// Labels and Annotations are those of the object. If one of them is invalid, the entry is
-	// published with a problem, as by the agent.
-	Labels      map[string]string `json:"labels,omitempty"`
-	Annotations map[string]string `json:"annotations,omitempty"`
-	// Spec is the spec of the object. REQUIRED.
-	Spec stdjson.RawMessage `json:"spec"`
+	NodePools   []nodepoolset.Template `json:"nodePools,omitempty"`
+	NodeClasses []nodepoolset.Template `json:"nodeClasses,omitempty"`
 }
 
 // Identity is the identity of a caller.

@@ -153,7 +153,7 @@ func (c *controlled) ApplyNodePoolSet(_ context.Context, cluster control.Cluster
 	return told(func() {
 		c.agent.ApplyNodePoolSet(fakeagent.NodePoolSet{
 			Name: set.Name, Cluster: refOf(cluster), DeletionPolicy: fakeagent.DeletionPolicy(set.DeletionPolicy),
-			NodePools: templatesOf(set.NodePools), NodeClasses: templatesOf(set.NodeClasses),
+			NodePools: set.NodePools, NodeClasses: set.NodeClasses,
 		})
 	})
 }
@@ -188,14 +188,6 @@ func deploymentOf(cluster control.Cluster, d conformance.MachineDeployment) fake
 		Name: d.Name, Cluster: refOf(cluster), Labels: d.Labels, Annotations: d.Annotations, Replicas: d.Replicas, FailureDomain: d.FailureDomain,
 		Version: d.Version,
 	}
-}
-
-func templatesOf(templates []conformance.PublishedTemplate) []fakeagent.PublishedTemplate {
-	all := make([]fakeagent.PublishedTemplate, 0, len(templates))
-	for _, template := range templates {
-		all = append(all, fakeagent.PublishedTemplate(template))
-	}
-	return all
 }
 
 // controlTimeout limits how long a request to the control may take.
