@@ -97,10 +97,10 @@ generate-proto: $(BUF) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_G
 
 .PHONY: generate-go
 generate-go: $(CONTROLLER_GEN)
-	cd agent && $(abspath $(CONTROLLER_GEN)) object crd paths=./api/... output:crd:dir=../deploy/charts/agent/crds
-	cd shim && $(abspath $(CONTROLLER_GEN)) object crd paths=./apis/... output:crd:dir=../deploy/charts/shim/crds
+	cd agent && $(abspath $(CONTROLLER_GEN)) object crd paths=./api/... output:crd:dir=../deploy/charts/agent/files/crds
+	cd shim && $(abspath $(CONTROLLER_GEN)) object crd paths=./apis/... output:crd:dir=../deploy/charts/shim/files/crds
 	cd shim && go mod download sigs.k8s.io/karpenter && \
-		install -m 0644 "$$(go list -m -f '{{.Dir}}' sigs.k8s.io/karpenter)"/pkg/apis/crds/*.yaml ../deploy/charts/shim/crds/
+		install -m 0644 "$$(go list -m -f '{{.Dir}}' sigs.k8s.io/karpenter)"/pkg/apis/crds/*.yaml ../deploy/charts/shim/files/crds/
 
 # The binaries whose options are documented.
 OPTIONS_BINARIES = $(addprefix $(BIN)/,capi-agent karpenter kubectl-capi fake-agent capi-agent-conformance)

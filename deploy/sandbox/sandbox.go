@@ -719,7 +719,7 @@ func (s *Sandbox) shimKubeconfig() string {
 
 // install creates a chart's CRDs and permissions, and returns its ServiceAccount.
 func (s *Sandbox) install(ctx context.Context, c *controlPlane, chart manifests.Chart) (account client.ObjectKey, err error) {
-	crds, err := manifests.CRDs(os.DirFS(filepath.Join(chart.Dir, "crds")))
+	crds, err := manifests.CRDs(os.DirFS(filepath.Join(chart.Dir, "files", "crds")))
 	if err != nil {
 		return account, fmt.Errorf("reading the CRDs of the chart %s: %w", chart.Dir, err)
 	}

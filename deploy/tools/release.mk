@@ -53,7 +53,7 @@ release: $(RELEASER) $(HELM) ## Build all parts of a release in bin/release, and
 	done; done && \
 	for layout in $(RELEASE_LAYOUTS)/*; do $(RELEASE_TAR) -c -f $(RELEASE)/image-$${layout##*/}.tar -C $$layout .; done && \
 	for chart in deploy/charts/*; do \
-		for crd in $$chart/crds/*.yaml; do echo ---; grep -vx -e --- "$$crd"; done >$(RELEASE)/crds-$${chart##*/}.yaml; \
+		for crd in $$chart/files/crds/*.yaml; do echo ---; grep -vx -e --- "$$crd"; done >$(RELEASE)/crds-$${chart##*/}.yaml; \
 	done && \
 	cp $(BIN)/krew/kubectl-capi-*.tar.gz $(RELEASE) && cp $(BIN)/krew/capi.yaml $(RELEASE)/krew-capi.yaml && cp $(BIN)/sbom/*.cdx.json $(RELEASE) && \
 	$(RELEASER) charts $(RELEASE_FLAGS) --layouts $(RELEASE_LAYOUTS) --helm $(HELM) --out $(RELEASE) && \

@@ -713,7 +713,9 @@ func forEachValues(t *testing.T, test func(t *testing.T, c chart, values string)
 // startAPIServer runs a kube-apiserver for the duration of the test.
 func startAPIServer(t *testing.T) client.Client {
 	t.Helper()
-	environment := &envtest.Environment{CRDDirectoryPaths: lo.Map(charts, func(c chart, _ int) string { return filepath.Join(chartPath(t, c), "crds") })}
+	environment := &envtest.Environment{CRDDirectoryPaths: lo.Map(charts, func(c chart, _ int) string {
+		return filepath.Join(chartPath(t, c), "files", "crds")
+	})}
 	config, err := environment.Start()
 	require.NoError(t, err)
 	t.Cleanup(func() {

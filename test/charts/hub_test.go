@@ -278,9 +278,10 @@ func (h *hub) helm(t *testing.T, args ...string) {
 	}
 }
 
-// without returns settings for a cluster without cert-manager.
+// without returns settings for a cluster without cert-manager, in which no release owns the CRDs,
+// because several share it.
 func without(settings ...string) []string {
-	return append([]string{"--set", "tls.certManager.enabled=false"}, settings...)
+	return append([]string{"--set", "tls.certManager.enabled=false,crds.install=false"}, settings...)
 }
 
 // confined returns settings for an agent that serves only some namespaces.

@@ -61,7 +61,7 @@ func template(t *testing.T, chart, release, namespace, values string) []*unstruc
 	t.Helper()
 	var stdout, stderr bytes.Buffer
 	helm := exec.CommandContext(t.Context(), filepath.Join(root(t), "bin", "helm"), "template", release,
-		filepath.Join(root(t), "deploy", "charts", chart), "--namespace", namespace, "--values", values, "--include-crds")
+		filepath.Join(root(t), "deploy", "charts", chart), "--namespace", namespace, "--values", values)
 	helm.Stdout, helm.Stderr, helm.Env = &stdout, &stderr, append(os.Environ(), "HELM_PLUGINS="+t.TempDir())
 	err := helm.Run()
 	if errors.Is(err, fs.ErrNotExist) {

@@ -268,7 +268,7 @@ func startServer(t *testing.T) *envtest.Environment {
 	environment := &envtest.Environment{
 		BinaryAssetsDirectory: "../../bin",
 		CRDInstallOptions: envtest.CRDInstallOptions{
-			CRDs: clusterAPI(t), Paths: []string{"../../deploy/charts/agent/crds", "../../deploy/charts/shim/crds"}, ErrorIfPathMissing: true,
+			CRDs: clusterAPI(t), Paths: []string{"../../deploy/charts/agent/files/crds", "../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true,
 		},
 	}
 	config, err := environment.Start()

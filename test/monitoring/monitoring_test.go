@@ -159,7 +159,7 @@ func TestKubeStateMetricsReadsFieldsThatExist(t *testing.T) {
 	require.Len(t, resources, 3)
 	for _, resource := range resources {
 		kind := resource.GroupVersionKind
-		file := fmt.Sprintf("deploy/charts/agent/crds/%s_%ss.yaml", kind.Group, strings.ToLower(kind.Kind))
+		file := fmt.Sprintf("deploy/charts/agent/files/crds/%s_%ss.yaml", kind.Group, strings.ToLower(kind.Kind))
 		content, err := os.ReadFile(filepath.Join(root(t), file))
 		require.NoError(t, err)
 		var definition struct {

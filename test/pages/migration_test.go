@@ -263,7 +263,7 @@ func (m *migration) annotations(kind schema.GroupVersionKind, name string) map[s
 
 // The other provider has its Deployment, and NodeClaims on Machines, one of which lacks its label.
 func TestTheMigrationFromTheOtherProvider(t *testing.T) {
-	crds := filepath.Join(root(t), "deploy/charts/shim/crds")
+	crds := filepath.Join(root(t), "deploy/charts/shim/files/crds")
 	m := migrate(t, "docs/migrate-from-karpenter-provider-cluster-api.md", []string{"testdata/cert-manager.yaml"}, []string{
 		filepath.Join(crds, "karpenter.sh_nodeclaims.yaml"), filepath.Join(crds, "karpenter.sh_nodepools.yaml"),
 		filepath.Join(crds, "karpenter.cluster.x-k8s.io_clusterapinodeclasses.yaml"), "testdata/capacitybuffers.yaml",
@@ -298,9 +298,10 @@ func TestTheMigrationFromTheOtherProvider(t *testing.T) {
 	agent := &appsv1.Deployment{}
 	require.NoError(t, m.hub.client.Get(m.ctx, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}, agent))
 	require.Contains(t, agent.Spec.Template.Spec.Containers[0].Args, "--clusters=team-a/production")
-	m.do(look[2])
-	require.Contains(t, m.names(m.spoke, crdKind), "nodeoverlays.karpenter.sh")
+	require.Empty(t, strings.TrimSpace(m.do(look[2])), "no release owns the CRDs")
 	m.do(look[3])
+	require.Contains(t, m.names(m.spoke, crdKind), "nodeoverlays.karpenter.sh")
+	require.Equal(t, "karpenter-capi", strings.TrimSpace(m.do(look[2])), "the shim's release owns them")
 	require.Equal(t, buffers, m.get(m.spoke, crdKind, "", "capacitybuffers.autoscaling.x-k8s.io").GetResourceVersion(), "the autoscaler's CRD")
 	require.Empty(t, m.shims(), "before the other provider is stopped, the shim does not run")
 	other := m.other()
@@ -416,7 +417,7 @@ func (m *migration) as(of *server, user string) client.Client {
 // user's own settings stay unchanged.
 func TestTheMigrationFromTheClusterAutoscaler(t *testing.T) {
 	const discovery = "autoscaler.example.com/scale"
-	m := migrate(t, "docs/migrate-from-cluster-autoscaler.md", nil, []string{filepath.Join(root(t), "deploy/charts/shim/crds")})
+	m := migrate(t, "docs/migrate-from-cluster-autoscaler.md", nil, []string{filepath.Join(root(t), "deploy/charts/shim/files/crds")})
 	create(m.ctx, t, m.hub.client, "{apiVersion: v1, kind: Namespace, metadata: {name: team-a}}")
 	m.deployment(m.spoke, "kube-system", "cluster-autoscaler", "--node-group-auto-discovery=clusterapi:namespace=team-a")
 	m.group("production", "workers", 3, "", minSize+": '4'")

@@ -98,7 +98,9 @@ func newPluginWorld(ctx context.Context, t *testing.T) *pluginWorld {
 	t.Helper()
 	charts := filepath.Join(root(t), "deploy/charts")
 	w := &pluginWorld{
-		servers:  map[string]*server{"hub": start(t, filepath.Join(charts, "agent/crds")), "spoke": start(t, filepath.Join(charts, "shim/crds"))},
+		servers: map[string]*server{
+			"hub": start(t, filepath.Join(charts, "agent/files/crds")), "spoke": start(t, filepath.Join(charts, "shim/files/crds")),
+		},
 		machines: map[string]string{},
 	}
 	spoke, hub := w.servers["spoke"].client, w.servers["hub"].client
@@ -204,7 +206,8 @@ func (w *pluginWorld) installPlugin(ctx context.Context, t *testing.T, agent *fa
 
 	// The certificate is in a secret that the chart mounts.
 	run(ctx, t, w.servers, `helm install karpenter deploy/charts/shim --namespace karpenter --create-namespace \
-		--set agent.address=`+listener.Addr().String()+`,agent.serverName=capi-agent.hub.svc,cluster.namespace=team-a,cluster.name=production`)
+		--set agent.address=`+listener.Addr().String()+`,agent.serverName=capi-agent.hub.svc,crds.install=false \
+		--set cluster.namespace=team-a,cluster.name=production`)
 	// Nothing runs the Deployment's pods here.
 	deployment := &appsv1.Deployment{}
 	require.NoError(t, spoke.Get(ctx, client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, deployment))

@@ -24,8 +24,8 @@ func TestTheRecoveryFindsWhatOnlyOneSideHas(t *testing.T) {
 	require.NoError(t, err)
 	charts := filepath.Join(root(t), "deploy/charts")
 	servers := map[string]*server{
-		"hub":   start(t, "testdata/machines.yaml", filepath.Join(charts, "agent/crds")),
-		"spoke": start(t, filepath.Join(charts, "shim/crds")),
+		"hub":   start(t, "testdata/machines.yaml", filepath.Join(charts, "agent/files/crds")),
+		"spoke": start(t, filepath.Join(charts, "shim/files/crds")),
 	}
 	create(ctx, t, servers["hub"].client, "{apiVersion: v1, kind: Namespace, metadata: {name: team-a}}")
 

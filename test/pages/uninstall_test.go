@@ -35,10 +35,10 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 	script := page.Script("1. In each spoke")
 	require.NotEmpty(t, script)
 
-	spoke := start(t, filepath.Join(root(t), "deploy/charts/shim/crds"))
+	spoke := start(t, filepath.Join(root(t), "deploy/charts/shim/files/crds"))
 	servers := map[string]*server{"spoke": spoke}
 	run(ctx, t, servers, `helm install karpenter deploy/charts/shim --namespace karpenter --create-namespace \
-		--set agent.address=agent:8443,cluster.namespace=team-a,cluster.name=production`)
+		--set agent.address=agent:8443,cluster.namespace=team-a,cluster.name=production,crds.install=false`)
 
 	nodeClass := create(ctx, t, spoke.client, "{apiVersion: karpenter.cluster.x-k8s.io/v1alpha1, kind: ClusterAPINodeClass, spec: {}, "+
 		"metadata: {name: default, finalizers: [karpenter.cluster.x-k8s.io/termination]}}")
@@ -127,7 +127,7 @@ func TestTheRemovalRefusesAnotherKarpentersRelease(t *testing.T) {
 	defer cancel()
 	page, err := pages.Read(root(t), "docs/uninstall.md")
 	require.NoError(t, err)
-	spoke := start(t, filepath.Join(root(t), "deploy/charts/shim/crds"))
+	spoke := start(t, filepath.Join(root(t), "deploy/charts/shim/files/crds"))
 	create(ctx, t, spoke.client, "{apiVersion: v1, kind: Namespace, metadata: {name: karpenter}}")
 	create(ctx, t, spoke.client, `{apiVersion: apps/v1, kind: Deployment,
 		metadata: {namespace: karpenter, name: karpenter, labels: {app.kubernetes.io/name: karpenter, app.kubernetes.io/instance: karpenter}},
@@ -143,7 +143,7 @@ func TestTheRemovalRefusesAnotherKarpentersRelease(t *testing.T) {
 func TestTheRemovalNamesEveryCRDOfTheAgent(t *testing.T) {
 	page, err := pages.Read(root(t), "docs/uninstall.md")
 	require.NoError(t, err)
-	crds, err := filepath.Glob(filepath.Join(root(t), "deploy/charts/agent/crds/*.yaml"))
+	crds, err := filepath.Glob(filepath.Join(root(t), "deploy/charts/agent/files/crds/*.yaml"))
 	require.NoError(t, err)
 	require.NotEmpty(t, crds)
 	for _, file := range crds {

@@ -128,7 +128,7 @@ func repository() (string, error) {
 }
 
 func crds(top string) ([]*apiextensionsv1.CustomResourceDefinition, error) {
-	ours := filepath.Join(top, "deploy", "charts", "agent", "crds", "agent.karpenter.cluster.x-k8s.io_")
+	ours := filepath.Join(top, "deploy", "charts", "agent", "files", "crds", "agent.karpenter.cluster.x-k8s.io_")
 	own, err := readCRDs(ours+"machineclaims.yaml", ours+"spokes.yaml", ours+"nodepoolsets.yaml")
 	if err != nil {
 		return nil, err

@@ -151,7 +151,7 @@ func Expect(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, 
 	return err
 }
 
-var errNotInstalled = errors.New("the CustomResourceDefinition of Spokes is not installed; apply deploy/charts/agent/crds")
+var errNotInstalled = errors.New("the CustomResourceDefinition of Spokes is not installed: upgrade the agent's chart")
 
 // Enroll durably records the public key that the bootstrap certificate of a Cluster's onboarding is
 // used with. A repeated call with the same key succeeds; another key fails with [ErrOtherKey]. If

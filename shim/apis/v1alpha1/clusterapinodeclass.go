@@ -66,13 +66,13 @@ type ClusterAPINodeClassSpec struct {
 	MaxNodeProvisionTime *metav1.Duration `json:"maxNodeProvisionTime,omitempty"`
 }
 
-// ClusterAPINodeClassList is a list of node classes.
+// ClusterAPINodeClassList is a list of NodeClasses.
 //
 // +kubebuilder:object:root=true
 type ClusterAPINodeClassList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata,omitempty"`
-	// items are the node classes.
+	// items are the NodeClasses.
 	Items []ClusterAPINodeClass `json:"items"`
 }
 
@@ -91,7 +91,7 @@ const (
 	// everything that still works continues. It is absent until an agent has answered.
 	ConditionAgentCompatible = "AgentCompatible"
 	// ConditionNodeGroupsValid is False when the description of a selected node group has values
-	// that could not be used, or when node groups or fields of the node class have no effect in the
+	// that could not be used, or when node groups or fields of the NodeClass have no effect in the
 	// way that they are combined. Ready does not need it: such a group is used without those values,
 	// or not at all.
 	ConditionNodeGroupsValid = "NodeGroupsValid"
@@ -130,7 +130,7 @@ type ClusterAPINodeClassStatus struct {
 // MaxSelectedNodeGroups bounds [ClusterAPINodeClassStatus.Selected].
 const MaxSelectedNodeGroups = 50
 
-// SelectedNodeGroup is a node group that a node class selects.
+// SelectedNodeGroup is a node group that a NodeClass selects.
 type SelectedNodeGroup struct {
 	// name is the node group's id: namespace/name of its MachineDeployment in the management cluster.
 	Name string `json:"name"`

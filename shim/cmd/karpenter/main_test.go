@@ -87,7 +87,7 @@ func newSpoke(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *spoke {
 	if _, err := os.Stat(filepath.Join(os.Getenv("KUBEBUILDER_ASSETS"), "kube-apiserver")); err != nil {
 		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
 	}
-	env := &envtest.Environment{CRDDirectoryPaths: []string{"../../../deploy/charts/shim/crds"}, ErrorIfCRDPathMissing: true}
+	env := &envtest.Environment{CRDDirectoryPaths: []string{"../../../deploy/charts/shim/files/crds"}, ErrorIfCRDPathMissing: true}
 	config, err := env.Start()
 	require.NoError(t, err)
 	t.Cleanup(func() { assert.NoError(t, env.Stop()) })

@@ -268,7 +268,7 @@ func isZone(key string) bool {
 // NodeClaims that add or remove a memory.
 func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) error {
 	if err := c.memories.watch(ctx, informers, c.Refresh); err != nil {
-		return fmt.Errorf("watching node claims: %w", err)
+		return fmt.Errorf("watching NodeClaims: %w", err)
 	}
 	for _, kind := range []client.Object{&v1alpha1.ClusterAPINodeClass{}, &karpv1.NodePool{}} {
 		informer, err := informers.GetInformer(ctx, kind, ctrlcache.BlockUntilSynced(false))
@@ -334,7 +334,7 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 	start := time.Now()
 	classes := &v1alpha1.ClusterAPINodeClassList{}
 	if err := c.kube.List(ctx, classes); err != nil {
-		return fmt.Errorf("listing node classes: %w", err)
+		return fmt.Errorf("listing NodeClasses: %w", err)
 	}
 	nodePools := &karpv1.NodePoolList{}
 	if err := c.kube.List(ctx, nodePools, client.UnsafeDisableDeepCopy); err != nil {

@@ -273,7 +273,7 @@ func (c *CloudProvider) nodeClaimOf(claim *agentv1alpha1.Claim, providerID strin
 // first.
 func summary(refused map[string]error) string {
 	if len(refused) == 0 {
-		return "the node class selects no usable node group"
+		return "the NodeClass selects no usable node group"
 	}
 	counts := lo.CountValues(lo.MapToSlice(refused, func(_ string, err error) string { return err.Error() }))
 	reasons := slices.SortedFunc(maps.Keys(counts), func(a, b string) int {

@@ -69,9 +69,9 @@ func newWorld(t *testing.T) *world {
 	}
 	w := &world{t: t}
 	var limited []byte
-	w.spoke, w.spokeFile, limited = w.serve("../../../deploy/charts/shim/crds")
+	w.spoke, w.spokeFile, limited = w.serve("shim")
 	w.limitedFile = w.file("limited", limited)
-	w.hub, w.hubFile, _ = w.serve("../../../deploy/charts/agent/crds")
+	w.hub, w.hubFile, _ = w.serve("agent")
 
 	w.agent = fakeagent.New(fakeagent.WithCoolDown(time.Hour))
 	t.Cleanup(w.agent.Close)
@@ -101,11 +101,11 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// serve starts an API server. It returns a client and a kubeconfig of an administrator, and the
-// kubeconfig of a user who may only read pods.
-func (w *world) serve(crds string) (kube client.Client, admin string, limited []byte) {
+// serve starts an API server with the CRDs of a chart. It returns a client and a kubeconfig of an
+// administrator, and the kubeconfig of a user who may only read pods.
+func (w *world) serve(chart string) (kube client.Client, admin string, limited []byte) {
 	w.t.Helper()
-	env := &envtest.Environment{CRDDirectoryPaths: []string{crds}, ErrorIfCRDPathMissing: true}
+	env := &envtest.Environment{CRDDirectoryPaths: []string{filepath.Join("../../../deploy/charts", chart, "files/crds")}, ErrorIfCRDPathMissing: true}
 	config, err := env.Start()
 	require.NoError(w.t, err)
 	w.t.Cleanup(func() { assert.NoError(w.t, env.Stop()) })
@@ -119,7 +119,7 @@ func (w *world) serve(crds string) (kube client.Client, admin string, limited []
 	require.NoError(w.t, err)
 	limited, err = other.KubeConfig()
 	require.NoError(w.t, err)
-	return kube, w.file(filepath.Base(filepath.Dir(crds)), data), limited
+	return kube, w.file(chart, data), limited
 }
 
 func (w *world) file(name string, data []byte) string {

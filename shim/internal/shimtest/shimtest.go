@@ -264,7 +264,7 @@ func (w *World) AddNodeClass(name string, selector *metav1.LabelSelector) *v1alp
 		}
 		_, ok := snapshot.Class(name)
 		return ok
-	}, "the catalogue knows node class %s", name)
+	}, "the catalogue knows NodeClass %s", name)
 	return nodeClass
 }
 

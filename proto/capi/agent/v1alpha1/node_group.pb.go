@@ -718,9 +718,9 @@ type NodeGroup struct {
 	CapacityType CapacityType `protobuf:"varint,13,opt,name=capacity_type,json=capacityType,proto3,enum=capi.agent.v1alpha1.CapacityType" json:"capacity_type,omitempty"`
 	// The price of one machine. Unset when unknown.
 	Price *Price `protobuf:"bytes,14,opt,name=price,proto3" json:"price,omitempty"`
-	// The minimum size, in machines. At least 0.
+	// The min size, in machines. At least 0.
 	MinSize int32 `protobuf:"varint,15,opt,name=min_size,json=minSize,proto3" json:"min_size,omitempty"`
-	// The maximum size to which claims raise the group, in machines. Unset means no limit.
+	// The max size to which claims raise the group, in machines. Unset means no limit.
 	MaxSize *int32 `protobuf:"varint,16,opt,name=max_size,json=maxSize,proto3,oneof" json:"max_size,omitempty"`
 	// `spec.replicas` of the MachineDeployment now, in machines.
 	Replicas int32 `protobuf:"varint,17,opt,name=replicas,proto3" json:"replicas,omitempty"`

@@ -295,7 +295,7 @@ func (c *Controller) isDuplicate(ctx context.Context, nodeClaim *karpv1.NodeClai
 func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v1alpha1.AdoptionPolicy, error) {
 	class := &v1alpha1.ClusterAPINodeClass{}
 	if err := c.kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Spec.NodeClassRef.Name}, class); client.IgnoreNotFound(err) != nil {
-		return v1alpha1.AdoptionPolicy{}, fmt.Errorf("getting the node class: %w", err)
+		return v1alpha1.AdoptionPolicy{}, fmt.Errorf("getting the NodeClass: %w", err)
 	}
 	return class.Spec.Adoption, nil
 }

@@ -197,7 +197,7 @@ func notReady(node *corev1.Node) string {
 func (c *Nodes) classes(ctx context.Context, requested bool) ([]v1alpha1.ClusterAPINodeClass, error) {
 	list := &v1alpha1.ClusterAPINodeClassList{}
 	if err := c.kube.List(ctx, list); err != nil {
-		return nil, fmt.Errorf("listing the node classes: %w", err)
+		return nil, fmt.Errorf("listing the NodeClasses: %w", err)
 	}
 	return lo.Filter(list.Items, func(class v1alpha1.ClusterAPINodeClass, _ int) bool { return wants(&class, requested) }), nil
 }

@@ -396,7 +396,7 @@ func (p *Planner) drifts(s *situation, nc *karpv1.NodeClaim, node *corev1.Node, 
 	}
 	described := p.Provider.Describe(nc.Spec.NodeClassRef.Name, &agentv1alpha1.Claim{NodeGroupId: machine.GetNodeGroupId(), Machine: machine})
 	if described == nil {
-		return fmt.Sprintf("node group %s is not one of its node class's, or cannot be described to Karpenter", machine.GetNodeGroupId())
+		return fmt.Sprintf("node group %s is not one of its NodeClass's, or cannot be described to Karpenter", machine.GetNodeGroupId())
 	}
 	pool, ok := lo.Find(s.pools, func(pool karpv1.NodePool) bool { return pool.Name == nc.Labels[karpv1.NodePoolLabelKey] })
 	if !ok {
@@ -498,7 +498,7 @@ func leftover(machine *agentv1alpha1.Machine, node *corev1.Node, message string)
 
 // whyLeft returns what to do about a machine that no NodeClaim has and that no node class requests.
 func whyLeft(node *corev1.Node) string {
-	adopt := "spec.adoption of the node class"
+	adopt := "spec.adoption of the NodeClass"
 	if _, has := node.Labels[karpv1.NodePoolLabelKey]; has {
 		adopt += fmt.Sprintf(", once its Node no longer has the label %s", karpv1.NodePoolLabelKey)
 	}

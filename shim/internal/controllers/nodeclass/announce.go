@@ -17,7 +17,7 @@ import (
 func Announce(ctx context.Context, kube client.Reader, recorder events.Recorder, reason, message string) {
 	nodeClasses := &v1alpha1.ClusterAPINodeClassList{}
 	if err := kube.List(ctx, nodeClasses); err != nil {
-		log.FromContext(ctx).Error(err, "listing node classes for an event", "reason", reason)
+		log.FromContext(ctx).Error(err, "listing NodeClasses for an event", "reason", reason)
 		return
 	}
 	for i := range nodeClasses.Items {

@@ -202,7 +202,7 @@ func (c *Controller) silentSince(state agentclient.State) time.Time {
 func (c *Controller) tooSoon(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (time.Duration, error) {
 	nodeClaims := &karpv1.NodeClaimList{}
 	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
-		return 0, fmt.Errorf("listing the NodeClaims that refer to the node class: %w", err)
+		return 0, fmt.Errorf("listing the NodeClaims that refer to the NodeClass: %w", err)
 	}
 	stays := min(max(shortestStatus, time.Duration(len(nodeClaims.Items))*forEachNodeClaim), longestStatus)
 	c.mu.Lock()
@@ -391,7 +391,7 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 	}
 	nodeClaims := &karpv1.NodeClaimList{}
 	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
-		return reconcile.Result{}, fmt.Errorf("listing the NodeClaims that refer to the node class: %w", err)
+		return reconcile.Result{}, fmt.Errorf("listing the NodeClaims that refer to the NodeClass: %w", err)
 	}
 	if len(nodeClaims.Items) > 0 {
 		names := lo.Map(lo.Slice(nodeClaims.Items, 0, 5), func(nc karpv1.NodeClaim, _ int) string { return nc.Name })
@@ -400,7 +400,7 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 			Type:           corev1.EventTypeNormal,
 			Reason:         "WaitingOnNodeClaims",
 			Message: fmt.Sprintf(
-				"Waiting for %d NodeClaims that refer to the node class, such as %s.",
+				"Waiting for %d NodeClaims that refer to the NodeClass, such as %s.",
 				len(nodeClaims.Items),
 				strings.Join(names, ", "),
 			),
@@ -445,7 +445,7 @@ func (c *Controller) on(tell func() (changes <-chan struct{}, stop func())) sour
 				}
 				nodeClasses := &v1alpha1.ClusterAPINodeClassList{}
 				if err := c.kube.List(ctx, nodeClasses); err != nil {
-					log.FromContext(ctx).Error(err, "listing node classes")
+					log.FromContext(ctx).Error(err, "listing NodeClasses")
 					continue
 				}
 				for i := range nodeClasses.Items {

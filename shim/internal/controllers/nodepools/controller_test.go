@@ -47,7 +47,7 @@ func run(m *testing.M) int {
 		assets = filepath.Join("..", "..", "..", "..", "bin")
 	}
 	env := &envtest.Environment{
-		CRDDirectoryPaths: []string{"../../../../deploy/charts/shim/crds"}, ErrorIfCRDPathMissing: true, BinaryAssetsDirectory: assets,
+		CRDDirectoryPaths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfCRDPathMissing: true, BinaryAssetsDirectory: assets,
 	}
 	config, err := env.Start()
 	if err == nil {
