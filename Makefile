@@ -14,8 +14,10 @@ BIN := bin
 export GOTOOLCHAIN := auto
 # The version is stamped below instead: git's own stamping fails where the checkout belongs to another user.
 export GOFLAGS     := $(filter-out -buildvcs=%,$(GOFLAGS)) -buildvcs=false
-# Where envtest finds etcd and kube-apiserver.
+# Where envtest finds etcd and kube-apiserver, and how long they may take while the machine is busy with other tests.
 export KUBEBUILDER_ASSETS := $(abspath $(BIN))
+export KUBEBUILDER_CONTROLPLANE_START_TIMEOUT := 4m
+export KUBEBUILDER_CONTROLPLANE_STOP_TIMEOUT  := 2m
 
 # The workspace says which modules are ours.
 MODULES  := $(shell sed -n 's|^[[:space:]]*\./||p' go.work)

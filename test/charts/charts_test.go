@@ -713,9 +713,9 @@ func forEachValues(t *testing.T, test func(t *testing.T, c chart, values string)
 // startAPIServer runs a kube-apiserver for the duration of the test.
 func startAPIServer(t *testing.T) client.Client {
 	t.Helper()
-	environment := &envtest.Environment{CRDDirectoryPaths: lo.Map(charts, func(c chart, _ int) string {
-		return filepath.Join(chartPath(t, c), "files", "crds")
-	})}
+	environment := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
+		Paths: lo.Map(charts, func(c chart, _ int) string { return filepath.Join(chartPath(t, c), "files", "crds") }), MaxTime: soon,
+	}}
 	config, err := environment.Start()
 	require.NoError(t, err)
 	t.Cleanup(func() {

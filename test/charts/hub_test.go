@@ -144,7 +144,7 @@ func (h *hub) installClusterAPI(top string) error {
 		}
 		crds = append(crds, crd)
 	}
-	_, err := envtest.InstallCRDs(h.config, envtest.CRDInstallOptions{CRDs: crds, Scheme: hubScheme(), WebhookOptions: webhooks})
+	_, err := envtest.InstallCRDs(h.config, envtest.CRDInstallOptions{CRDs: crds, Scheme: hubScheme(), WebhookOptions: webhooks, MaxTime: soon})
 	return err
 }
 

@@ -269,6 +269,7 @@ func startServer(t *testing.T) *envtest.Environment {
 		BinaryAssetsDirectory: "../../bin",
 		CRDInstallOptions: envtest.CRDInstallOptions{
 			CRDs: clusterAPI(t), Paths: []string{"../../deploy/charts/agent/files/crds", "../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true,
+			MaxTime: patience,
 		},
 	}
 	config, err := environment.Start()

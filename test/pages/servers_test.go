@@ -26,7 +26,9 @@ type server struct {
 // start runs a server for the duration of the test.
 func start(t *testing.T, crds ...string) *server {
 	t.Helper()
-	environment := &envtest.Environment{CRDDirectoryPaths: crds, ErrorIfCRDPathMissing: true}
+	environment := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
+		Paths: crds, ErrorIfPathMissing: true, MaxTime: time.Minute, // the machine may be busy with other tests
+	}}
 	config, err := environment.Start()
 	t.Cleanup(func() {
 		if err := environment.Stop(); err != nil {

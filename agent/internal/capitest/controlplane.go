@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
@@ -46,6 +47,10 @@ type ControlPlane struct {
 	namespaces  atomic.Int64
 }
 
+// crdsWithin bounds how long the API server takes to serve the CRDs. The machine may be busy with
+// other tests.
+const crdsWithin = time.Minute
+
 // StartControlPlane starts etcd and kube-apiserver on loopback and installs the CRDs. This takes
 // seconds: share one control plane per test binary, from TestMain, and give each test its own
 // namespace. The caller must call Stop.
@@ -71,7 +76,7 @@ func StartControlPlane() (*ControlPlane, error) {
 	environment := &envtest.Environment{
 		Scheme:                Scheme(),
 		BinaryAssetsDirectory: assets,
-		CRDInstallOptions:     envtest.CRDInstallOptions{CRDs: crds},
+		CRDInstallOptions:     envtest.CRDInstallOptions{CRDs: crds, MaxTime: crdsWithin},
 	}
 	config, err := environment.Start()
 	if err != nil {

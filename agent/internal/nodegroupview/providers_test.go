@@ -273,6 +273,8 @@ func installProviderSchemas(t *testing.T) {
 	files, err := filepath.Glob("testdata/providers/*.yaml")
 	require.NoError(t, err)
 	require.NotEmpty(t, files)
-	_, err = envtest.InstallCRDs(plane.Config, envtest.CRDInstallOptions{Paths: files, CRDs: kubeadm, ErrorIfPathMissing: true})
+	_, err = envtest.InstallCRDs(plane.Config, envtest.CRDInstallOptions{
+		Paths: files, CRDs: kubeadm, ErrorIfPathMissing: true, MaxTime: time.Minute,
+	})
 	require.NoError(t, err)
 }

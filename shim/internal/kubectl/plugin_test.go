@@ -105,7 +105,9 @@ func newWorld(t *testing.T) *world {
 // administrator, and the kubeconfig of a user who may only read pods.
 func (w *world) serve(chart string) (kube client.Client, admin string, limited []byte) {
 	w.t.Helper()
-	env := &envtest.Environment{CRDDirectoryPaths: []string{filepath.Join("../../../deploy/charts", chart, "files/crds")}, ErrorIfCRDPathMissing: true}
+	env := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
+		Paths: []string{filepath.Join("../../../deploy/charts", chart, "files/crds")}, ErrorIfPathMissing: true, MaxTime: time.Minute, // the machine may be busy with other tests
+	}}
 	config, err := env.Start()
 	require.NoError(w.t, err)
 	w.t.Cleanup(func() { assert.NoError(w.t, env.Stop()) })

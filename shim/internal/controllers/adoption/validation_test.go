@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -35,7 +36,9 @@ func apiServer(t *testing.T) client.Client {
 	if _, err := os.Stat(filepath.Join(os.Getenv("KUBEBUILDER_ASSETS"), "kube-apiserver")); err != nil {
 		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
 	}
-	env := &envtest.Environment{CRDDirectoryPaths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfCRDPathMissing: true}
+	env := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
+		Paths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true, MaxTime: time.Minute, // the machine may be busy with other tests
+	}}
 	config, err := env.Start()
 	require.NoError(t, err)
 	t.Cleanup(func() { assert.NoError(t, env.Stop()) })

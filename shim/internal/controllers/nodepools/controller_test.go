@@ -47,7 +47,10 @@ func run(m *testing.M) int {
 		assets = filepath.Join("..", "..", "..", "..", "bin")
 	}
 	env := &envtest.Environment{
-		CRDDirectoryPaths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfCRDPathMissing: true, BinaryAssetsDirectory: assets,
+		CRDInstallOptions: envtest.CRDInstallOptions{
+			Paths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true, MaxTime: time.Minute, // the machine may be busy with other tests
+		},
+		BinaryAssetsDirectory: assets,
 	}
 	config, err := env.Start()
 	if err == nil {
