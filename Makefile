@@ -264,11 +264,18 @@ test: ## Check and test everything: verify, test-unit, test-tools, test-e2e
 	for suite in verify test-unit test-tools test-e2e; do $(MAKE) $$suite RESULTS="$$results" || failed+=" $$suite"; done; \
 	verdict="$${failed:+FAIL:$$failed;}"; $(call tally,test,$${verdict:-PASS},$$start,$$results); test -z "$$failed"
 
-# What tests use from outside their module: what a sandbox runs, charts, pages and what they name, the explored model. The test cache does not know
-# these files, but it knows the variables that a test reads, and those tests read this one.
-TESTED_FILES = find agent deploy pkg proto shim test/claimmodel test/go.mod test/go.sum go.work README.md docs .github Makefile -type f \
-		! -name '*_test.go' -print0 | \
-	LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c-16
+# The test cache knows the files that a test reads in its module, and the variables that it reads. A test that uses files from elsewhere reads the
+# variable with their digest: charts, with the tools that render and serve them; pages; the few pages that tests of several minutes compare with;
+# sources of the binaries that run in a sandbox; everything; the commit, whose history is tested.
+TESTED = TESTED_CHARTS=$$($(call digest,deploy/charts deploy/tools test/charts/testdata)) \
+	TESTED_DOCS=$$($(call digest,README.md docs .github)) \
+	TESTED_REFERENCE=$$($(call digest,docs/access.md docs/install.md docs/limits.md docs/options.md)) \
+	TESTED_BINARIES=$$($(call digest,agent deploy pkg proto shim go.work Makefile,! -name '*_test.go' ! -path 'deploy/docs-site/*')) \
+	TESTED_FILES=$$($(call digest,agent deploy pkg proto shim test/claimmodel test/go.mod test/go.sum go.work README.md docs .github Makefile)) \
+	TESTED_COMMIT=$(COMMIT)
+
+# $(call digest,<files and folders>,<conditions of find>)
+digest = find $(1) -type f $(2) -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c-16
 
 # What the test of the images needs beside what a sandbox runs.
 IMAGE_TEST_BINARIES = $(RELEASER) $(BIN)/fake-agent $(BIN)/capi-agent-conformance
@@ -276,7 +283,7 @@ IMAGE_TEST_BINARIES = $(RELEASER) $(BIN)/fake-agent $(BIN)/capi-agent-conformanc
 # Some of these bring up sandboxes of their own, hence all the binaries.
 .PHONY: test-unit
 test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) $(IMAGE_TEST_BINARIES) ## Unit and integration tests of every module, with the race detector
-	@TESTED_FILES=$$($(TESTED_FILES)); export TESTED_FILES; \
+	@export $(TESTED); \
 	$(call go_test,$@,-timeout 20m $$(go list $(PACKAGES) | grep -v /test/e2e),-timeout 20m -run '$(UNRACED)' $(UNRACED_IN))
 
 # Tests that skip themselves under the race detector.

@@ -165,14 +165,14 @@ type Endpoint struct {
 
 var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$`)
 
-// testedFiles is the environment variable that identifies the files that tests use from outside
-// their module. The go command reuses a test's result while its inputs are unchanged. The variables
-// that the test reads count as inputs, but such files do not.
-const testedFiles = "TESTED_FILES"
+// testedBinaries is the environment variable that identifies the sources of the binaries that a
+// sandbox runs. The go command reuses a test's result while its inputs are unchanged. The variables
+// that the test reads count as inputs, but files from outside of its module do not.
+const testedBinaries = "TESTED_BINARIES"
 
 // complete sets the defaults and validates.
 func (o *Options) complete() error {
-	_ = os.Getenv(testedFiles)
+	_ = os.Getenv(testedBinaries)
 	if o.Name == "" {
 		o.Name = DefaultName
 	}

@@ -38,6 +38,7 @@ func TestNamesAreAppendOnly(t *testing.T) {
 
 // The page says what each feature means.
 func TestThePageHasEveryFeature(t *testing.T) {
+	_ = os.Getenv("TESTED_DOCS") // tells the test cache that a file outside of the module is an input
 	page, err := os.ReadFile("../../docs/compatibility.md")
 	require.NoError(t, err)
 	_, table, found := strings.Cut(string(page), "| feature | means |\n|---|---|\n")

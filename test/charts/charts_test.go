@@ -815,13 +815,14 @@ func names(objects []*unstructured.Unstructured, kind, namespace string) []strin
 
 func chartPath(t *testing.T, c chart) string {
 	t.Helper()
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts are an input
 	return filepath.Join(root(t), "deploy", "charts", c.name)
 }
 
 // root returns the repository's folder.
 func root(t *testing.T) string {
 	t.Helper()
+	// They tell the test cache that the charts and two pages are an input.
+	_, _ = os.Getenv("TESTED_CHARTS"), os.Getenv("TESTED_REFERENCE")
 	dir, err := os.Getwd()
 	if err != nil {
 		t.Fatal(err)

@@ -18,7 +18,7 @@ import (
 
 // Every panel of every dashboard is evaluated, and those whose metrics were recorded have a value.
 func TestDashboardsArePlotted(t *testing.T) {
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' dashboards are an input
+	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' dashboards are an input
 	scrapes := 0
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/metrics" {
@@ -56,7 +56,7 @@ func TestDashboardsArePlotted(t *testing.T) {
 }
 
 func TestOnlyPanelsAboutFailuresMayBeEmpty(t *testing.T) {
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' dashboards are an input
+	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' dashboards are an input
 	all, err := dashboards.Read("../..")
 	require.NoError(t, err)
 	for _, d := range all {

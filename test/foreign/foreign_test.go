@@ -295,7 +295,8 @@ func required(t *testing.T) string {
 
 func repository(t *testing.T) foreign.Repository {
 	t.Helper()
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that files of the whole repository are an input
+	// They tell the test cache that the repository's files and its history are an input.
+	_, _ = os.Getenv("TESTED_FILES"), os.Getenv("TESTED_COMMIT")
 	root, err := filepath.Abs("../..")
 	if err != nil {
 		t.Fatal(err)

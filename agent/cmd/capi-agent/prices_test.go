@@ -15,7 +15,7 @@ import (
 
 // The page about prices shows a command and what it prints.
 func TestThePageShowsWhatPricesPrints(t *testing.T) {
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that a file outside of the module is an input
+	_ = os.Getenv("TESTED_DOCS") // tells the test cache that a file outside of the module is an input
 	page, err := os.ReadFile("../../../docs/prices.md")
 	require.NoError(t, err)
 	shown := regexp.MustCompile("(?s)```console\n\\$ capi-agent prices (.*?)\n(apiVersion.*?)```").FindAllStringSubmatch(string(page), -1)

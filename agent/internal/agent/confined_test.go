@@ -58,7 +58,8 @@ spec: {policyName: last, validationActions: [Deny]}
 func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	_ = os.Getenv("TESTED_FILES") // makes the test cache depend on the charts
+	// They tell the test cache that the charts, and the pages of the access matrix and the limits, are an input.
+	_, _ = os.Getenv("TESTED_CHARTS"), os.Getenv("TESTED_REFERENCE")
 	top := filepath.Join("..", "..", "..")
 	// The tests write, as administrators, what no agent may write.
 	helm := exec.CommandContext(ctx, filepath.Join(top, "bin", "helm"), "template", "capi-agent", filepath.Join(top, "deploy", "charts", "agent"),

@@ -55,6 +55,7 @@ const crdsWithin = time.Minute
 // seconds: share one control plane per test binary, from TestMain, and give each test its own
 // namespace. The caller must call Stop.
 func StartControlPlane() (*ControlPlane, error) {
+	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
 	top, err := repository()
 	if err != nil {
 		return nil, err

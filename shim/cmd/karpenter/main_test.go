@@ -55,7 +55,7 @@ func TestMain(m *testing.M) {
 		main()
 		os.Exit(0)
 	}
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' CRDs are an input
+	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
 	log.SetLogger(logr.Discard())
 	os.Exit(m.Run())
 }

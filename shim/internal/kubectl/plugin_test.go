@@ -58,7 +58,7 @@ var cluster = fakeagent.DefaultCluster()
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' CRDs are an input
+	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
 	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
 		assets, err := filepath.Abs("../../../bin")
 		require.NoError(t, err)

@@ -41,7 +41,7 @@ var kube client.Client
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' CRDs are an input
+	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
 	assets := os.Getenv("KUBEBUILDER_ASSETS")
 	if assets == "" {
 		assets = filepath.Join("..", "..", "..", "..", "bin")
