@@ -30,7 +30,6 @@ import (
 )
 
 const (
-	group  = "crowd"
 	claims = 100
 	// patience allows for a machine that is busy with other work.
 	patience = 5 * time.Minute
@@ -63,18 +62,44 @@ const maxRefused = claims / 2
 
 func TestMain(m *testing.M) {
 	ctrl.SetLogger(logr.Discard())
-	os.Exit(m.Run())
+	code := m.Run()
+	if shared != nil {
+		if err := shared.stop(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			code = 1
+		}
+	}
+	os.Exit(code)
+}
+
+// shared is the sandbox of all tests, which follow each other, each with a node group of its own. A
+// test that fails keeps its sandbox's logs, and leaves the next test to start another sandbox.
+var shared *measured
+
+// measured is a sandbox whose hub keeps an audit log.
+type measured struct {
+	*loadgen.Site
+
+	log *cost.Log
+	dir string
+}
+
+// stop stops the sandbox and removes its files.
+func (m *measured) stop() error {
+	m.Stop()
+	return os.RemoveAll(m.dir)
 }
 
 // TestWhatAHundredClaimsCost is a single test because each of its parts begins where the previous
 // one ended.
 func TestWhatAHundredClaimsCost(t *testing.T) {
+	const group = "crowd"
 	ctx, cancel := context.WithTimeout(t.Context(), 3*patience)
 	defer cancel()
 	s, log := start(ctx, t)
 	must(t, s.CreateGroup(ctx, loadgen.Group{Name: group, Max: claims, Held: true, Termination: time.Second}))
 	wishes := lo.Times(claims, func(i int) loadgen.Wish {
-		return loadgen.Wish{ID: fmt.Sprintf("claim-%03d", i), Groups: []string{group}}
+		return loadgen.Wish{ID: fmt.Sprintf("crowd-%03d", i), Groups: []string{group}}
 	})
 	next(t, log) // skip the setup
 
@@ -88,8 +113,8 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 	t.Run("binding a claim takes few requests", func(t *testing.T) { eachCosts(t, binding, claims, bindWrites, bindRequests) })
 	must(t, s.Unhold(ctx))
 	must(t, s.AwaitServed(ctx, wishes))
-	must(t, world.Poll(ctx, inFlight(s)))
-	must(t, world.Poll(ctx, everyNodeIsNoted(s)))
+	must(t, world.Poll(ctx, inFlight(s, group)))
+	must(t, world.Poll(ctx, everyNodeIsNoted(s, wishes)))
 	joining := next(t, log)
 	report(t, "joining", joining)
 	claiming := slices.Concat(binding, joining)
@@ -101,7 +126,7 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 				raises, maxRaises, lowerings, ledgerOnly, maxLedgerOnly)
 		}
 	})
-	t.Run("each Machine is bound by one write", func(t *testing.T) { eachMachineOnce(t, s, claiming) })
+	t.Run("each Machine is bound by one write", func(t *testing.T) { eachMachineOnce(t, s, group, claiming) })
 	t.Run("each claim is made by one write", func(t *testing.T) {
 		if made := count(claiming, "create", "machineclaims"); made != claims {
 			t.Errorf("%d claims took %d creations", claims, made)
@@ -109,7 +134,7 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 	})
 
 	t.Run("nothing is written when nothing changes", func(t *testing.T) {
-		idle(ctx, t, s)
+		idle(ctx, t, s, group)
 		if written := lo.Filter(next(t, log), func(r cost.Request, _ int) bool { return r.Writes() }); len(written) > 0 {
 			t.Errorf("%d writes, such as %v", len(written), written[0])
 		}
@@ -119,7 +144,7 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 		t.Fatal(err)
 	}
 	must(t, s.AwaitGone(ctx, group))
-	must(t, world.Poll(ctx, inFlight(s)))
+	must(t, world.Poll(ctx, inFlight(s, group)))
 	releasing := next(t, log)
 	report(t, "releasing", releasing)
 	t.Run("releasing a claim takes few requests", func(t *testing.T) { eachCosts(t, releasing, claims, releaseWrites, releaseRequests) })
@@ -137,7 +162,7 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 		}
 	})
 	t.Run("nothing is written when nothing is left", func(t *testing.T) {
-		idle(ctx, t, s)
+		idle(ctx, t, s, group)
 		if written := lo.Filter(next(t, log), func(r cost.Request, _ int) bool { return r.Writes() }); len(written) > 0 {
 			t.Errorf("%d writes, such as %v", len(written), written[0])
 		}
@@ -146,6 +171,7 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 
 // TestWhatAdoptionsCost lets claims adopt the user's Machines, and return them.
 func TestWhatAdoptionsCost(t *testing.T) {
+	const group = "adopted"
 	ctx, cancel := context.WithTimeout(t.Context(), 3*patience)
 	defer cancel()
 	s, log := start(ctx, t)
@@ -153,11 +179,11 @@ func TestWhatAdoptionsCost(t *testing.T) {
 	must(t, s.Scale(ctx, group, *adopted))
 	var names []string
 	must(t, s.AwaitMachines(ctx, func(machines []loadgen.Machine) string {
-		names = lo.FilterMap(machines, func(m loadgen.Machine, _ int) (string, bool) { return m.Name, m.Node != "" })
+		names = lo.FilterMap(machines, func(m loadgen.Machine, _ int) (string, bool) { return m.Name, m.Group == group && m.Node != "" })
 		return lo.Ternary(len(names) == *adopted, "", fmt.Sprintf("%d Machines to have a Node: %d have", *adopted, len(names)))
 	}))
 	wishes := lo.Map(names, func(name string, i int) loadgen.Wish {
-		return loadgen.Wish{ID: fmt.Sprintf("claim-%03d", i), Groups: []string{group}, Adopt: name}
+		return loadgen.Wish{ID: fmt.Sprintf("adopted-%03d", i), Groups: []string{group}, Adopt: name}
 	})
 	next(t, log)
 
@@ -167,8 +193,8 @@ func TestWhatAdoptionsCost(t *testing.T) {
 	}
 	must(t, s.AwaitServed(ctx, wishes))
 	t.Logf("%d Machines were adopted in %.1f s", *adopted, time.Since(began).Seconds())
-	must(t, world.Poll(ctx, inFlight(s)))
-	must(t, world.Poll(ctx, everyNodeIsNoted(s)))
+	must(t, world.Poll(ctx, inFlight(s, group)))
+	must(t, world.Poll(ctx, everyNodeIsNoted(s, wishes)))
 	adopting := next(t, log)
 	report(t, "adopting", adopting)
 	t.Run("adopting a Machine takes few requests", func(t *testing.T) { eachCosts(t, adopting, *adopted, adoptWrites, adoptRequests) })
@@ -183,7 +209,7 @@ func TestWhatAdoptionsCost(t *testing.T) {
 		return lo.Ternary(len(left) == 0, "", fmt.Sprintf("%d claims to end", len(left))), err
 	}))
 	t.Logf("%d Machines were returned in %.1f s", *adopted, time.Since(began).Seconds())
-	must(t, world.Poll(ctx, inFlight(s)))
+	must(t, world.Poll(ctx, inFlight(s, group)))
 	returning := next(t, log)
 	report(t, "returning", returning)
 	t.Run("returning a Machine takes few requests", func(t *testing.T) { eachCosts(t, returning, *adopted, returnWrites, returnRequests) })
@@ -205,6 +231,7 @@ var adopted = flag.Int("adopted", 100, "how many Machines are adopted, and retur
 // TestWhatOneClaimCosts prints the cost of the whole life of a claim that has the node group to
 // itself.
 func TestWhatOneClaimCosts(t *testing.T) {
+	const group = "alone"
 	if testing.Short() {
 		t.Skip("it prints a table and asserts little that the other test does not")
 	}
@@ -212,21 +239,21 @@ func TestWhatOneClaimCosts(t *testing.T) {
 	defer cancel()
 	s, log := start(ctx, t)
 	must(t, s.CreateGroup(ctx, loadgen.Group{Name: group, Boot: time.Second, Join: time.Second, Termination: time.Second}))
-	wishes := []loadgen.Wish{{ID: "claim", Groups: []string{group}}}
+	wishes := []loadgen.Wish{{ID: group, Groups: []string{group}}}
 	next(t, log)
 	if _, err := s.Claim(ctx, wishes); err != nil {
 		t.Fatal(err)
 	}
 	must(t, s.AwaitServed(ctx, wishes))
-	must(t, world.Poll(ctx, everyNodeIsNoted(s)))
-	must(t, world.Poll(ctx, inFlight(s)))
+	must(t, world.Poll(ctx, everyNodeIsNoted(s, wishes)))
+	must(t, world.Poll(ctx, inFlight(s, group)))
 	all := next(t, log)
 	report(t, "claiming", all)
 	if _, err := s.Release(ctx, wishes); err != nil {
 		t.Fatal(err)
 	}
 	must(t, s.AwaitGone(ctx, group))
-	must(t, world.Poll(ctx, inFlight(s)))
+	must(t, world.Poll(ctx, inFlight(s, group)))
 	releasing := next(t, log)
 	report(t, "releasing", releasing)
 	fewRefused(t, append(all, releasing...))
@@ -236,23 +263,35 @@ func TestWhatOneClaimCosts(t *testing.T) {
 	}
 }
 
+// start returns a sandbox in which no other test is running, and its log.
 func start(ctx context.Context, t *testing.T) (*loadgen.Site, *cost.Log) {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "cost-") // The logs stay if the test fails.
+	if shared == nil {
+		shared = startSandbox(ctx, t)
+	}
+	m := shared
+	t.Cleanup(func() {
+		if t.Failed() {
+			shared = nil
+			m.Stop()
+			t.Logf("the sandbox's logs are in %s", m.Sandbox.State().Paths.Logs)
+		}
+	})
+	return m.Site, m.log
+}
+
+func startSandbox(ctx context.Context, t *testing.T) *measured {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "cost-") // It outlives the test, and the logs stay if the test fails.
 	must(t, err)
 	s, err := loadgen.Start(ctx, sandbox.Options{StateDir: filepath.Join(dir, "sandbox"), AuditHub: true, Agents: *agents})
 	must(t, err)
-	t.Cleanup(func() {
-		s.Stop()
-		if t.Failed() {
-			t.Logf("the sandbox's logs are in %s", s.Sandbox.State().Paths.Logs)
-		} else if err := os.RemoveAll(dir); err != nil {
-			t.Error(err)
-		}
-	})
 	log, err := cost.Open(s.Sandbox.State().Paths.HubAudit)
-	must(t, err)
-	return s, log
+	if err != nil {
+		s.Stop()
+		t.Fatal(err)
+	}
+	return &measured{s, log, dir}
 }
 
 // agents defaults to one: on a machine that is busy with other tests, a second agent cannot tell a
@@ -333,8 +372,9 @@ func fewRefused(t *testing.T, requests []cost.Request) {
 	}
 }
 
-// eachMachineOnce verifies that every Machine was written to once, and thereby has its claim.
-func eachMachineOnce(t *testing.T, s *loadgen.Site, requests []cost.Request) {
+// eachMachineOnce verifies that every Machine of the node group was written to once, and thereby has
+// its claim.
+func eachMachineOnce(t *testing.T, s *loadgen.Site, group string, requests []cost.Request) {
 	t.Helper()
 	writes := lo.CountValuesBy(
 		lo.Filter(requests, func(r cost.Request, _ int) bool {
@@ -343,7 +383,8 @@ func eachMachineOnce(t *testing.T, s *loadgen.Site, requests []cost.Request) {
 		func(r cost.Request) string { return r.Verb + " " + r.Resource + " " + r.Name },
 	)
 	var machines clusterv1.MachineList
-	must(t, s.Hub.List(t.Context(), &machines, client.InNamespace(sandbox.ClusterNamespace)))
+	must(t, s.Hub.List(t.Context(), &machines, client.InNamespace(sandbox.ClusterNamespace),
+		client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group}))
 	if len(machines.Items) != claims || len(writes) != claims {
 		t.Errorf("%d claims brought %d Machines, written to in %d ways", claims, len(machines.Items), len(writes))
 	}
@@ -355,8 +396,8 @@ func eachMachineOnce(t *testing.T, s *loadgen.Site, requests []cost.Request) {
 	}
 }
 
-// inFlight returns a condition: the ledger has no entries in flight.
-func inFlight(s *loadgen.Site) func(context.Context) (string, error) {
+// inFlight returns a condition: the node group's ledger has no entries in flight.
+func inFlight(s *loadgen.Site, group string) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		md, err := s.Deployment(ctx, group)
 		if err != nil {
@@ -377,22 +418,25 @@ func inFlight(s *loadgen.Site) func(context.Context) (string, error) {
 	}
 }
 
-// everyNodeIsNoted returns a condition: every live claim names its Node, which is the last thing
+// everyNodeIsNoted returns a condition: each of the claims names its Node, which is the last thing
 // written to it.
-func everyNodeIsNoted(s *loadgen.Site) func(context.Context) (string, error) {
+func everyNodeIsNoted(s *loadgen.Site, wishes []loadgen.Wish) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var list agentv1.MachineClaimList
 		if err := s.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
 			return "", err
 		}
-		without := lo.CountBy(list.Items, func(c agentv1.MachineClaim) bool { return c.Status.Machine == nil || c.Status.Machine.NodeName == "" })
+		named := lo.SliceToMap(list.Items, func(c agentv1.MachineClaim) (string, bool) {
+			return c.Spec.ClaimID, c.Status.Machine != nil && c.Status.Machine.NodeName != ""
+		})
+		without := lo.CountBy(wishes, func(w loadgen.Wish) bool { return !named[w.ID] })
 		return lo.Ternary(without == 0, "", fmt.Sprintf("%d claims to name their Node", without)), nil
 	}
 }
 
 // idle makes the agent reconcile the node group many times with nothing to do: another writer
 // changes what does not concern it, and the agent's own metrics show the reconciles.
-func idle(ctx context.Context, t *testing.T, s *loadgen.Site) {
+func idle(ctx context.Context, t *testing.T, s *loadgen.Site, group string) {
 	t.Helper()
 	url := s.Sandbox.State().AgentMetrics
 	md, err := s.Deployment(ctx, group)
