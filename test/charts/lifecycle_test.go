@@ -476,7 +476,7 @@ func (h *hub) runShim(t *testing.T, r release) (stop func()) {
 	container := pod.Containers[0]
 	kubeconfig := h.accountsKubeconfig(t, r.namespace, pod.ServiceAccountName)
 
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that the binary's sources are an input
+	_ = os.Getenv("TESTED_BINARIES") // tells the test cache that the binary's sources are an input
 	log, err := os.Create(filepath.Join(t.TempDir(), "karpenter.log"))
 	require.NoError(t, err)
 	process := exec.Command(filepath.Join(root(t), "bin", "karpenter"), container.Args...)
