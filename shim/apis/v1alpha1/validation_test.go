@@ -29,7 +29,8 @@ func TestTheAPIServerRefusesWhatCannotBe(t *testing.T) {
 		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
 	}
 	env := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
-		Paths: []string{"../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true, MaxTime: time.Minute, // the machine may be busy with other tests
+		Paths: []string{"../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true,
+		MaxTime: time.Minute, // the machine may be busy with other tests
 	}}
 	config, err := env.Start()
 	require.NoError(t, err)

@@ -106,7 +106,8 @@ func newWorld(t *testing.T) *world {
 func (w *world) serve(chart string) (kube client.Client, admin string, limited []byte) {
 	w.t.Helper()
 	env := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
-		Paths: []string{filepath.Join("../../../deploy/charts", chart, "files/crds")}, ErrorIfPathMissing: true, MaxTime: time.Minute, // the machine may be busy with other tests
+		Paths: []string{filepath.Join("../../../deploy/charts", chart, "files/crds")}, ErrorIfPathMissing: true,
+		MaxTime: time.Minute, // the machine may be busy with other tests
 	}}
 	config, err := env.Start()
 	require.NoError(w.t, err)

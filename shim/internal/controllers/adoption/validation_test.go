@@ -37,7 +37,8 @@ func apiServer(t *testing.T) client.Client {
 		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
 	}
 	env := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
-		Paths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true, MaxTime: time.Minute, // the machine may be busy with other tests
+		Paths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true,
+		MaxTime: time.Minute, // the machine may be busy with other tests
 	}}
 	config, err := env.Start()
 	require.NoError(t, err)

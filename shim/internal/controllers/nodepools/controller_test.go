@@ -48,7 +48,8 @@ func run(m *testing.M) int {
 	}
 	env := &envtest.Environment{
 		CRDInstallOptions: envtest.CRDInstallOptions{
-			Paths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true, MaxTime: time.Minute, // the machine may be busy with other tests
+			Paths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true,
+			MaxTime: time.Minute, // the machine may be busy with other tests
 		},
 		BinaryAssetsDirectory: assets,
 	}
