@@ -155,11 +155,19 @@ prices:
 
 func TestANodeOverlayChangesTheChoice(t *testing.T) {
 	sizes(t, "price: a NodeOverlay on top of the estimate changes the choice")
+	overlaid(t, "sizes-big")
+	scale(t, "narrow", 1)
+	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
+}
+
+// overlaid makes machines of the instance type the cheapest, by a NodeOverlay, until the test ends.
+func overlaid(t *testing.T, instanceType string) {
+	t.Helper()
 	overlay := &unstructured.Unstructured{Object: map[string]any{
-		"apiVersion": "karpenter.sh/v1alpha1", "kind": "NodeOverlay", "metadata": map[string]any{"name": "cheap-big"},
+		"apiVersion": "karpenter.sh/v1alpha1", "kind": "NodeOverlay", "metadata": map[string]any{"name": instanceType},
 		"spec": map[string]any{
 			"requirements": []any{map[string]any{
-				"key": corev1.LabelInstanceTypeStable, "operator": "In", "values": []any{"sizes-big"},
+				"key": corev1.LabelInstanceTypeStable, "operator": "In", "values": []any{instanceType},
 			}},
 			"price": "0.0001",
 		},
@@ -171,8 +179,6 @@ func TestANodeOverlayChangesTheChoice(t *testing.T) {
 		}
 	})
 	poll(t, soon, overlayReady(overlay))
-	scale(t, "narrow", 1)
-	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
 }
 
 // overlayReady returns a condition for poll: Karpenter has evaluated the NodeOverlay.

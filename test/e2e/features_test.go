@@ -436,22 +436,7 @@ func TestANodeOverlayAppliesToANodeGroupThatAppearsLater(t *testing.T) {
 	leaveAsFound(t)
 	group(t, "overlaid", "overlaid-first", "on-demand", "1", "3")
 	requirePool(t, "overlaid", map[string]any{"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"on-demand"}})
-	overlay := &unstructured.Unstructured{Object: map[string]any{
-		"apiVersion": "karpenter.sh/v1alpha1", "kind": "NodeOverlay", "metadata": map[string]any{"name": "cheap-later"},
-		"spec": map[string]any{
-			"requirements": []any{map[string]any{
-				"key": corev1.LabelInstanceTypeStable, "operator": "In", "values": []any{"overlaid-later"},
-			}},
-			"price": "0.0001",
-		},
-	}}
-	require.NoError(t, w.Spoke.Create(within(t, soon), overlay))
-	t.Cleanup(func() {
-		if err := w.Spoke.Delete(context.Background(), overlay); err != nil {
-			t.Error(err)
-		}
-	})
-	poll(t, soon, overlayReady(overlay))
+	overlaid(t, "overlaid-later")
 	scale(t, "overlaid", 1)
 	await(t, 2*time.Minute, onOneNodeOf("overlaid-first", 1))
 
