@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"net/url"
+	"strings"
 
 	"github.com/samber/lo"
 	"google.golang.org/grpc/codes"
@@ -96,6 +97,9 @@ func answerOther(ctx context.Context, err error) error {
 		// The cause is the text of the API server, a webhook or a policy.
 		log.FromContext(ctx).Error(err, "a call failed: the hub refuses a write")
 		return grpcstatus.Error(codes.Internal, "the hub refuses a write of the agent; the agent's log has details under this request id")
+	case outOfTurn(err):
+		log.FromContext(ctx).Info("a call failed: --kube-api-qps left no request to the hub for it before its deadline")
+		return grpcstatus.Error(codes.DeadlineExceeded, "the agent sends too many requests to the hub to serve this call before its deadline")
 	case unreachable(err):
 		// The cause contains the hub's address, which callers must not see.
 		log.FromContext(ctx).Info("a call failed: the hub's API server did not answer", "cause", err.Error())
@@ -104,6 +108,13 @@ func answerOther(ctx context.Context, err error) error {
 	// The cause is for the agent's operator: it may name objects that the caller must not see.
 	log.FromContext(ctx).Error(err, "a call failed")
 	return grpcstatus.Error(codes.Internal, "internal error; the agent's log has details under this request id")
+}
+
+// outOfTurn reports whether a request was not sent because the agent's own rate would have allowed it
+// only after the call's deadline. The limiter says so before the deadline, in an error that has no
+// type.
+func outOfTurn(err error) bool {
+	return strings.Contains(err.Error(), "would exceed context deadline")
 }
 
 // unreachable reports whether an error means that the API server could not be reached or could not

@@ -35,6 +35,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/util/flowcontrol"
 	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -596,6 +597,7 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 		},
 		"API server busy": {apierrors.NewTooManyRequests("slow down", 1), codes.Unavailable, agenterrors.ReasonHubUnreachable},
 		"API server ill":  {apierrors.NewInternalError(errors.New("etcd")), codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"rate used up":    {rateUsedUp(t), codes.DeadlineExceeded, ""},
 		"newer ledger":    {fmt.Errorf("MachineDeployment secret-name: %w", protocol.ErrNewerLedger), codes.Unavailable, agenterrors.ReasonHubUnreachable},
 		"no right":        {apierrors.NewForbidden(gvr, "secret-name", errors.New("no")), codes.Internal, ""},
 		"a bug":           {errors.New("secret-name"), codes.Internal, ""},
@@ -620,6 +622,19 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 	f.engine.fail(claims.ErrStaleToken)
 	_, err = cluster.Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "karpenter", Token: "t"})
 	require.True(t, agenterrors.IsStaleToken(err), "%v", err)
+}
+
+// rateUsedUp returns the error of a request that client-go's limiter does not let through in time.
+func rateUsedUp(t *testing.T) error {
+	t.Helper()
+	limiter := flowcontrol.NewTokenBucketRateLimiter(0.001, 1)
+	require.True(t, limiter.TryAccept())
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	err := limiter.Wait(ctx)
+	require.Error(t, err)
+	require.NoError(t, ctx.Err(), "it says so before the deadline")
+	return fmt.Errorf("listing claims: %w", err)
 }
 
 // Such names cannot exist. A lookup would only find out after an effort, or fail in a client.
