@@ -42,6 +42,29 @@ func TestWhatProvidersWriteIsJudged(t *testing.T) {
 	}
 }
 
+// The providers of docs/failures.md, with the classes of their final reports. Docker's provider
+// recreates the container instead of failing.
+func TestEveryProviderHasRecordedReports(t *testing.T) {
+	for kind, final := range map[string][]Class{
+		"AWSMachine":       {Capacity, Quota, Configuration},
+		"AzureMachine":     {Capacity, Quota, Configuration},
+		"GCPMachine":       {Capacity, Quota},
+		"VSphereMachine":   {Capacity, Configuration},
+		"OpenStackMachine": {Capacity, Quota, Configuration, GivenUp},
+		"Metal3Machine":    {Capacity},
+		"DockerMachine":    nil,
+	} {
+		classes := map[Class]bool{}
+		for _, r := range read(t) {
+			if r.Kind == kind {
+				classes[r.Means] = true
+			}
+		}
+		assert.Subset(t, classes, final, kind)
+		assert.Contains(t, classes, Transient, kind)
+	}
+}
+
 // Each of these reasons is also used for errors that pass.
 func TestNothingIsFinalByAReasonThatStandsForEverything(t *testing.T) {
 	for kind, reasons := range map[string][]string{

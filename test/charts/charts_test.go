@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
@@ -556,6 +557,32 @@ func TestShimsFeatureGatesBringTheirRules(t *testing.T) {
 	for _, rule := range rules(t, render(t, charts[1], old)) {
 		require.NotContains(t, rule.APIGroups, "resource.k8s.io")
 	}
+}
+
+// Core takes the lease's name from the environment. A role for another lease would leave every
+// replica waiting to be elected.
+func TestTheShimMayWriteTheLeaseThatItIsToldToUse(t *testing.T) {
+	for _, lease := range []string{"karpenter-leader-election", "of-another-name"} {
+		objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/defaults-values.yaml"), "--set", "leaderElection.name="+lease)
+		environment := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.Containers[0].Env
+		require.Contains(t, environment, corev1.EnvVar{Name: "LEADER_ELECTION_NAME", Value: lease})
+		may := lo.FilterMap(rules(t, objects), func(r rbacv1.PolicyRule, _ int) ([]string, bool) {
+			return r.ResourceNames, slices.Contains(r.Resources, "leases") && slices.Contains(r.Verbs, "update")
+		})
+		require.Equal(t, [][]string{{lease}}, may)
+	}
+}
+
+// The shim releases its lease last. If the kubelet kills it before, the next leader waits until the
+// lease expires.
+func TestTheShimHasTheTimeToReleaseItsLease(t *testing.T) {
+	const (
+		manager = 30 * time.Second // controller-runtime's default for the runnables' end
+		traces  = 5 * time.Second  // in which pkg/tracing exports the last spans
+	)
+	objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/defaults-values.yaml"))
+	seconds := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.TerminationGracePeriodSeconds
+	require.Greater(t, time.Duration(*seconds)*time.Second, manager+traces)
 }
 
 func TestPublishedNodePoolsBringTheirRules(t *testing.T) {

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	"sigs.k8s.io/yaml"
 )
 
@@ -61,10 +62,14 @@ func Read(report io.Reader, suite string) ([]Spec, error) {
 	return specs, nil
 }
 
+// Suites are core's suites that run against a sandbox. Each of the others is an [Exception] as a
+// whole.
+func Suites() []string { return []string{"regression", "disruption"} }
+
 // Exception names one or more specs that cannot pass, and why.
 type Exception struct {
 	Suite string `json:"suite"`
-	// Specs is a prefix of the specs' names.
+	// Specs is a prefix of the specs' names. It is empty if none of the suite can pass.
 	Specs string `json:"specs"`
 	Why   string `json:"why"`
 }
@@ -90,6 +95,8 @@ type Verdict struct {
 	Unexplained []Spec
 	// Stale are exceptions, in suites that ran, that match no spec or a spec that passed.
 	Stale []Exception
+	// Left are suites that did not run because none of their specs can pass.
+	Left []Exception
 }
 
 // Judge evaluates specs.
@@ -111,6 +118,7 @@ func Judge(specs []Spec, all []Exception) Verdict {
 			v.Failed = append(v.Failed, s)
 		}
 	}
+	v.Left = lo.Filter(all, func(e Exception, _ int) bool { return e.Specs == "" && !ran[e.Suite] })
 	v.Stale = slices.DeleteFunc(slices.Clone(all), func(e Exception) bool { return used[e] || !ran[e.Suite] })
 	return v
 }

@@ -1,11 +1,16 @@
 package coresuites_test
 
 import (
+	"os"
+	"path/filepath"
+	"reflect"
+	"runtime"
 	"strings"
 	"testing"
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/test/coresuites"
 )
@@ -42,6 +47,33 @@ func TestEveryExceptionSaysWhy(t *testing.T) {
 	all, err := coresuites.Exceptions()
 	require.NoError(t, err)
 	for _, e := range all {
-		require.NotContains(t, []string{e.Suite, e.Specs, e.Why}, "")
+		require.NotContains(t, []string{e.Suite, e.Why}, "")
 	}
+}
+
+func TestASuiteOfWhichNothingCanRunIsListed(t *testing.T) {
+	none := coresuites.Exception{Suite: "dra", Why: "no"}
+	passed := coresuites.Spec{Suite: "disruption", Name: "Drift", State: "passed"}
+	v := coresuites.Judge([]coresuites.Spec{passed}, []coresuites.Exception{none})
+	require.Equal(t, []coresuites.Exception{none}, v.Left)
+	require.True(t, v.OK())
+
+	v = coresuites.Judge([]coresuites.Spec{passed, {Suite: "dra", Name: "GPU", State: "passed"}}, []coresuites.Exception{none})
+	require.Equal(t, []coresuites.Exception{none}, v.Stale, "it can run")
+	require.Empty(t, v.Left)
+}
+
+// A release of core may have a suite more.
+func TestEverySuiteOfCoreRunsOrSaysWhyNot(t *testing.T) {
+	all, err := coresuites.Exceptions()
+	require.NoError(t, err)
+	left := lo.FilterMap(all, func(e coresuites.Exception, _ int) (string, bool) { return e.Suite, e.Specs == "" })
+	require.Empty(t, lo.Intersect(left, coresuites.Suites()))
+
+	entry := reflect.ValueOf(karpenterv1.MustParseNillableDuration).Pointer()
+	file, _ := runtime.FuncForPC(entry).FileLine(entry)
+	folders, err := os.ReadDir(filepath.Join(filepath.Dir(file), "..", "..", "..", "test", "suites"))
+	require.NoError(t, err)
+	cores := lo.Map(folders, func(f os.DirEntry, _ int) string { return f.Name() })
+	require.ElementsMatch(t, cores, append(left, coresuites.Suites()...))
 }

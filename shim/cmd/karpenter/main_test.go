@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"crypto/tls"
+	"io"
 	"net"
 	"net/http"
 	"os"
@@ -526,6 +527,34 @@ func (s *spoke) scrape(path, token string) int {
 	}
 	assert.NoError(s.t, response.Body.Close())
 	return response.StatusCode
+}
+
+func TestConditionsOfTheNodeClassAreMetricsAndEvents(t *testing.T) {
+	s := newSpoke(t, group("a"))
+	s.create(&v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "default"}})
+	s.start("--metrics-secure=false")
+	s.ready(metav1.ConditionFalse)
+	s.listen()
+	s.ready(metav1.ConditionTrue)
+	s.eventually(func() bool {
+		response, err := http.Get("http://" + s.metrics + "/metrics")
+		if err != nil {
+			return false
+		}
+		defer func() { _ = response.Body.Close() }()
+		text, err := io.ReadAll(response.Body)
+		return assert.NoError(t, err) && lo.ContainsBy(strings.Split(string(text), "\n"), func(line string) bool {
+			return strings.HasPrefix(line, "operator_clusterapinodeclass_status_condition_count{") && strings.HasSuffix(line, " 1") &&
+				strings.Contains(line, `name="default"`) && strings.Contains(line, `type="Ready"`) && strings.Contains(line, `status="True"`)
+		})
+	}, "the condition is a metric")
+	s.eventually(func() bool {
+		events := &corev1.EventList{}
+		require.NoError(t, s.List(t.Context(), events))
+		return lo.ContainsBy(events.Items, func(e corev1.Event) bool {
+			return e.InvolvedObject.Kind == "ClusterAPINodeClass" && e.Reason == "Ready" && strings.Contains(e.Message, "Status condition transitioned")
+		})
+	}, "its transition is an event")
 }
 
 func TestWrongFlagsAreToldAndNotPanicked(t *testing.T) {

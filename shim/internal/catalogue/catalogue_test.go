@@ -1,8 +1,13 @@
 package catalogue_test
 
 import (
+	"context"
 	"fmt"
+	"maps"
+	"reflect"
 	"strconv"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -12,6 +17,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/clock"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 
@@ -340,6 +347,49 @@ func manyGroups(n int) []*agentv1alpha1.NodeGroup {
 			NodeLabels: map[string]string{"team": "red"},
 		}
 	})
+}
+
+// Every claim changes the replicas of a node group, and thereby the catalogue. In a spoke of
+// thousands of nodes, a list copies thousands of NodeClaims each time.
+func TestARebuildListsNoNodeClaims(t *testing.T) {
+	var mu sync.Mutex
+	lists := map[string]int{}
+	listed := func() map[string]int {
+		mu.Lock()
+		defer mu.Unlock()
+		return maps.Clone(lists)
+	}
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithInterceptor(interceptor.Funcs{
+		List: func(ctx context.Context, kube client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
+			mu.Lock()
+			lists[strings.TrimSuffix(reflect.TypeOf(list).Elem().Name(), "List")]++
+			mu.Unlock()
+			return kube.List(ctx, list, options...)
+		},
+	}))
+	for i := range 3 {
+		w.Create(w.NodeClaim(strconv.Itoa(i), func(nc *karpv1.NodeClaim) {
+			nc.Labels[corev1.LabelTopologyZone] = fmt.Sprint("z", i) // which the group does not have
+			nc.Labels[corev1.LabelInstanceTypeStable], nc.Labels[karpv1.CapacityTypeLabelKey] = "default.a", "on-demand"
+			nc.Annotations = map[string]string{v1alpha1.NodeGroupAnnotation: "default/a"}
+		}))
+		w.Eventually(func() bool {
+			_, ok := types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName))[0].OfferingPrice(fmt.Sprint("z", i), "on-demand")
+			return ok
+		}, "what the NodeClaim remembers shows")
+	}
+	before := listed()
+	for cpu := range 3 {
+		w.Agent.UpdateNodeGroup("default/a", func(g *agentv1alpha1.NodeGroup) { g.Capacity["cpu"] = strconv.Itoa(10 + cpu) })
+		w.Eventually(func() bool {
+			group, _ := w.Catalogue.Snapshot().Group("default/a")
+			return group.Capacity.Cpu().String() == strconv.Itoa(10+cpu)
+		}, "the change shows")
+	}
+	after := listed()
+	assert.GreaterOrEqual(t, after["ClusterAPINodeClass"], before["ClusterAPINodeClass"]+3, "the catalogue was built again")
+	assert.Equal(t, 1, after["NodeClaim"], "the informer's first list")
+	assert.ElementsMatch(t, []string{"ClusterAPINodeClass", "NodePool", "NodeClaim"}, lo.Keys(after), "nothing else grows with the nodes")
 }
 
 func TestAnUnchangedCatalogueIsReadWithoutAllocating(t *testing.T) {

@@ -15,6 +15,7 @@ import (
 	coresched "sigs.k8s.io/karpenter/pkg/controllers/provisioning/scheduling"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
@@ -208,6 +209,34 @@ func TestPodsRunBesideAFullReservation(t *testing.T) {
 			}
 		})
 	}
+}
+
+// What is left of a reservation is known from the agent's last report. Core may therefore plan one
+// NodeClaim too many, which costs no machine, and only one attempt.
+func TestANodeClaimTooManyForAReservationIsPlannedElsewhere(t *testing.T) {
+	groups := redInZone1BlueInZone2()
+	groups[0].CapacityType, groups[0].MaxSize = agentv1alpha1.CapacityType_CAPACITY_TYPE_RESERVED, new(int32(1))
+	groups[1].Zone = "z1"
+	w := shimtest.New(t, groups)
+	w.NodePool()
+	pod := w.PendingPod("one", "3")
+	w.Agent.FreezeStreams(true)
+	require.Equal(t, []string{"default/red"}, launch(t, w, w.Plan().NewNodeClaims))
+	require.NoError(t, w.Kube.Delete(w.Context(), pod)) // it has its Node
+
+	w.PendingPod("two", "3")
+	planned := w.Plan().NewNodeClaims
+	require.Len(t, planned, 1)
+	tooMany := planned[0].ToNodeClaim()
+	tooMany.Name, tooMany.UID = "too-many", uuid.NewUUID()
+	_, err := w.CloudProvider.Create(w.Context(), tooMany)
+	require.True(t, corecloudprovider.IsInsufficientCapacityError(err), "%v", err)
+	assert.EqualValues(t, 1, w.Agent.NodeGroup("default/red").GetReplicas())
+	w.Eventually(func() bool {
+		planned = w.Plan().NewNodeClaims
+		return len(planned) == 1 && !planned[0].Requirements.Has(v1alpha1.ReservationLabel)
+	}, "core no longer plans with the reservation, although the agent's report has not arrived")
+	assert.Equal(t, []string{"default/blue"}, launch(t, w, planned))
 }
 
 func unchanged(*karpv1.NodePool) {}

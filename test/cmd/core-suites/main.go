@@ -47,7 +47,7 @@ type settings struct {
 
 func main() {
 	var s settings
-	suites := flag.String("suites", "regression,disruption", "the `suites` to run, comma-separated")
+	suites := flag.String("suites", strings.Join(coresuites.Suites(), ","), "the `suites` to run, comma-separated")
 	flag.StringVar(&s.name, "name", "core-suites", "the sandbox's name")
 	flag.StringVar(&s.focus, "focus", "", "a `regular expression`: run only the specs whose names match")
 	flag.StringVar(&s.bin, "bin", "bin", "the `folder` with the suites, core-<name>.test each")
@@ -156,6 +156,9 @@ func tell(v coresuites.Verdict, violations []invariants.Violation, took time.Dur
 	}
 	for _, name := range slices.Sorted(maps.Keys(v.Excepted)) {
 		say("cannot           %s: %s", name, v.Excepted[name].Why)
+	}
+	for _, e := range v.Left {
+		say("cannot           %s, as a whole: %s", e.Suite, e.Why)
 	}
 	for _, s := range v.Unexplained {
 		say("SKIPPED          %s: %s: no exception says why", s.Suite, s.Name)

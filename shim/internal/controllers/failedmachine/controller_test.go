@@ -569,7 +569,20 @@ func TestANodeClaimThatWaitsForLongSaysWhereItsMachineIs(t *testing.T) {
 	require.Equal(t, []string{"WaitingForMachine", "WaitingForMachine"}, e.Recorder.Reasons(), "once for each thing that is new")
 	assert.Contains(t, e.Recorder.Messages()[0], "node group default/a has not created a machine for it")
 	claim, _ := e.Claims.Get(string(nodeClaim.UID))
-	assert.Contains(t, e.Recorder.Messages()[1], "machine "+claim.GetMachine().GetName()+" has no provider ID")
+	machine := claim.GetMachine().GetName()
+	assert.Contains(t, e.Recorder.Messages()[1], "machine "+machine+" has no provider ID")
+
+	e.Agent.FailMachine(e.Cluster, machine, "InstanceProvisionFailed", "UnauthorizedOperation: you are not authorized")
+	e.Eventually(func() bool {
+		claim, _ := e.Claims.Get(string(nodeClaim.UID))
+		return claim.GetMachine().GetInfrastructureReason() != ""
+	}, "the mirror shows what the infrastructure reports")
+	for range 3 {
+		e.reconcile(nodeClaim)
+	}
+	require.Len(t, e.Recorder.Messages(), 3)
+	assert.Contains(t, e.Recorder.Messages()[2],
+		"machine "+machine+" has no provider ID (InstanceProvisionFailed: UnauthorizedOperation: you are not authorized)")
 }
 
 func TestWhatIsNotWaitingIsLeftAlone(t *testing.T) {
