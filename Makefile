@@ -269,7 +269,7 @@ test: ## Check and test everything: verify, test-unit, test-tools, test-e2e
 # sources of the binaries that run in a sandbox; everything; the commit, whose history is tested.
 TESTED = TESTED_CHARTS=$$($(call digest,deploy/charts deploy/tools test/charts/testdata)) \
 	TESTED_DOCS=$$($(call digest,README.md docs .github)) \
-	TESTED_REFERENCE=$$($(call digest,docs/access.md docs/install.md docs/limits.md docs/options.md)) \
+	TESTED_REFERENCE=$$($(call digest,docs/access.md docs/install.md docs/limits.md docs/options.md docs/security.md)) \
 	TESTED_BINARIES=$$($(call digest,agent deploy pkg proto shim go.work Makefile,! -name '*_test.go' ! -path 'deploy/docs-site/*')) \
 	TESTED_FILES=$$($(call digest,agent deploy pkg proto shim test/claimmodel test/go.mod test/go.sum go.work README.md docs .github Makefile)) \
 	TESTED_COMMIT=$(COMMIT)

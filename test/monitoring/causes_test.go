@@ -115,6 +115,13 @@ var causes = map[string]cause{
 		 capi_agent_limit{pod="a",limit="live"} 1000x120`,
 		"agent/internal/claims/collector_test.go:TestCollectorShowsEveryPartOfTheLedger",
 	},
+	"CapiAgentClaimBytesNearLimit": {
+		`capi_agent_cluster_claim_bytes{pod="a",namespace="team-a",cluster="production"} 250e6x120
+		 capi_agent_cluster_claim_bytes{pod="b",namespace="team-a",cluster="production"} 250e6x120
+		 capi_agent_cluster_claim_bytes{pod="a",namespace="team-a",cluster="staging"} 50e6x120
+		 capi_agent_claim_bytes_limit{pod="a"} 268435456x120`,
+		"agent/internal/agent/budgeted_test.go:TestAClusterStoresNoMoreBytesThanItMay",
+	},
 	"CapiAgentCreationsNearLimit": {
 		`capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="workers"} 0x117 90 40 0
 		 capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="others"} 80x120

@@ -42,6 +42,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/storage"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/version"
 )
 
@@ -90,7 +91,11 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		c.Clock = corrected
 	}
 	var err error
-	if a.manager, err = newManager(c, scope, corrected); err != nil {
+	budget := storage.New(o.MaxClaimBytesPerCluster.Value())
+	if a.manager, err = newManager(c, scope, corrected, budget); err != nil {
+		return nil, err
+	}
+	if err := budget.Follow(ctx, a.manager.GetCache(), a.manager.GetEventRecorder("capi-agent")); err != nil {
 		return nil, err
 	}
 	if err := hub.Index(ctx, a.manager.GetFieldIndexer()); err != nil {
@@ -118,8 +123,10 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		},
 	})
 	if c.Registerer != nil {
-		if err := c.Registerer.Register(engine.Collector()); err != nil {
-			return nil, fmt.Errorf("registering the claims' metrics: %w", err)
+		for _, collector := range []prometheus.Collector{engine.Collector(), budget.Collector()} {
+			if err := c.Registerer.Register(collector); err != nil {
+				return nil, fmt.Errorf("registering the claims' metrics: %w", err)
+			}
 		}
 		if corrected != nil {
 			if err := c.Registerer.Register(corrected.Collector()); err != nil {
@@ -127,6 +134,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 			}
 		}
 	}
+	budgeted := &budgetedEngine{Engine: engine, budget: budget}
 	nodes, err := learned.New(learned.Config{Client: a.manager.GetClient(), Registerer: c.Registerer})
 	if err != nil {
 		return nil, err
@@ -202,9 +210,9 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Onboarded: onboardingIn(a.manager.GetClient()), OnboardedLive: onboardingIn(a.manager.GetAPIReader()),
 		Issuing: a.issuing(o, keeper), Note: a.noteOn(keeper),
 		Contact: probe,
-		Engine:  engine, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
+		Engine:  budgeted, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
 		Clusters:   clusters,
-		Autoscaler: autoscaler.New(autoscaler.Config{Engine: engine, Groups: held, Claims: shownClaims}),
+		Autoscaler: autoscaler.New(autoscaler.Config{Engine: budgeted, Groups: held, Claims: shownClaims}),
 		Scope:      scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
 		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,
 		TracerProvider: c.TracerProvider, MaxConnectionAge: o.MaxConnectionAge, NoReflection: !o.GRPCReflection,
@@ -298,8 +306,9 @@ func (a *Agent) followPrices(c Config) (*pricelist.Follower, error) {
 	})
 }
 
-// newManager connects to the hub. The clock is corrected by its responses, unless it is nil.
-func newManager(c Config, scope hub.Scope, corrected *hub.Clock) (manager.Manager, error) {
+// newManager connects to the hub. The clock is corrected by its responses, unless it is nil. The
+// budget measures the claims that the caches read.
+func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage.Budget) (manager.Manager, error) {
 	scheme, err := hub.Scheme()
 	if err != nil {
 		return nil, err
@@ -308,6 +317,7 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock) (manager.Manage
 	if err != nil {
 		return nil, err
 	}
+	caches.DefaultTransform = budget.Measure(caches.DefaultTransform)
 	config := rest.CopyConfig(c.Hub)
 	config.QPS, config.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
 	// The agent runs in the hub, where processor time is scarcer than bandwidth. The API server

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation"
 
@@ -96,6 +97,9 @@ type Options struct {
 	// MaxClaimsPerCluster and MaxEndedClaimsPerCluster are how many claims that have not ended, and
 	// how many ended claims, a Cluster may store in the hub. 0 means no limit.
 	MaxClaimsPerCluster, MaxEndedClaimsPerCluster int
+	// MaxClaimBytesPerCluster is how many bytes of the hub's etcd the claims of a Cluster may take
+	// up, including ended ones. 0 means no limit.
+	MaxClaimBytesPerCluster resource.QuantityValue
 	// MaxCreationsPerMinute is how many claims may be created in a node group within a minute.
 	// MaxReleasesPerWindow is how many claims with a Machine may be released in a Cluster within
 	// ReleaseWindow. 0 means no limit.
@@ -162,6 +166,7 @@ func New() *Options {
 
 		MaxClaimsPerCluster:      20000,
 		MaxEndedClaimsPerCluster: 10000,
+		MaxClaimBytesPerCluster:  resource.QuantityValue{Quantity: resource.MustParse("256Mi")},
 		ReleaseWindow:            10 * time.Minute,
 
 		CollectGracePeriod:        30 * time.Second,
@@ -251,6 +256,9 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.IntVar(&o.MaxEndedClaimsPerCluster, "max-ended-claims-per-cluster", o.MaxEndedClaimsPerCluster,
 		"Maximum number of tombstones of one Cluster. Close to it, tombstones older than an hour are deleted early; at it, further claims and "+
 			"releases of unknown claims are refused. 0 disables the limit.")
+	flags.Var(&o.MaxClaimBytesPerCluster, "max-claim-bytes-per-cluster",
+		"Maximum number of bytes, for example 256Mi, that the claims of one Cluster take up in the hub's etcd, including ended ones. Beyond it, further "+
+			"claims and releases of unknown claims are refused. 0 disables the limit.")
 	flags.IntVar(&o.MaxCreationsPerMinute, "max-creations-per-minute", o.MaxCreationsPerMinute,
 		"Maximum number of claims that may be created in one node group within a minute. Further claims are refused until the minute has "+
 			"passed. 0 disables the limit.")
@@ -450,6 +458,9 @@ func (o *Options) Validate() error {
 		if limit < 0 {
 			wrong(flag, "%d is below 0; write 0 for no limit", limit)
 		}
+	}
+	if o.MaxClaimBytesPerCluster.Sign() < 0 {
+		wrong("max-claim-bytes-per-cluster", "%s is below 0; write 0 for no limit", o.MaxClaimBytesPerCluster.String())
 	}
 	if o.ReleaseWindow <= 0 || o.MaxReleasesPerWindow > 0 && o.ReleaseWindow > o.TombstoneRetention {
 		wrong("release-window", "%s is not above 0 and at most --tombstone-retention %s: releases are counted by the claims that are remembered",

@@ -50,6 +50,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"negative grace":                 {func(o *options.Options) { o.SpareGracePeriod = -1 }, "--spare-grace-period"},
 		"no retention":                   {func(o *options.Options) { o.TombstoneRetention = 0 }, "--tombstone-retention"},
 		"fewer claims than none":         {func(o *options.Options) { o.MaxClaimsPerCluster = -1 }, "--max-claims-per-cluster"},
+		"less storage than none":         {func(o *options.Options) { o.MaxClaimBytesPerCluster.Neg() }, "--max-claim-bytes-per-cluster"},
 		"fewer ended claims":             {func(o *options.Options) { o.MaxEndedClaimsPerCluster = -1 }, "--max-ended-claims-per-cluster"},
 		"no heartbeat":                   {func(o *options.Options) { o.HeartbeatInterval = 0 }, "--heartbeat-interval"},
 		"no buffer":                      {func(o *options.Options) { o.WatchBuffer = 0 }, "--watch-buffer"},

@@ -7,6 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -55,6 +56,38 @@ func TestInfrastructureFailureIsShownAsItsProviderSaysIt(t *testing.T) {
 	require.Equal(t, "none left", shown.GetInfrastructureMessage())
 	machine.Status.Conditions[0].Status = metav1.ConditionTrue
 	require.Empty(t, protoconv.Machine(machine).GetInfrastructureReason())
+}
+
+// docs/security.md names the conditions of a Machine whose texts callers see. All others stay in the
+// hub, as do annotations.
+func TestOnlyThreeConditionsOfAMachineAreShown(t *testing.T) {
+	machine := &clusterv1.Machine{}
+	machine.Name, machine.Annotations = "m", map[string]string{"example.com/note": "the text of an annotation"}
+	for condition, status := range map[string]metav1.ConditionStatus{
+		clusterv1.MachineInfrastructureReadyCondition: metav1.ConditionFalse, clusterv1.MachineDeletingCondition: metav1.ConditionTrue,
+		clusterv1.MachineUpToDateCondition: metav1.ConditionFalse, clusterv1.MachineBootstrapConfigReadyCondition: metav1.ConditionFalse,
+		clusterv1.MachineNodeReadyCondition: metav1.ConditionFalse, clusterv1.MachineNodeHealthyCondition: metav1.ConditionUnknown,
+		clusterv1.MachineReadyCondition: metav1.ConditionFalse, clusterv1.MachineAvailableCondition: metav1.ConditionFalse,
+		clusterv1.PausedCondition: metav1.ConditionTrue, "ProvidersOwn": metav1.ConditionFalse,
+	} {
+		machine.Status.Conditions = append(machine.Status.Conditions, metav1.Condition{
+			Type: condition, Status: status, Reason: "Because", Message: "the text of " + condition,
+		})
+		if condition == clusterv1.MachineUpToDateCondition {
+			machine.Status.Conditions[len(machine.Status.Conditions)-1].Reason = clusterv1.MachineNotUpToDateReason
+		}
+	}
+	shown := map[string]string{}
+	protoconv.Machine(machine).ProtoReflect().Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
+		if text := value.String(); strings.Contains(text, "the text of") {
+			shown[string(field.Name())] = text
+		}
+		return true
+	})
+	require.Equal(t, map[string]string{
+		"infrastructure_message": "the text of InfrastructureReady", "deleting_message": "the text of Deleting",
+		"not_up_to_date_message": "the text of UpToDate",
+	}, shown)
 }
 
 // A webhook's text may name what a spoke must not know.

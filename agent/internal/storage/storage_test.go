@@ -1,0 +1,189 @@
+package storage_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	toolscache "k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/events"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/cache/informertest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/fake"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllertest"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/storage"
+)
+
+var (
+	production = types.NamespacedName{Namespace: "team-a", Name: "production"}
+	staging    = types.NamespacedName{Namespace: "team-a", Name: "staging"}
+)
+
+// claimOf returns a claim as the API server sends it, with a message of so many characters.
+func claimOf(cluster types.NamespacedName, id, uid string, length int) *v1alpha1.MachineClaim {
+	return &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{Namespace: cluster.Namespace, Name: v1alpha1.ObjectName(cluster.Name, id), UID: types.UID(uid)},
+		Spec:       v1alpha1.MachineClaimSpec{ClusterName: cluster.Name, ClaimID: id, NodeGroup: "workers"},
+		Status:     v1alpha1.MachineClaimStatus{Message: strings.Repeat("x", length)},
+	}
+}
+
+// world is a budget on an informer whose events the tests make.
+type world struct {
+	*storage.Budget
+
+	recorder  *events.FakeRecorder
+	transform toolscache.TransformFunc
+	informer  *controllertest.FakeInformer
+}
+
+// informers are a cache whose objects are those of a client.
+type informers struct {
+	*informertest.FakeInformers
+
+	client.Reader
+}
+
+func (i informers) Get(ctx context.Context, key client.ObjectKey, object client.Object, options ...client.GetOption) error {
+	return i.Reader.Get(ctx, key, object, options...)
+}
+
+func (i informers) List(ctx context.Context, list client.ObjectList, options ...client.ListOption) error {
+	return i.Reader.List(ctx, list, options...)
+}
+
+var _ cache.Cache = informers{}
+
+func newWorld(t *testing.T, limit int64) *world {
+	t.Helper()
+	scheme, err := hub.Scheme()
+	require.NoError(t, err)
+	of := informers{
+		&informertest.FakeInformers{Scheme: scheme},
+		fake.NewClientBuilder().WithScheme(scheme).WithRuntimeObjects([]runtime.Object{
+			&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: production.Namespace, Name: production.Name}},
+		}...).Build(),
+	}
+	w := &world{Budget: storage.New(limit), recorder: events.NewFakeRecorder(10)}
+	w.transform = w.Measure(hub.Slim)
+	require.NoError(t, w.Follow(t.Context(), of, w.recorder))
+	w.informer, err = of.FakeInformerFor(t.Context(), &v1alpha1.MachineClaim{})
+	require.NoError(t, err)
+	return w
+}
+
+// read passes a claim through the transform, as the cache does with everything it reads.
+func (w *world) read(t *testing.T, claim *v1alpha1.MachineClaim) *v1alpha1.MachineClaim {
+	t.Helper()
+	object, err := w.transform(claim.DeepCopy())
+	require.NoError(t, err)
+	slim, ok := object.(*v1alpha1.MachineClaim)
+	require.True(t, ok)
+	return slim
+}
+
+func TestClaimsAreMeasuredAsTheyAreReadAndForgottenAsTheyGo(t *testing.T) {
+	w := newWorld(t, 0)
+	first, second := claimOf(production, "a", "1", 0), claimOf(production, "b", "2", 500)
+	second.Spec.Candidates = []string{strings.Repeat("c", 200)} // which the cache does not keep
+	other := claimOf(staging, "a", "3", 0)
+	for _, c := range []*v1alpha1.MachineClaim{first, second, other} {
+		w.informer.Add(w.read(t, c))
+	}
+	require.Equal(t, storage.Size(first)+storage.Size(second), w.Used(production))
+	require.Equal(t, storage.Size(other), w.Used(staging))
+	require.Greater(t, storage.Size(second), storage.Size(first)+700)
+
+	grown := claimOf(production, "a", "1", 1000)
+	w.informer.Update(w.read(t, first), w.read(t, grown))
+	w.informer.Update(grown, grown) // a resync is not read again
+	require.Equal(t, storage.Size(grown)+storage.Size(second), w.Used(production))
+
+	// A claim of the same name may be read before the deletion of the last one is processed.
+	deleted, again := w.read(t, grown), w.read(t, claimOf(production, "a", "4", 10))
+	w.informer.Delete(deleted)
+	w.informer.Add(again)
+	require.Equal(t, storage.Size(claimOf(production, "a", "4", 10))+storage.Size(second), w.Used(production))
+
+	w.informer.Delete(again)
+	w.informer.Delete(w.read(t, second))
+	require.Zero(t, w.Used(production))
+	require.Equal(t, storage.Size(other), w.Used(staging))
+	require.NoError(t, testutil.CollectAndCompare(w.Collector(), strings.NewReader(fmt.Sprintf(`
+		# HELP capi_agent_cluster_claim_bytes Bytes that the claims of a Cluster take up in the hub's etcd, including ended ones. `+
+		`Approximate: the API server's own records are counted at a flat rate.
+		# TYPE capi_agent_cluster_claim_bytes gauge
+		capi_agent_cluster_claim_bytes{cluster="staging",namespace="team-a"} %d
+	`, storage.Size(other))), "capi_agent_cluster_claim_bytes", "capi_agent_claim_bytes_limit"))
+}
+
+func TestOnlyFurtherClaimsOfAClusterThatHasUsedUpItsLimitAreRefused(t *testing.T) {
+	claim := claimOf(production, "a", "1", 0)
+	w := newWorld(t, storage.Size(claim))
+	find := func(_ context.Context, key claims.Key) (*v1alpha1.MachineClaim, error) {
+		switch key.ID {
+		case "a":
+			return claim, nil
+		case "unreadable":
+			return nil, errors.New("the API server does not answer")
+		}
+		return nil, claims.ErrNotFound
+	}
+	room := func(cluster types.NamespacedName, id string) error {
+		return w.Room(t.Context(), claims.Key{Namespace: cluster.Namespace, Cluster: cluster.Name, ID: id}, find)
+	}
+	require.NoError(t, room(production, "b"))
+	w.informer.Add(w.read(t, claim))
+	for range 2 {
+		full, ok := errors.AsType[*claims.TooManyError](room(production, "b"))
+		require.True(t, ok)
+		require.Positive(t, full.RetryAfter)
+		require.Contains(t, full.Message, "--max-claim-bytes-per-cluster")
+		require.Contains(t, <-w.recorder.Events, "LimitReached")
+	}
+	require.NoError(t, room(production, "a"), "it exists")
+	require.NoError(t, room(production, "unreadable"), "the engine reports it")
+	require.NoError(t, room(staging, "b"))
+	for name, want := range map[string]float64{"capi_agent_claim_bytes_refused_total": 2, "capi_agent_claim_bytes_limit": float64(storage.Size(claim))} {
+		require.InDelta(t, want, value(t, w.Collector(), name), 0, name)
+	}
+
+	w.informer.Delete(w.read(t, claim))
+	require.NoError(t, room(production, "b"))
+}
+
+func TestWithoutALimitNothingIsRefused(t *testing.T) {
+	w := newWorld(t, 0)
+	w.informer.Add(w.read(t, claimOf(production, "a", "1", 1000)))
+	require.NoError(t, w.Room(t.Context(), claims.Key{Namespace: production.Namespace, Cluster: production.Name, ID: "b"}, nil))
+}
+
+func value(t *testing.T, collector prometheus.Collector, name string) float64 {
+	t.Helper()
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collector)
+	families, err := registry.Gather()
+	require.NoError(t, err)
+	for _, family := range families {
+		if family.GetName() == name {
+			require.Len(t, family.GetMetric(), 1)
+			return family.GetMetric()[0].GetGauge().GetValue() + family.GetMetric()[0].GetCounter().GetValue()
+		}
+	}
+	require.Fail(t, "there is no metric "+name)
+	return 0
+}
