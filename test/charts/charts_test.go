@@ -34,6 +34,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/yaml"
 	podsecurityapi "k8s.io/pod-security-admission/api"
 	"k8s.io/pod-security-admission/policy"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
 
@@ -638,6 +639,35 @@ func TestThePlanOfAdoptionIsAJobInPlaceOfKarpenter(t *testing.T) {
 	})
 }
 
+func TestDeploymentsAreAsTheValuesSay(t *testing.T) {
+	rendered := func(c chart, settings ...string) []*unstructured.Unstructured {
+		return render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), settings...)
+	}
+	deployment := func(c chart, settings ...string) appsv1.DeploymentSpec {
+		return of[appsv1.Deployment](t, rendered(c, settings...), "Deployment")[0].Spec
+	}
+	for _, c := range charts {
+		t.Run(c.name, func(t *testing.T) {
+			byDefault := deployment(c)
+			require.Empty(t, byDefault.Strategy)
+			require.Empty(t, byDefault.Template.Spec.DNSPolicy)
+			require.Nil(t, byDefault.Template.Spec.DNSConfig)
+
+			changed := deployment(c, "--set", "revisionHistoryLimit=0,strategy.type=Recreate,dnsPolicy=Default,dnsConfig.searches={example.com}")
+			require.Equal(t, ptr.To[int32](0), changed.RevisionHistoryLimit)
+			require.Equal(t, appsv1.RecreateDeploymentStrategyType, changed.Strategy.Type)
+			require.Equal(t, corev1.DNSDefault, changed.Template.Spec.DNSPolicy)
+			require.Equal(t, []string{"example.com"}, changed.Template.Spec.DNSConfig.Searches)
+		})
+	}
+	require.Equal(t, corev1.DNSClusterFirstWithHostNet, deployment(charts[1], "--set", "hostNetwork=true").Template.Spec.DNSPolicy)
+
+	services := of[corev1.Service](t, rendered(charts[0], "--set", "service.type=NodePort,service.nodePort=30443"), "Service")
+	require.Len(t, lo.Filter(services, func(s corev1.Service, _ int) bool {
+		return s.Spec.Ports[0].NodePort == 30443
+	}), 1, "that of the callers alone")
+}
+
 func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
@@ -701,6 +731,7 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 			"tls.authorities excludes agent.enrollment.enabled",
 		},
 		{"a class without a load balancer", charts[0], "service.loadBalancerClass=c", "service.loadBalancerClass needs"},
+		{"a port on nodes that the service does not have", charts[0], "service.nodePort=30443", "service.nodePort needs"},
 		{"a traffic policy inside a cluster", charts[0], "service.externalTrafficPolicy=Local", "service.externalTrafficPolicy needs"},
 		{
 			"the role of an enrollment in another cluster", charts[1],

@@ -44,7 +44,7 @@ func madeBy(run string, suites []string) []string {
 
 func TestWorkflowsRunTargetsOfMake(t *testing.T) {
 	// The suites that no change has to wait for.
-	nightly := []string{"abuse", "chaos", "core-suites", "e2e", "many-nodes", "model", "mutants", "netchaos", "vuln"}
+	nightly := []string{"abuse", "chaos", "core-suites", "dashboards", "e2e", "many-nodes", "model", "mutants", "netchaos", "vuln"}
 	// They need the history: the version before is run, and a commit of the protocol is looked for.
 	// In a shallow checkout these tests skip themselves.
 	ofHistory := []string{"test", "test-unit", "e2e"}

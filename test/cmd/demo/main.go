@@ -38,6 +38,8 @@ type config struct {
 	name  string
 	chaos bool
 	plain bool
+	// picture is the file to which a picture of the table is written. Empty for none.
+	picture string
 }
 
 // screen shows the progress. Its methods are safe for concurrent use.
@@ -92,6 +94,7 @@ func parse(args []string) (config, error) {
 	flags.StringVar(&c.name, "name", "demo", "Name of the sandbox; those of different names can run at the same time.")
 	flags.BoolVar(&c.chaos, "chaos", os.Getenv("CHAOS") == "1", "Kill the shim and the agent (kill -9) while nodes are being made. Also CHAOS=1.")
 	flags.BoolVar(&c.plain, "plain", false, "Write lines on a terminal, too.")
+	flags.StringVar(&c.picture, "picture", "", "Write a picture of the table to this SVG file, of the moment with the most NodeClaims in use.")
 	if err := flags.Parse(args); err != nil {
 		return c, err
 	}
@@ -130,6 +133,10 @@ func show(ctx context.Context, c config, began time.Time) (result scenario.Resul
 	s.follow(w.Recorder)
 	s.note("the sandbox is up; kubectl --kubeconfig %s get nodeclaims -w", relative(state.Paths.SpokeKubeconfig))
 
+	if c.picture != "" {
+		p := photograph(w.Recorder, began)
+		defer func() { err = errors.Join(err, p.save(c.picture)) }()
+	}
 	result, err = scenario.Run(ctx, w, scenario.Options{Chaos: c.chaos, Title: s.title, Note: s.note})
 	if ctx.Err() != nil {
 		err = errors.New("interrupted")

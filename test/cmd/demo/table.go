@@ -2,15 +2,16 @@ package main
 
 import (
 	"fmt"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	tea "github.com/charmbracelet/bubbletea"
 	"github.com/charmbracelet/lipgloss"
 	"github.com/charmbracelet/lipgloss/table"
+	"github.com/charmbracelet/x/ansi"
 	"github.com/samber/lo"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
@@ -23,6 +24,8 @@ const (
 	shownAfterEnd = 3 * time.Second
 	// aroundTable is the number of lines that are not rows.
 	aroundTable = 12
+	// assumedWidth is the width of the terminal until it is known.
+	assumedWidth = 120
 )
 
 var (
@@ -37,14 +40,18 @@ var (
 type drawn struct {
 	program *tea.Program
 	began   time.Time
+	width   *atomic.Int64 // of the terminal
 	ended   chan struct{}
 	once    sync.Once
 }
 
-func newTable(began time.Time) *drawn {
+func newTable(began time.Time, options ...tea.ProgramOption) *drawn {
+	width := &atomic.Int64{}
+	width.Store(assumedWidth)
 	// The demo handles signals and the keyboard itself: Ctrl-C is a signal to it.
-	program := tea.NewProgram(&model{began: began, height: 40, width: 120}, tea.WithInput(nil), tea.WithoutSignalHandler())
-	d := &drawn{program: program, began: began, ended: make(chan struct{})}
+	options = append([]tea.ProgramOption{tea.WithInput(nil), tea.WithoutSignalHandler()}, options...)
+	program := tea.NewProgram(&model{began: began, height: 40, width: width}, options...)
+	d := &drawn{program: program, began: began, width: width, ended: make(chan struct{})}
 	go func() {
 		defer close(d.ended)
 		_, _ = program.Run()
@@ -52,16 +59,17 @@ func newTable(began time.Time) *drawn {
 	return d
 }
 
-func (d *drawn) stamp() string {
-	return faint.Render(fmt.Sprintf("%7.1f s", time.Since(d.began).Seconds()))
-}
-
-// print writes a line above the table. It does not wait for a program that has ended.
-func (d *drawn) print(line string) {
+// print writes a text above the table, with the time before it. It does not wait for a program that
+// has ended. Lines are wrapped here: what a terminal wraps itself is written over rows of the table
+// without erasing the rest of them.
+func (d *drawn) print(text string) {
+	stamp := fmt.Sprintf("%7.1f s  ", time.Since(d.began).Seconds())
+	room := max(1, int(d.width.Load())-len(stamp))
+	text = strings.ReplaceAll(ansi.Wrap(text, room, "/"), "\n", "\n"+strings.Repeat(" ", len(stamp)))
 	printed := make(chan struct{})
 	go func() {
 		defer close(printed)
-		d.program.Println(line)
+		d.program.Println(faint.Render(stamp) + text)
 	}()
 	select {
 	case <-printed:
@@ -70,7 +78,7 @@ func (d *drawn) print(line string) {
 }
 
 func (d *drawn) title(format string, args ...any) {
-	d.print(d.stamp() + "  " + bold.Render(fmt.Sprintf(format, args...)))
+	d.print(bold.Render(fmt.Sprintf(format, args...)))
 }
 
 func (d *drawn) note(format string, args ...any) {
@@ -80,7 +88,7 @@ func (d *drawn) note(format string, args ...any) {
 		return
 	}
 	d.program.Send(waitingFor(""))
-	d.print(d.stamp() + "  " + text)
+	d.print(text)
 }
 
 func (d *drawn) event(timeline.Event) {} // the table shows it
@@ -103,11 +111,12 @@ type (
 
 // model is the content of the screen, in the form that its library requires.
 type model struct {
-	began         time.Time
-	width, height int
-	sandbox       sandbox.State
-	recorder      *timeline.Recorder
-	waiting       string
+	began    time.Time
+	width    *atomic.Int64
+	height   int
+	sandbox  sandbox.State
+	recorder *timeline.Recorder
+	waiting  string
 }
 
 func (m *model) Init() tea.Cmd { return tick() }
@@ -117,7 +126,8 @@ func tick() tea.Cmd { return tea.Tick(redrawEvery, func(t time.Time) tea.Msg { r
 func (m *model) Update(message tea.Msg) (tea.Model, tea.Cmd) {
 	switch message := message.(type) {
 	case tea.WindowSizeMsg:
-		m.width, m.height = message.Width, message.Height
+		m.width.Store(int64(message.Width))
+		m.height = message.Height
 	case sandbox.State:
 		m.sandbox = message
 	case *timeline.Recorder:
@@ -131,43 +141,46 @@ func (m *model) Update(message tea.Msg) (tea.Model, tea.Cmd) {
 }
 
 func (m *model) View() string {
+	var lines []string
 	if m.recorder == nil {
-		return m.viewStart()
+		lines = append(viewStart(m.sandbox), "")
+	} else {
+		lines = append(viewFleet(m.recorder.State(), time.Since(m.began), m.height), faint.Render(m.waiting), "")
 	}
-	state := m.recorder.State()
+	return strings.Join(lo.Map(lines, func(line string, _ int) string {
+		return ansi.Truncate(line, int(m.width.Load()), "…")
+	}), "\n")
+}
+
+// viewStart shows the progress of the sandbox's start.
+func viewStart(state sandbox.State) []string {
+	return lo.Map(state.Steps, func(s sandbox.Step, _ int) string {
+		switch {
+		case s.DoneAt.IsZero():
+			return going.Render(fmt.Sprintf("  … %-34s %.0f s", s.Name, time.Since(s.StartedAt).Seconds()))
+		case s.Error != "":
+			return fmt.Sprintf("  ✗ %-34s %s", s.Name, firstLine(s.Error))
+		default:
+			return good.Render("  ✓ ") + fmt.Sprintf("%-34s %.1f s", s.Name, s.DoneAt.Sub(s.StartedAt).Seconds())
+		}
+	})
+}
+
+// viewFleet shows what the recorder has seen, with a row for each NodeClaim, or only for the newest
+// ones if not all of them fit into the height.
+func viewFleet(state timeline.State, elapsed time.Duration, height int) []string {
 	pods := fmt.Sprintf("pods  %s waiting  %s starting  %s running    nodes %d",
 		going.Render(strconv.Itoa(state.Pods.Waiting)), going.Render(strconv.Itoa(state.Pods.Starting)),
 		good.Render(strconv.Itoa(state.Pods.Running)), state.Nodes)
 	groups := strings.Join(lo.Map(state.Groups, func(g timeline.Group, _ int) string {
 		return fmt.Sprintf("%s %s", g.Name, faint.Render(fmt.Sprintf("replicas %d, machines %d, claims %d", g.Replicas, g.Machines, g.Claims)))
 	}), "    ")
-	return strings.Join([]string{
-		"", fmt.Sprintf("%s  %s", bold.Render(fmt.Sprintf("%.0f s", time.Since(m.began).Seconds())), pods),
-		groups, m.viewJourneys(state), faint.Render(m.waiting), "",
-	}, "\n")
-}
+	lines := []string{"", fmt.Sprintf("%s  %s", bold.Render(fmt.Sprintf("%.0f s", elapsed.Seconds())), pods), groups}
 
-// viewStart shows the progress of the sandbox's start.
-func (m *model) viewStart() string {
-	steps := lo.Map(m.sandbox.Steps, func(s sandbox.Step, _ int) string {
-		switch {
-		case s.DoneAt.IsZero():
-			return going.Render(fmt.Sprintf("  … %-34s %.0f s", s.Name, time.Since(s.StartedAt).Seconds()))
-		case s.Error != "":
-			return fmt.Sprintf("  ✗ %-34s %s", s.Name, s.Error)
-		default:
-			return good.Render("  ✓ ") + fmt.Sprintf("%-34s %.1f s", s.Name, s.DoneAt.Sub(s.StartedAt).Seconds())
-		}
-	})
-	return strings.Join(append(steps, ""), "\n")
-}
-
-// viewJourneys shows a row for each NodeClaim, or only for the newest ones if not all fit.
-func (m *model) viewJourneys(state timeline.State) string {
 	shown := lo.Filter(state.Timelines, func(j timeline.Timeline, _ int) bool {
 		return !j.Reached(timeline.Gone) || time.Since(j.At(timeline.Gone)) < shownAfterEnd
 	})
-	hidden := max(0, len(shown)-max(3, m.height-aroundTable))
+	hidden := max(0, len(shown)-max(3, height-aroundTable))
 	t := table.New().Border(lipgloss.NormalBorder()).BorderStyle(faint).
 		Headers("NODECLAIM", "CLAIM", "GROUP", "MACHINE", "NODE", "launched", "bound", "provisioned", "registered", "ready", "")
 	for _, j := range shown[hidden:] {
@@ -178,14 +191,10 @@ func (m *model) viewJourneys(state timeline.State) string {
 		t.Row(j.NodeClaim, j.ClaimPhase, j.Group, j.Machine, j.Node,
 			took(timeline.Launched), took(timeline.Bound), took(timeline.Provisioned), took(timeline.Registered), took(timeline.Initialized), fate(j))
 	}
-	// A wrapped line would break the redrawing in place.
-	drawn := lo.Map(strings.Split(t.String(), "\n"), func(line string, _ int) string {
-		return lipgloss.NewStyle().MaxWidth(m.width).Render(line)
-	})
 	if hidden > 0 {
-		drawn = slices.Insert(drawn, 0, faint.Render(fmt.Sprintf("%d more above", hidden)))
+		lines = append(lines, faint.Render(fmt.Sprintf("%d more above", hidden)))
 	}
-	return strings.Join(drawn, "\n")
+	return append(lines, strings.Split(t.String(), "\n")...)
 }
 
 // fate describes the end of a NodeClaim.

@@ -1,0 +1,213 @@
+package pages_test
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
+	"sigs.k8s.io/yaml"
+
+	"github.com/karpenter-capi/karpenter-capi/test/pages"
+)
+
+// ran has, by page, the tests that run its blocks marked sh, and the sections of these blocks.
+var ran = map[string]struct {
+	test     string // file:function
+	sections []string
+}{
+	"README.md": {"test/docstest/grpcurl_test.go:TestCookbook", []string{"Talk to the agent"}},
+	"docs/cluster-autoscaler.md": {
+		"test/pages/autoscaler_test.go:TestTheClusterAutoscalersPageCanBeFollowed", []string{"Run it"},
+	},
+	"docs/disaster-recovery.md": {
+		"test/pages/recovery_test.go:TestTheRecoveryFindsWhatOnlyOneSideHas", []string{"Restoring the hub", "Restoring a spoke"},
+	},
+	"docs/fleet.md":  {"test/pages/fleet_test.go:TestFleetExamples", []string{"ClusterResourceSet"}},
+	"docs/gitops.md": {"test/docstest/grpcurl_test.go:TestCookbook", []string{"Check a manifest"}},
+	"docs/grpcurl.md": {"test/docstest/grpcurl_test.go:TestCookbook", []string{
+		"", "What is served", "Who am I, and is the agent ready?", "The fleet", "Node groups", "Claiming a machine", "Releasing the machine",
+		"Adopting an existing machine", "Mistakes",
+	}},
+	"docs/install.md": {"test/pages/install_test.go:TestTheInstallationCanBeFollowedInItsOrder", []string{
+		"Before you begin", "The agent", "Hub and spoke", "Joined", "Hub-hosted", "Sidecar", "What Karpenter may use", "Access for others",
+	}},
+	"docs/kubectl-plugin.md": {"test/pages/plugin_test.go:TestThePluginsPageCanBeFollowed", []string{
+		"What it needs", "Why is my pod pending", "Node groups and claims", "The fleet", "Before an adoption",
+	}},
+	"docs/migrate-from-cluster-autoscaler.md": {
+		"test/pages/migration_test.go:TestTheMigrationFromTheClusterAutoscaler",
+		[]string{"Before you begin", "Move a node group", "What happens to the Nodes", "Going back"},
+	},
+	"docs/migrate-from-karpenter-provider-cluster-api.md": {
+		"test/pages/migration_test.go:TestTheMigrationFromTheOtherProvider",
+		[]string{"Before you begin", "1. Look first", "2. Stop the other provider", "3. Start Karpenter", "4. Allow disruption", "Going back"},
+	},
+	"docs/releases.md":  {"deploy/tools/releaser/release_test.go:TestAReleaseIsVerifiedAsThePageSays", []string{"Signing and verifying"}},
+	"docs/uninstall.md": {"test/pages/uninstall_test.go:TestTheRemovalTouchesOnlyWhatIsOurs", []string{"1. In each spoke"}},
+}
+
+func TestEveryCommandWithoutAPromptIsRun(t *testing.T) {
+	all, err := pages.All(root(t))
+	require.NoError(t, err)
+	found := map[string][]string{}
+	for _, page := range all {
+		for _, block := range page.Blocks() {
+			if block.Language != "sh" {
+				continue
+			}
+			if !slices.Contains(found[page.Path], block.Section) {
+				found[page.Path] = append(found[page.Path], block.Section)
+			}
+			require.NotRegexp(t, prompt, block.Code, "%s: a command that is run has no prompt", at(page, block))
+		}
+	}
+	require.Equal(t, lo.MapValues(ran, func(e struct {
+		test     string
+		sections []string
+	}, _ string,
+	) []string {
+		return e.sections
+	}), found)
+	for page, e := range ran {
+		file, function, _ := strings.Cut(e.test, ":")
+		content, err := os.ReadFile(filepath.Join(root(t), file))
+		require.NoError(t, err)
+		require.Contains(t, string(content), "\nfunc "+function+"(t *testing.T) {")
+		require.Contains(t, string(content), filepath.Base(page), "%s reads %s", file, page)
+	}
+}
+
+// said has, by page, the sentence that says which commands no test runs, if it is another than the usual one.
+var said = map[string]string{
+	".github/CONTRIBUTING.md":                             "CI runs it",
+	"docs/first-fifteen-minutes.md":                       "| step | time | was it run |",
+	"docs/nodepools-from-the-hub.md":                      "The commands of this page are not run by a test.",
+	"docs/operations.md":                                  "The other commands of this page are not tested.",
+	"docs/providers/gcp.md":                               "nothing on this page was run",
+	"docs/providers/vsphere.md":                           "nothing on this page was run",
+	"docs/migrate-from-karpenter-provider-cluster-api.md": "and are not run.",
+}
+
+func TestEveryPageSaysWhichCommandsNoTestRuns(t *testing.T) {
+	all, err := pages.All(root(t))
+	require.NoError(t, err)
+	found := 0
+	for _, page := range all {
+		for _, block := range page.Blocks() {
+			if !prompt.MatchString(block.Code) {
+				continue
+			}
+			found++
+			require.Equal(t, "console", block.Language, "%s: a command after a prompt is not run", at(page, block))
+			text := strings.Join(strings.Fields(page.Text), " ")
+			if sentence, other := said[page.Path]; other {
+				require.Contains(t, text, sentence, page.Path)
+			} else {
+				require.True(t, usual.MatchString(text), "%s: No test runs the commands after a `$` …", page.Path)
+			}
+		}
+	}
+	require.Greater(t, found, 50, "commands were found")
+}
+
+var (
+	prompt = regexp.MustCompile(`(?m)^ *\$ `)
+	usual  = regexp.MustCompile("after (a|the) `\\$`")
+)
+
+// foreignFlags are those of other programs.
+var foreignFlags = []string{
+	"--balance-similar-node-groups", "--cores-total", "--enable-provisioning-requests", "--enforce-node-group-min-size", "--expander",
+	"--expendable-pods-priority-cutoff", "--ignore-taint", "--max-node-provision-time", "--max-nodes-total", "--memory-total",
+	"--node-group-auto-discovery", "--scale-down-enabled", "--scale-down-gpu-utilization-threshold", "--scale-down-unneeded-time",
+	"--scale-down-unready-time", "--scale-down-utilization-threshold", "--scan-interval", "--skip-nodes-with-local-storage",
+	"--skip-nodes-with-system-pods", "--startup-taint", // cluster-autoscaler
+	"--exclude-resources",                // Velero
+	"--force-conflicts", "--server-side", // kubectl
+	"--kube-context", "--reset-then-reuse-values", "--reuse-values", "--set", "--take-ownership", "--values", // Helm
+	"--node-labels", "--register-with-taints", // kubelet
+	"--node-provisioner",      // KAITO
+	"--hub-only", "--version", // the sandbox; of every command
+}
+
+// A flag of ours on a page must exist.
+func TestEveryFlagOfAPageExists(t *testing.T) {
+	options, err := pages.Read(root(t), "docs/options.md")
+	require.NoError(t, err)
+	flag := regexp.MustCompile("`(--[a-z][a-z0-9-]+)")
+	known := lo.Map(flag.FindAllStringSubmatch(options.Text, -1), func(match []string, _ int) string { return match[1] })
+	require.Greater(t, len(known), 100, "options were found")
+	require.Empty(t, lo.Intersect(known, foreignFlags))
+	all, err := pages.All(root(t))
+	require.NoError(t, err)
+	for _, page := range all {
+		for _, match := range flag.FindAllStringSubmatch(page.Text, -1) {
+			require.True(t, slices.Contains(known, match[1]) || slices.Contains(foreignFlags, match[1]), "%s: %s", page.Path, match[1])
+		}
+	}
+}
+
+// A value of a chart on a page must exist.
+func TestEveryValueOfAPageExists(t *testing.T) {
+	var charts []map[string]any
+	for _, chart := range []string{"agent", "shim"} {
+		content, err := os.ReadFile(filepath.Join(root(t), "deploy/charts", chart, "values.yaml"))
+		require.NoError(t, err)
+		values := map[string]any{}
+		require.NoError(t, yaml.Unmarshal(content, &values))
+		charts = append(charts, values)
+	}
+	set := regexp.MustCompile(`--set(?:-string)? "?([^ "\n]+)`)
+	key := regexp.MustCompile(`(?:^|,)([a-zA-Z.]+)(?:\[0\][a-zA-Z.]*)?=`)
+	inline := regexp.MustCompile("`([a-z][A-Za-z]+(?:\\.[a-z][A-Za-z]+)+)(?:`|=)")
+	file := regexp.MustCompile(`\.(crt|key|yaml|go|md)$`)
+	all, err := pages.All(root(t))
+	require.NoError(t, err)
+	found := 0
+	for _, page := range all {
+		for _, match := range set.FindAllStringSubmatch(page.Text, -1) {
+			for _, assigned := range key.FindAllStringSubmatch(match[1], -1) {
+				found++
+				require.True(t, has(charts, assigned[1]), "%s: --set %s", page.Path, assigned[1])
+			}
+		}
+		for _, match := range inline.FindAllStringSubmatch(page.Text, -1) {
+			first, _, _ := strings.Cut(match[1], ".")
+			if slices.Contains(notOnlyValues, first) || !has(charts, first) || file.MatchString(match[1]) {
+				continue // the field of an object, a package, a file
+			}
+			found++
+			require.True(t, has(charts, match[1]), "%s: %s", page.Path, match[1])
+		}
+	}
+	require.Greater(t, found, 50, "values were found")
+}
+
+// notOnlyValues are values of the charts whose names other things have as well.
+var notOnlyValues = []string{"agent", "clusters"}
+
+// has reports whether a chart has a value. What is below a map that is empty by default is the user's.
+func has(charts []map[string]any, path string) bool {
+	return slices.ContainsFunc(charts, func(values map[string]any) bool {
+		var at any = values
+		for name := range strings.SplitSeq(path, ".") {
+			m, isMap := at.(map[string]any)
+			if !isMap {
+				return false
+			}
+			if len(m) == 0 {
+				return true
+			}
+			var exists bool
+			if at, exists = m[name]; !exists {
+				return false
+			}
+		}
+		return true
+	})
+}
