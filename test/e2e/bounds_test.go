@@ -3,6 +3,7 @@ package e2e_test
 import (
 	"context"
 	"fmt"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -37,6 +38,10 @@ const (
 	// excessBound is by how much pods may wait longer for twenty Nodes than Cluster API alone takes for
 	// as many replicas. The second that Karpenter waits for further pods is part of it.
 	excessBound = 1500 * time.Millisecond
+	// excessProcessors is how many processors the machine must have for that bound to be asserted. With
+	// two, the API servers and Cluster API use both while the Nodes come: docs/performance.md has what
+	// was measured there.
+	excessProcessors = 4
 )
 
 // holds shows in the table how long something took, and its bound. Except in the short run, the test
@@ -132,8 +137,8 @@ func TestNodeClaimsGoWithTheirMachines(t *testing.T) {
 //
 // A first round of each is not counted, because it also warms caches and connections. The bound is on
 // the difference of the medians of the others. The difference is not judged, and the table says so,
-// where other work makes it meaningless: if the rounds by hand are further apart from each other than
-// the bound, or if Cluster API alone takes more than twice as long as the machines.
+// where the machine decides: if it has too few processors, if the rounds by hand are further apart from
+// each other than the bound, or if Cluster API alone takes more than twice as long as the machines.
 func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 	figure := shows(t, "twenty pods get their Nodes, against Cluster API alone")
 	leaveAsFound(t)
@@ -229,6 +234,8 @@ func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 	case usual > 2*(boot+join):
 		figure("longer by %v, not judged: Cluster API alone takes more than twice the %v of the machines; the bound is %v",
 			rounded(excess), boot+join, excessBound)
+	case runtime.NumCPU() < excessProcessors:
+		figure("longer by %v, not judged with fewer than %d processors; the bound is %v", rounded(excess), excessProcessors, excessBound)
 	default:
 		holds(t, figure, "longer by", excess, excessBound)
 	}
