@@ -138,12 +138,19 @@ func playHub(ctx context.Context, t *testing.T, hub client.Client) {
 			t.Fatal(err)
 		}
 	}
+	placeholder := map[string][]byte{"tls.crt": []byte("-"), "tls.key": []byte("-"), "ca.crt": []byte("-")}
+	playCertManager(ctx, t, hub, func(*unstructured.Unstructured) (map[string][]byte, error) { return placeholder, nil })
+}
+
+// playCertManager issues certificates like cert-manager, with this content.
+func playCertManager(ctx context.Context, t *testing.T, hub client.Client, content func(*unstructured.Unstructured) (map[string][]byte, error)) {
+	t.Helper()
 	ctx, stop := context.WithCancel(ctx)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		_ = wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-			if err := issue(ctx, hub); err != nil && ctx.Err() == nil {
+			if err := issue(ctx, hub, content); err != nil && ctx.Err() == nil {
 				t.Errorf("issuing certificates: %v", err)
 				return true, nil
 			}
@@ -154,7 +161,7 @@ func playHub(ctx context.Context, t *testing.T, hub client.Client) {
 }
 
 // issue creates the secret of each certificate, and marks the certificate as ready.
-func issue(ctx context.Context, hub client.Client) error {
+func issue(ctx context.Context, hub client.Client, content func(*unstructured.Unstructured) (map[string][]byte, error)) error {
 	certificates := &unstructured.UnstructuredList{}
 	certificates.SetAPIVersion("cert-manager.io/v1")
 	certificates.SetKind("CertificateList")
@@ -172,7 +179,9 @@ func issue(ctx context.Context, hub client.Client) error {
 		secret := &corev1.Secret{
 			ObjectMeta: metav1.ObjectMeta{Namespace: certificate.GetNamespace(), Name: name},
 			Type:       corev1.SecretTypeTLS,
-			Data:       map[string][]byte{"tls.crt": []byte("-"), "tls.key": []byte("-"), "ca.crt": []byte("-")},
+		}
+		if secret.Data, err = content(&certificate); err != nil {
+			return err
 		}
 		if err := hub.Create(ctx, secret); err != nil && !apierrors.IsAlreadyExists(err) {
 			return err
