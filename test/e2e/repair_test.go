@@ -129,7 +129,9 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	awaitReplaced(t, &remediated, pods)
 	figure("the MachineHealthCheck's took %.0f s", time.Since(began).Seconds())
 	require.Equal(t, before+3, made("crowd"))
-	require.Equal(t, []string{"Unhealthy", "Unhealthy"}, disrupted(), "those of Karpenter's own repair")
+	// Where Cluster API takes long to drain the Node and to delete the Machine, Karpenter may remove the Node
+	// meanwhile as an empty one, for which it makes none.
+	require.Equal(t, []string{"Unhealthy", "Unhealthy"}, lo.Without(disrupted(), "Empty"), "those of Karpenter's own repair")
 	require.Subset(t, uidsOf(listCrowd(t)), []types.UID{kept.UID, vetoed.UID})
 	sicken(t, &kept, corev1.ConditionTrue) // a Node that is not ready uses up a disruption budget: alone, it would never be removed
 }
