@@ -108,10 +108,11 @@ generate-go: $(CONTROLLER_GEN)
 OPTIONS_BINARIES = $(addprefix $(BIN)/,capi-agent karpenter kubectl-capi fake-agent capi-agent-conformance)
 
 .PHONY: generate-docs
-generate-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(OPTIONS_BINARIES)
+generate-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(CRD_DOCS) $(OPTIONS_BINARIES)
 	$(OPTIONS_DOCS) docs/options.md $(OPTIONS_OF)
 	$(METRICS_DOCS) docs/metrics.md $(METRICS_OF)
 	$(VALUES_DOCS) docs/values.md $(VALUES_OF)
+	$(CRD_DOCS) docs/objects.md $(OBJECTS_OF)
 
 # Binaries, each with the prefix of its environment variables, and whether they set the flags of its commands, too.
 OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter: $(BIN)/kubectl-capi:KUBECTL_CAPI_:all $(BIN)/fake-agent:FAKE_AGENT_ $(BIN)/capi-agent-conformance:CAPI_AGENT_CONFORMANCE_
@@ -119,6 +120,8 @@ OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter: $(BIN)/kubectl-capi
 METRICS_OF = $(BIN)/capi-agent:capi_agent_ $(BIN)/karpenter:karpenter_capi_
 # The charts whose values are documented.
 VALUES_OF = deploy/charts/agent deploy/charts/shim
+# The CustomResourceDefinitions that are documented: our own, not Karpenter's.
+OBJECTS_OF = $(sort $(wildcard deploy/charts/*/files/crds/*karpenter.cluster.x-k8s.io_*.yaml))
 
 .PHONY: verify
 verify: verify-generated verify-docs verify-modules verify-imports verify-api lint ## Check that generated files are current, modules tidy, imports allowed; all linters
@@ -133,12 +136,13 @@ verify-generated: $(GENERATORS)
 	diff -ruN -x go.work.sum "$$dir/is" "$$dir/should" || { echo "generated files are not current: run make generate" >&2; exit 1; }
 
 .PHONY: verify-docs
-verify-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(OPTIONS_BINARIES)
-	@echo "verify: docs/options.md, docs/metrics.md, docs/values.md"
+verify-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(CRD_DOCS) $(OPTIONS_BINARIES)
+	@echo "verify: docs/options.md, docs/metrics.md, docs/values.md, docs/objects.md"
 	@page=$$(mktemp) && trap 'rm -f "$$page"' EXIT && $(OPTIONS_DOCS) "$$page" $(OPTIONS_OF) && diff -u docs/options.md "$$page" && \
 	$(METRICS_DOCS) "$$page" $(METRICS_OF) && diff -u docs/metrics.md "$$page" && \
-	$(VALUES_DOCS) "$$page" $(VALUES_OF) && diff -u docs/values.md "$$page" || \
-		{ echo "docs/options.md, docs/metrics.md or docs/values.md is not current: run make generate" >&2; exit 1; }
+	$(VALUES_DOCS) "$$page" $(VALUES_OF) && diff -u docs/values.md "$$page" && \
+	$(CRD_DOCS) "$$page" $(OBJECTS_OF) && diff -u docs/objects.md "$$page" || \
+		{ echo "a page of options, metrics, values or objects is not current: run make generate" >&2; exit 1; }
 
 # The Go project's database, the newest that the module proxy has: a check of the same commit may fail tomorrow.
 .PHONY: vuln

@@ -90,7 +90,7 @@ func kubeconfigOf(i int) string { return fmt.Sprintf("kubeconfig-%d", i) }
 func (h hubs) replaced(times int) func(context.Context) (string, error) {
 	return func(context.Context) (string, error) {
 		logged, err := os.ReadFile(filepath.Join(h.source.Sandbox.State().Paths.Logs, sandbox.Shim+".log"))
-		n := strings.Count(string(logged), "the workload cluster's kubeconfig was replaced")
+		n := strings.Count(string(logged), "the spoke's kubeconfig was replaced")
 		return lo.Ternary(n >= times, "", fmt.Sprintf("the shim to read %d kubeconfigs: it has read %d", times, n)), err
 	}
 }

@@ -6,8 +6,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// ClusterAPINodeClass selects the node groups of the management cluster that NodePools referring to
-// it may use.
+// ClusterAPINodeClass selects the node groups in the hub that NodePools referring to it may use.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=clusterapinodeclasses,scope=Cluster,categories=karpenter,shortName={capinc,capincs}
@@ -132,7 +131,7 @@ const MaxSelectedNodeGroups = 50
 
 // SelectedNodeGroup is a node group that a NodeClass selects.
 type SelectedNodeGroup struct {
-	// name is the node group's id: namespace/name of its MachineDeployment in the management cluster.
+	// name is the node group's id: namespace/name of its MachineDeployment in the hub.
 	Name string `json:"name"`
 	// instanceType is the label node.kubernetes.io/instance-type of its Nodes.
 	// +optional

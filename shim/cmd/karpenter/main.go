@@ -279,7 +279,7 @@ func workloadCluster(ctx context.Context) (*rest.Config, error) {
 	if path == "" {
 		config, err := controllerruntime.GetConfig()
 		if err != nil {
-			return nil, fmt.Errorf("finding the workload cluster: %w", err)
+			return nil, fmt.Errorf("finding the spoke: %w", err)
 		}
 		return config, nil
 	}

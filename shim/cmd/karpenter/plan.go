@@ -57,7 +57,7 @@ func plan(ctx context.Context, args []string, to io.Writer) error {
 	}
 	kube, err := client.New(config, client.Options{Scheme: scheme.Scheme})
 	if err != nil {
-		return fmt.Errorf("making the workload cluster's client: %w", err)
+		return fmt.Errorf("making the spoke's client: %w", err)
 	}
 	held := identity.NewHeld(opts.AgentBootstrapSecret, cluster)
 	agent, err := agentclient.New(agentOptions(ctx, opts, held))

@@ -242,7 +242,7 @@ func (c *CloudProvider) tellStuck(nodeClaim *karpv1.NodeClaim) {
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "MachineDeletionStuck",
-		Message: lo.Substring(fmt.Sprintf("Machine %s of the management cluster has been terminating since %s: %s", machine.GetName(),
+		Message: lo.Substring(fmt.Sprintf("Machine %s in the hub has been terminating since %s: %s", machine.GetName(),
 			since.AsTime().UTC().Format(time.RFC3339), lo.CoalesceOrEmpty(why, "Cluster API does not report what it waits for")), 0, 1024),
 		DedupeValues:  []string{string(nodeClaim.UID), machine.GetDeletingReason()},
 		DedupeTimeout: 10 * time.Minute,

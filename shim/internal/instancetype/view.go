@@ -33,7 +33,7 @@ func (v *View) Of(g *Group) *Group {
 	if refused {
 		seen.Available = false
 		seen.PriceRefused = "the price is an estimate, which spec.price.whenUnknown excludes; " +
-			"set the annotation or the price list in the management cluster"
+			"set the annotation or the price list in the hub"
 	}
 	seen.requireCapacity()
 	seen.fingerprint, seen.shape = seen.hash(), seen.hashShape()

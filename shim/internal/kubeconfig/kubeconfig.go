@@ -120,7 +120,7 @@ func (f *File) look(ctx context.Context) {
 	if err != nil {
 		if f.failed != err.Error() {
 			f.failed = err.Error()
-			logger.Error(err, "the workload cluster's kubeconfig cannot be used; the previous one stays in use")
+			logger.Error(err, "the spoke's kubeconfig cannot be used; the previous one stays in use")
 		}
 		return
 	}
@@ -128,7 +128,7 @@ func (f *File) look(ctx context.Context) {
 	f.content, f.failed = content, ""
 	// Requests and watches in progress continue on the old connection.
 	before.base.CloseIdleConnections()
-	logger.Info("the workload cluster's kubeconfig was replaced", "server", next.server.String())
+	logger.Info("the spoke's kubeconfig was replaced", "server", next.server.String())
 }
 
 // read returns the connection that a kubeconfig describes. An error contains nothing from it but

@@ -64,7 +64,7 @@ func (a *Access) config(kubeconfig, context string) (*rest.Config, clientcmd.Cli
 func (a *Access) SpokeConfig() (*rest.Config, error) {
 	config, _, err := a.config(a.Kubeconfig, a.Context)
 	if err != nil {
-		return nil, problem(fmt.Errorf("finding the workload cluster: %w", err), "Name its kubeconfig: --kubeconfig, --context.")
+		return nil, problem(fmt.Errorf("finding the spoke: %w", err), "Name its kubeconfig: --kubeconfig, --context.")
 	}
 	return config, nil
 }
@@ -102,7 +102,7 @@ func (a *Access) hasHub() bool { return a.HubKubeconfig != "" || a.HubContext !=
 // Hub returns a client for the management cluster.
 func (a *Access) Hub() (client.Client, error) {
 	if !a.hasHub() {
-		return nil, problem(errors.New("this needs the management cluster"), "Name its kubeconfig: --hub-kubeconfig, or its context: --hub-context.")
+		return nil, problem(errors.New("this needs the hub"), "Name its kubeconfig: --hub-kubeconfig, or its context: --hub-context.")
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -111,7 +111,7 @@ func (a *Access) Hub() (client.Client, error) {
 	}
 	config, _, err := a.config(cmp.Or(a.HubKubeconfig, a.Kubeconfig), a.HubContext)
 	if err != nil {
-		return nil, problem(fmt.Errorf("finding the management cluster: %w", err), "See --hub-kubeconfig and --hub-context.")
+		return nil, problem(fmt.Errorf("finding the hub: %w", err), "See --hub-kubeconfig and --hub-context.")
 	}
 	a.hub, err = client.New(config, client.Options{Scheme: scheme.Scheme, Mapper: mapper()})
 	return a.hub, err
@@ -262,7 +262,7 @@ func (a *Access) nameCluster(ctx context.Context, agent *Agent) error {
 	}
 	if len(status.GetClusters()) != 1 {
 		return problem(fmt.Errorf("the identity %s is for more than one Cluster, or for none", status.GetIdentity()),
-			"Choose the workload cluster's: --cluster=<namespace>/<name>.")
+			"Choose the spoke's: --cluster=<namespace>/<name>.")
 	}
 	agent.Cluster = status.GetClusters()[0]
 	return nil

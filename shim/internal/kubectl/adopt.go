@@ -36,7 +36,7 @@ func adoptCommand(access *Access) *cobra.Command {
 			}
 			kube, err := client.New(config, client.Options{Scheme: scheme.Scheme})
 			if err != nil {
-				return spokeProblem(err, "reaching the workload cluster")
+				return spokeProblem(err, "reaching the spoke")
 			}
 			agent, err := access.Agent(ctx)
 			if err != nil {

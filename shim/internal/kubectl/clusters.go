@@ -64,7 +64,7 @@ func clusterNamed(clusters []*agentv1alpha1.Cluster, name string) (*agentv1alpha
 	})
 	if len(found) == 0 {
 		return nil, problem(fmt.Errorf("the agent reports no Cluster %s", name), "See which there are: kubectl capi spokes.",
-			"The certificate may be for other Clusters: see --tls-dir. The management cluster has all of them: see --hub-kubeconfig.")
+			"The certificate may be for other Clusters: see --tls-dir. The hub has all of them: see --hub-kubeconfig.")
 	}
 	if len(found) > 1 {
 		return nil, ambiguous(len(found), "a Cluster "+name)
@@ -111,7 +111,7 @@ func writeCluster(to io.Writer, c *agentv1alpha1.Cluster, now time.Time) error {
 	if err != nil {
 		return err
 	}
-	_, err = fmt.Fprintln(to, "\nIts NodePools, and what the hub publishes to it, are in the management cluster: see --hub-kubeconfig.")
+	_, err = fmt.Fprintln(to, "\nIts NodePools, and what the hub publishes to it, are in the hub: see --hub-kubeconfig.")
 	return err
 }
 

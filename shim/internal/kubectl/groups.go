@@ -195,7 +195,7 @@ func writeGroup(to io.Writer, g *agentv1alpha1.NodeGroup, now time.Time) error {
 	if len(g.GetProblems()) == 0 {
 		return nil
 	}
-	fmt.Fprintln(to, "\nProblems, on the MachineDeployment in the management cluster:")
+	fmt.Fprintln(to, "\nProblems, on the MachineDeployment in the hub:")
 	for _, p := range g.GetProblems() {
 		fmt.Fprintf(to, "  - %s = %q: %s\n", oneLine(p.GetField()), p.GetValue(), oneLine(p.GetMessage()))
 	}

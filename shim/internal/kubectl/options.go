@@ -42,13 +42,13 @@ const (
 )
 
 func (o *Options) addFlags(flags *pflag.FlagSet) {
-	flags.StringVar(&o.Kubeconfig, "kubeconfig", "", "Kubeconfig `file` of the workload cluster. Defaults to the one that kubectl uses.")
-	flags.StringVar(&o.Context, "context", "", "Context of the workload cluster in its kubeconfig. Defaults to the current context.")
+	flags.StringVar(&o.Kubeconfig, "kubeconfig", "", "Kubeconfig `file` of the spoke. Defaults to the one that kubectl uses.")
+	flags.StringVar(&o.Context, "context", "", "Context of the spoke in its kubeconfig. Defaults to the current context.")
 	flags.StringVarP(&o.Namespace, "namespace", "n", "", "Namespace of the pod. Defaults to that of the context.")
 	flags.StringVar(&o.HubKubeconfig, "hub-kubeconfig", "",
-		"Kubeconfig `file` of the management cluster, to read its own objects. Defaults to --kubeconfig, if --hub-context is set.")
+		"Kubeconfig `file` of the hub, to read its own objects. Defaults to --kubeconfig, if --hub-context is set.")
 	flags.StringVar(&o.HubContext, "hub-context", "",
-		"Context of the management cluster in its kubeconfig. Defaults to the current context, if --hub-kubeconfig is set.")
+		"Context of the hub in its kubeconfig. Defaults to the current context, if --hub-kubeconfig is set.")
 	flags.StringVar(&o.AgentAddress, "agent-address", "",
 		"Address of the agent: host:port, or unix:///path. Defaults to the address in Karpenter's Deployment.")
 	flags.StringVar(&o.ServerName, "server-name", "", "Name expected in the agent's certificate. Defaults to the name that Karpenter expects.")
@@ -56,7 +56,7 @@ func (o *Options) addFlags(flags *pflag.FlagSet) {
 		"Path of the `directory` with tls.crt, tls.key and ca.crt, with which the agent is called. Defaults to the secret that Karpenter uses.")
 	flags.BoolVar(&o.PlaintextLoopback, "plaintext-loopback", false, "Connect to the agent without TLS. Only allowed with a loopback address.")
 	flags.StringVar(&o.Cluster, "cluster", "",
-		"Cluster object of the workload cluster in the management cluster, as `namespace/name`. Defaults to the Cluster of Karpenter's Deployment.")
+		"The spoke's Cluster object in the hub, as `namespace/name`. Defaults to the Cluster of Karpenter's Deployment.")
 	flags.StringVar(&o.Shim, "shim", "", "Karpenter's Deployment, as `namespace/name`. Defaults to the one that has the chart's labels.")
 	flags.DurationVar(&o.Timeout, "timeout", defaultTimeout, "Deadline of each call.")
 	flags.StringVarP(&o.Output, "output", "o", "", "Output `format`: wide, json or yaml. Defaults to human-readable text.")
@@ -107,8 +107,8 @@ func Command(version string) *cobra.Command {
 	root := &cobra.Command{
 		Use:   "kubectl capi",
 		Short: "Explain the state of pods and nodes that Karpenter provisions from Cluster API",
-		Long: "kubectl capi shows, for a workload cluster, everything between a pod and its machine: NodeClaim, claim, node group, Machine, " +
-			"infrastructure and Node, in the workload cluster and in the management cluster. It asks the workload cluster's API server and the " +
+		Long: "kubectl capi shows everything between a pod of a spoke (a workload cluster) and its machine: NodeClaim, claim, node group, " +
+			"Machine, infrastructure and Node, in the spoke and in the hub (the management cluster). It asks the spoke's API server and the " +
 			"agent, and changes nothing.",
 		Version:       version,
 		SilenceUsage:  true,

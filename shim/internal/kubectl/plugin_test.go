@@ -410,7 +410,7 @@ func TestThePlugin(t *testing.T) {
 		}, patience, patience/100)
 	})
 
-	t.Run("the management cluster's own words", func(t *testing.T) {
+	t.Run("the hub's own words", func(t *testing.T) {
 		create(t, w.hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: Spoke, metadata: {namespace: default, name: workload}}",
 			map[string]any{
 				"conditions": []any{map[string]any{
@@ -461,7 +461,7 @@ func TestThePlugin(t *testing.T) {
 		assert.Contains(t, e.Verdict, "Machine "+machine+" waits for its infrastructure", "the MachineClaim is read instead of the agent")
 	})
 
-	t.Run("the fleet without the management cluster", func(t *testing.T) {
+	t.Run("the fleet without the hub", func(t *testing.T) {
 		assert.Regexp(t, `default/workload +never +- +- +- +1 +2 +1\n$`, w.must("spokes"), "Karpenter's certificate is for its own Cluster")
 
 		production := &agentv1alpha1.ClusterRef{Namespace: "team-a", Name: "production"}

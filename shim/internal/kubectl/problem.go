@@ -47,11 +47,11 @@ func spokeProblem(err error, what string) error {
 	case apierrors.IsForbidden(err):
 		return problem(err, "Use a kubeconfig whose user may read it: --kubeconfig, --context.")
 	case apierrors.IsNotFound(err) && strings.Contains(err.Error(), "could not find the requested resource"):
-		return problem(err, "Karpenter's CRDs are missing: is this the workload cluster? See --kubeconfig and --context.")
+		return problem(err, "Karpenter's CRDs are missing: is this the spoke? See --kubeconfig and --context.")
 	case apierrors.IsNotFound(err), apierrors.IsUnauthorized(err):
 		return err
 	}
-	return problem(err, "See whether --kubeconfig and --context name the workload cluster, and whether its API server can be reached.")
+	return problem(err, "See whether --kubeconfig and --context name the spoke, and whether its API server can be reached.")
 }
 
 // agentProblem explains an error of a call to the agent.

@@ -445,7 +445,7 @@ func (r *reading) hub(ctx context.Context) (*hub, *agentv1alpha1.ClusterRef, err
 		cluster = r.agent.Cluster
 	}
 	if cluster == nil {
-		return nil, nil, problem(errors.New("the workload cluster's Cluster is not known"), "Name it: --cluster=<namespace>/<name>.")
+		return nil, nil, problem(errors.New("the spoke's Cluster is not known"), "Name it: --cluster=<namespace>/<name>.")
 	}
 	return &hub{kube: kube}, cluster, nil
 }

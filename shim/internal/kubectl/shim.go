@@ -176,7 +176,7 @@ func (a *Access) findShim(ctx context.Context) (*shim, error) {
 	case len(found) == 0:
 		return nil, problem(errors.New("there is no Deployment of Karpenter with an agent"),
 			"If it has other labels than the chart's, name it: --shim=<namespace>/<name>.",
-			"If it runs in the management cluster, add --hub-kubeconfig or --hub-context.",
+			"If it runs in the hub, add --hub-kubeconfig or --hub-context.",
 			"Or do without it: --agent-address, --tls-dir and --cluster.")
 	case len(found) > 1:
 		return nil, problem(fmt.Errorf("there are several Deployments of Karpenter, such as %s and %s", found[0].name, found[1].name),

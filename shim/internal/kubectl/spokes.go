@@ -112,8 +112,8 @@ func endsIn(at, now time.Time) string {
 func spokesCommand(access *Access) *cobra.Command {
 	return &cobra.Command{
 		Use:   "spokes [CLUSTER]",
-		Short: "Show the workload clusters whose Karpenter calls the agent; with a name, one of them",
-		Long: "spokes shows the workload clusters whose Karpenter calls the agent. With the management cluster's kubeconfig it reads the Spokes there, " +
+		Short: "Show the spokes whose Karpenter calls the agent; with a name, one of them",
+		Long: "spokes shows the workload clusters whose Karpenter calls the agent. With the hub's kubeconfig it reads the Spokes there, " +
 			"and with a name it shows the NodePools of one, and what the hub publishes to it. Without it, the agent reports the Clusters that the " +
 			"certificate may read, with counts instead of NodePools.",
 		Args: cobra.MaximumNArgs(1),
@@ -183,7 +183,7 @@ func (a *Access) spokes(ctx context.Context) (*unstructured.UnstructuredList, er
 	}
 	if err := kube.List(ctx, list, options...); err != nil {
 		return nil, problem(fmt.Errorf("reading the Spokes: %w", err),
-			"See whether --hub-kubeconfig and --hub-context name the management cluster, and whether the agent's CRDs are there.")
+			"See whether --hub-kubeconfig and --hub-context name the hub, and whether the agent's CRDs are there.")
 	}
 	return list, nil
 }

@@ -66,7 +66,7 @@ func (a *Access) top(ctx context.Context, out io.Writer) error {
 	config.Timeout = 0 // watches last
 	spoke, err := cache.New(config, cache.Options{Scheme: scheme.Scheme, Mapper: mapper(), DefaultTransform: cache.TransformStripManagedFields()})
 	if err != nil {
-		return spokeProblem(err, "watching the workload cluster")
+		return spokeProblem(err, "watching the spoke")
 	}
 	running, stop := context.WithCancel(ctx)
 	var work sync.WaitGroup
@@ -95,7 +95,7 @@ func (a *Access) top(ctx context.Context, out io.Writer) error {
 		func() error { return watch(syncing, spoke, shown, &corev1.Pod{}, b.seePod, b.podGone) },
 	} {
 		if err := watch(); err != nil {
-			return spokeProblem(err, "watching the workload cluster")
+			return spokeProblem(err, "watching the spoke")
 		}
 	}
 	work.Go(func() {

@@ -124,18 +124,18 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	others := map[string]bool{}
 	fs.VisitAll(func(f *flag.Flag) { others[f.Name] = true })
 	fs.StringVar(&o.AgentAddress, "agent-address", "",
-		"Address of the agent in the management cluster: host:port, or unix:///path. Required.")
+		"Address of the agent in the hub (the management cluster): host:port, or unix:///path. Required.")
 	fs.StringVar(&o.AgentTLSCertFile, "agent-tls-cert-file", "",
-		"PEM file with the client certificate that identifies this cluster to the agent. Reloaded when it changes. Required, except "+
+		"PEM file with the client certificate that identifies this spoke to the agent. Reloaded when it changes. Required, except "+
 			"with --agent-identity-secret, over a unix socket or with --agent-plaintext-loopback.")
 	fs.StringVar(&o.AgentTLSKeyFile, "agent-tls-key-file", "", "PEM file with the private key of --agent-tls-cert-file.")
 	fs.StringVar(&o.AgentCAFile, "agent-ca-file", "",
 		"PEM file with the certificate authorities of the agent's certificate. Reloaded when it changes.")
 	fs.StringVar(&o.agentIdentitySecret, "agent-identity-secret", "",
-		"namespace/name of the secret, in the workload cluster, in which the shim keeps its own key and the client certificate that the agent issues "+
-			"for it. Replaces --agent-tls-cert-file, --agent-tls-key-file and --agent-ca-file.")
+		"Secret in the spoke, as namespace/name, in which the shim keeps its own key and the client certificate that the agent issues for it. "+
+			"Replaces --agent-tls-cert-file, --agent-tls-key-file and --agent-ca-file.")
 	fs.StringVar(&o.agentBootstrapSecret, "agent-bootstrap-secret", "",
-		"namespace/name of the secret, in the workload cluster, that capi-agent onboard writes, with which the first certificate is requested. "+
+		"Secret in the spoke, as namespace/name, that capi-agent onboard writes. The shim requests its first certificate with it. "+
 			"Defaults to "+DefaultBootstrapSecret+" in the namespace of --agent-identity-secret.")
 	fs.StringVar(&o.AgentServerName, "agent-server-name", "",
 		"Name expected in the agent's certificate. Defaults to the host of --agent-address.")
@@ -144,11 +144,11 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	fs.DurationVar(&o.AgentTimeout, "agent-timeout", 10*time.Second,
 		"Deadline of a call to the agent. A call that adopts a machine has six times as long.")
 	fs.StringVar(&o.ClusterNamespace, "cluster-namespace", "",
-		"Namespace, in the management cluster, of the Cluster object of this workload cluster. Required.")
+		"Namespace of this spoke's Cluster object in the hub. Required.")
 	fs.StringVar(&o.ClusterName, "cluster-name", "",
-		"Name, in the management cluster, of the Cluster object of this workload cluster. Required.")
+		"Name of this spoke's Cluster object in the hub. Required.")
 	fs.DurationVar(&o.LaunchTimeout, "launch-timeout", 5*time.Minute,
-		"How long a NodeClaim may exist without a claim in the management cluster before it is deleted.")
+		"How long a NodeClaim may exist without a claim in the hub before it is deleted.")
 	fs.DurationVar(&o.ClaimSyncInterval, "claim-sync-interval", time.Minute,
 		"How often the shim sends its complete set of NodeClaims to the agent. The agent releases claims that have no NodeClaim, "+
 			"unless their Node was registered.")
@@ -166,7 +166,7 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 		"How long the offerings of a node group are unavailable after the agent refused a claim there without naming a retry time, and those of a "+
 			"NodePool after every node group refused its NodeClaim.")
 	fs.BoolVar(&o.PublishedNodePools, "published-node-pools", false,
-		"Create and update the NodePools and ClusterAPINodeClasses that NodePoolSets in the management cluster publish, and report the status of all "+
+		"Create and update the NodePools and ClusterAPINodeClasses that NodePoolSets in the hub publish, and report the status of all "+
 			"NodePools there. Needs an agent with --publish-node-pools. NodePools of others are never changed.")
 	fs.StringVar(&o.MetricsBindAddress, "metrics-bind-address", "",
 		"host:port of the metrics endpoint, or 0 for none. Defaults to --metrics-port on all addresses.")
@@ -230,7 +230,7 @@ func (o *Options) parseSecrets() error {
 			problems = append(validation.IsDNS1123Label(namespace), validation.IsDNS1123Subdomain(name)...)
 		}
 		if !both || len(problems) > 0 {
-			errs = append(errs, fmt.Errorf("--%s %q: write namespace/name of a secret in the workload cluster, as in karpenter/%[1]s: %[3]s", flag, value,
+			errs = append(errs, fmt.Errorf("--%s %q: write namespace/name of a secret in the spoke, as in karpenter/%[1]s: %[3]s", flag, value,
 				cmp.Or(strings.Join(problems, "; "), "there is no slash")))
 		}
 		return types.NamespacedName{Namespace: namespace, Name: name}
@@ -274,7 +274,7 @@ func (o *Options) Validate() error {
 
 func (o *Options) validateAgent() error {
 	if o.AgentAddress == "" {
-		return errors.New("--agent-address is required: host:port or unix:///path of the agent in the management cluster")
+		return errors.New("--agent-address is required: host:port or unix:///path of the agent in the hub")
 	}
 	if path, ok := strings.CutPrefix(o.AgentAddress, unixScheme); ok {
 		if !strings.HasPrefix(path, "/") {
@@ -324,7 +324,7 @@ func (o *Options) validateCluster() error {
 		{"--cluster-name", o.ClusterName},
 	} {
 		if name.value == "" {
-			errs = append(errs, fmt.Errorf("%s is required: it names the Cluster object in the management cluster", name.flag))
+			errs = append(errs, fmt.Errorf("%s is required: it names the Cluster object in the hub", name.flag))
 			continue
 		}
 		problems := validation.IsDNS1123Subdomain(name.value)

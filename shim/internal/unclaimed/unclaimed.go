@@ -222,7 +222,7 @@ func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machi
 		why = answer.Message()
 	}
 	namespace := f.cluster.GetNamespace()
-	message := fmt.Sprintf("Machine %s/%s of the management cluster, with provider ID %s, has no claim, and cannot be adopted: %s. "+
+	message := fmt.Sprintf("Machine %s/%s in the hub, with provider ID %s, has no claim and cannot be adopted: %s. "+
 		"Karpenter cannot remove the machine and keeps this NodeClaim. Remove the obstacle, or delete the Machine "+
 		"(kubectl delete machine -n %s %s)", namespace, machine.GetName(), machine.GetProviderId(), strings.TrimSuffix(why, "."), namespace,
 		machine.GetName())

@@ -220,7 +220,7 @@ func (r *machineReconciler) act(
 				if now.Sub(m.DeletionTimestamp.Time) < silencePatience {
 					return false, err
 				}
-				log.FromContext(ctx).Error(err, "stopping although the workload cluster does not answer")
+				log.FromContext(ctx).Error(err, "stopping although the spoke does not answer")
 			}
 		}
 		m.Status.StoppedAt = at
@@ -234,7 +234,7 @@ func (r *machineReconciler) act(
 				if now.Sub(m.Status.StoppedAt.Time) < silencePatience {
 					return false, err
 				}
-				log.FromContext(ctx).Error(err, "gone although the workload cluster does not answer")
+				log.FromContext(ctx).Error(err, "gone although the spoke does not answer")
 			}
 		}
 		if err := r.patchObject(ctx, m, func() { controllerutil.RemoveFinalizer(m, simv1.MachineFinalizer) }); err != nil {

@@ -181,7 +181,7 @@ func (p *Planner) read(ctx context.Context) (*situation, error) {
 	nodeClaims, nodes, pools, classes := &karpv1.NodeClaimList{}, &corev1.NodeList{}, &karpv1.NodePoolList{}, &v1alpha1.ClusterAPINodeClassList{}
 	for _, list := range []client.ObjectList{nodeClaims, nodes, pools, classes} {
 		if err := p.Kube.List(ctx, list); err != nil {
-			return nil, fmt.Errorf("reading the workload cluster: %w", err)
+			return nil, fmt.Errorf("reading the spoke: %w", err)
 		}
 	}
 	s.nodeClaims = lo.Filter(nodeClaims.Items, func(nc karpv1.NodeClaim, _ int) bool { return nodeclaimutils.IsManaged(&nc, p.CloudProvider) })

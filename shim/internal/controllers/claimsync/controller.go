@@ -176,12 +176,12 @@ func (c *Controller) sync(ctx context.Context) error {
 	if kept := response.GetKeptClaimIds(); len(kept) > 0 {
 		log.FromContext(ctx).Info("claims that no NodeClaim owns and that the agent keeps, as their Nodes were registered or another cluster "+
 			"may have made them; release those that are not needed", "claims", kept)
-		c.announce(ctx, "ClaimsKept", fmt.Sprintf("%d claims in the management cluster have no NodeClaim and are kept, as their Nodes were "+
+		c.announce(ctx, "ClaimsKept", fmt.Sprintf("%d claims in the hub have no NodeClaim and are kept, as their Nodes were "+
 			"registered or another cluster may have made them: %s. Each MachineClaim has the reason; release those that are not needed.",
 			len(kept), abridged(kept)))
 	}
 	if unknown := response.GetUnknownClaimIds(); len(unknown) > 0 {
-		log.FromContext(ctx).Info("NodeClaims without a claim in the management cluster", "claims", unknown)
+		log.FromContext(ctx).Info("NodeClaims without a claim in the hub", "claims", unknown)
 	}
 	return nil
 }

@@ -177,7 +177,7 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 			return c.giveUp(ctx, nodeClaim, reason, message)
 		case now.GetMachine().GetDeletedAt() != nil:
 			return c.giveUp(ctx, nodeClaim, "MachineDeleted", fmt.Sprintf(
-				"Another actor deleted Machine %s in the management cluster before its Node was registered.", now.GetMachine().GetName()))
+				"Another actor deleted Machine %s in the hub before its Node was registered.", now.GetMachine().GetName()))
 		}
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
@@ -213,7 +213,7 @@ func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (
 	case shared: // core would also drain the other NodeClaim's Node
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
-	return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
+	return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The hub has no claim of this NodeClaim.")
 }
 
 // shared reports whether another NodeClaim has the same provider ID and a live claim, as can happen
@@ -264,7 +264,7 @@ func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 			InvolvedObject: nodeClaim,
 			Type:           corev1.EventTypeWarning,
 			Reason:         "AgentSilent",
-			Message: "The agent in the management cluster does not answer, so it is not known whether a machine will come. The NodeClaim is kept " +
+			Message: "The agent in the hub does not answer, so it is not known whether a machine will come. The NodeClaim is kept " +
 				"until it does.",
 			DedupeValues:  []string{string(nodeClaim.UID)},
 			DedupeTimeout: 10 * time.Minute,

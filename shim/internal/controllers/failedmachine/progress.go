@@ -150,7 +150,7 @@ func verdict(claim *agentv1alpha1.Claim) (reason, message string) {
 	why := lo.CoalesceOrEmpty(claim.GetMessage(), claim.GetReason(), "it reports nothing else")
 	switch {
 	case claim.GetFailedAt() != nil:
-		message = fmt.Sprintf("The management cluster gave up a machine of node group %s: %s.", claim.GetNodeGroupId(), why)
+		message = fmt.Sprintf("The hub gave up a machine of node group %s: %s.", claim.GetNodeGroupId(), why)
 		if report := infrastructure(claim); report != "" && !strings.Contains(why, "infrastructure of Machine") {
 			message = fmt.Sprintf("%s Its infrastructure reports %s.", message, report)
 		}

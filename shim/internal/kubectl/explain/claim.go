@@ -27,7 +27,7 @@ func (t *story) connection() {
 		return
 	case Waiting, Ending, Unknown, Absent:
 	}
-	verdict := "What the management cluster does is unknown, as the agent could not be asked."
+	verdict := "What the hub does is unknown, as the agent could not be asked."
 	if event := newest(t.s.NodeClaimEvents, withReason("WaitingForMachine")); event != nil {
 		verdict = fmt.Sprintf("%s Karpenter said %s: %s", verdict, t.ago(When(event)), sentence(event.Message))
 	}
@@ -126,7 +126,7 @@ func (t *story) claimPending(claim *agentv1alpha1.Claim) State {
 	blocked := unavailable(group, t.s.Now)
 	switch {
 	case claim.GetReason() == "WriteRefused":
-		t.conclude(Blocked, "The management cluster's API server refuses what the agent writes: "+sentence(claim.GetMessage()),
+		t.conclude(Blocked, "The hub's API server refuses what the agent writes: "+sentence(claim.GetMessage()),
 			"Correct the webhook, policy or quota that refuses it.")
 		return Blocked
 	case claim.GetAdoptMachine() != "":
