@@ -118,6 +118,31 @@ func TestAClusterStoresNoMoreBytesThanItMay(t *testing.T) {
 	}, patience, 100*time.Millisecond)
 }
 
+// An agent that starts reads the claims in a list, which its informer transforms twice.
+func TestAnAgentThatStartsMeasuresTheClaimsAsTheyAreStored(t *testing.T) {
+	namespace := plane.Namespace(t)
+	plane.Create(t, capitest.NewCluster(namespace, "greedy"), capitest.NewMachineDeployment(namespace, "workers", "greedy", 0))
+	r := start(t, agent.Config{Options: testOptions(namespace)})
+	calls := r.client(namespace, "greedy").Claims
+	cluster := &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "greedy"}
+	for i := range 5 {
+		id := fmt.Sprintf("claim-%d", i)
+		_, err := calls.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+			Cluster: cluster, ClaimId: id, Holder: "karpenter", Candidates: []string{namespace + "/workers"},
+		})
+		require.NoError(t, err)
+		_, err = calls.ReleaseClaim(t.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: cluster, ClaimId: id, Reason: strings.Repeat("r", 1000)})
+		require.NoError(t, err)
+	}
+	r.stop()
+	registry := prometheus.NewRegistry()
+	start(t, agent.Config{Options: testOptions(namespace), Registerer: registry})
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		stored := storedBytes(t, namespace, "greedy")
+		assert.InEpsilon(c, stored, gauge(t, registry, "capi_agent_cluster_claim_bytes", "greedy"), 0.15)
+	}, patience, 100*time.Millisecond)
+}
+
 // storedBytes returns how long the JSON of a Cluster's claims is, as the API server has it, with the
 // managed fields.
 func storedBytes(t *testing.T, namespace, cluster string) float64 {

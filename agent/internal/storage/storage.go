@@ -28,7 +28,8 @@ const (
 	// bookkeeping is about how much the API server stores of a claim beyond what the agent reads:
 	// the managed fields, which hub.Lean strips.
 	bookkeeping = 1500
-	// retryAfter is when a retry may succeed. Ended claims are deleted at any time.
+	// retryAfter is when a caller should try again. Ended claims that have been kept for
+	// --tombstone-retention may be deleted by then.
 	retryAfter = time.Minute
 )
 
@@ -43,15 +44,21 @@ type Budget struct {
 
 	mu sync.Mutex
 	// measured are the sizes of objects that are on their way into the cache.
-	measured map[types.UID]int64
+	measured map[types.UID]measurement
 	// stored are the claims in the cache.
 	stored   map[types.UID]entry
 	accounts map[types.NamespacedName]*account
 }
 
+// measurement is the size of one version of a claim.
+type measurement struct {
+	version string
+	bytes   int64
+}
+
 type entry struct {
-	of    *account
-	bytes int64
+	of *account
+	measurement
 }
 
 // account is what the budget knows about a Cluster that has claims.
@@ -65,19 +72,30 @@ type account struct {
 // New returns a budget of so many bytes for each Cluster; 0 means no limit. [Budget.Measure] and
 // [Budget.Follow] must be used before the cache starts.
 func New(limit int64) *Budget {
-	return &Budget{limit: limit, measured: map[types.UID]int64{}, stored: map[types.UID]entry{}, accounts: map[types.NamespacedName]*account{}}
+	return &Budget{limit: limit, measured: map[types.UID]measurement{}, stored: map[types.UID]entry{}, accounts: map[types.NamespacedName]*account{}}
 }
 
 // Measure returns a transform that measures claims before the given one changes them.
 func (b *Budget) Measure(then toolscache.TransformFunc) toolscache.TransformFunc {
 	return func(object any) (any, error) {
 		if claim, ok := object.(*v1alpha1.MachineClaim); ok {
-			bytes := Size(claim)
-			b.mu.Lock()
-			b.measured[claim.UID] = bytes
-			b.mu.Unlock()
+			b.measure(claim)
 		}
 		return then(object)
+	}
+}
+
+// measure measures each version once: an informer transforms the objects of a streamed list twice, the
+// second time after the given transform has changed them, and lists versions again that it has.
+func (b *Budget) measure(claim *v1alpha1.MachineClaim) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	last, known := b.measured[claim.UID]
+	if !known {
+		last, known = b.stored[claim.UID].measurement, b.stored[claim.UID].of != nil
+	}
+	if !known || last.version != claim.ResourceVersion {
+		b.measured[claim.UID] = measurement{claim.ResourceVersion, Size(claim)}
 	}
 }
 
@@ -100,7 +118,7 @@ func (b *Budget) Follow(ctx context.Context, in cache.Cache, recorder events.Eve
 	}
 	_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
 		AddFunc:    b.see,
-		UpdateFunc: func(_, object any) { b.see(object) },
+		UpdateFunc: b.change,
 		DeleteFunc: b.forget,
 	})
 	if err != nil {
@@ -117,7 +135,7 @@ func (b *Budget) see(object any) {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	bytes, measured := b.measured[claim.UID]
+	last, measured := b.measured[claim.UID]
 	if !measured {
 		return // an earlier event has taken it
 	}
@@ -130,8 +148,18 @@ func (b *Budget) see(object any) {
 		b.accounts[cluster] = of
 	}
 	of.claims++
-	of.bytes += bytes
-	b.stored[claim.UID] = entry{of, bytes}
+	of.bytes += last.bytes
+	b.stored[claim.UID] = entry{of, last}
+}
+
+// change is [Budget.see] of a claim in the place of another version, or, after a list, of another claim
+// of the same name.
+func (b *Budget) change(before, after any) {
+	old, isClaim := before.(*v1alpha1.MachineClaim)
+	if now, ok := after.(*v1alpha1.MachineClaim); ok && isClaim && old.UID != now.UID {
+		b.forget(old)
+	}
+	b.see(after)
 }
 
 // forget drops a claim that the cache has no more.
@@ -192,7 +220,7 @@ func (b *Budget) Room(ctx context.Context, key claims.Key, find func(context.Con
 	b.mu.Unlock()
 	full := &claims.TooManyError{
 		Bound: claims.Bound("bytes"), RetryAfter: retryAfter,
-		Message: fmt.Sprintf("the claims of the Cluster take up %s of the hub's etcd, its limit is %s (--max-claim-bytes-per-cluster); "+
+		Message: fmt.Sprintf("the claims of the Cluster take up %s of the hub's etcd, and its limit is %s (--max-claim-bytes-per-cluster); "+
 			"ended claims are deleted after --tombstone-retention", quantity(used), quantity(b.limit)),
 	}
 	var object clusterv1.Cluster

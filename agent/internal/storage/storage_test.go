@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -36,9 +37,11 @@ var (
 // claimOf returns a claim as the API server sends it, with a message of so many characters.
 func claimOf(cluster types.NamespacedName, id, uid string, length int) *v1alpha1.MachineClaim {
 	return &v1alpha1.MachineClaim{
-		ObjectMeta: metav1.ObjectMeta{Namespace: cluster.Namespace, Name: v1alpha1.ObjectName(cluster.Name, id), UID: types.UID(uid)},
-		Spec:       v1alpha1.MachineClaimSpec{ClusterName: cluster.Name, ClaimID: id, NodeGroup: "workers"},
-		Status:     v1alpha1.MachineClaimStatus{Message: strings.Repeat("x", length)},
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: cluster.Namespace, Name: v1alpha1.ObjectName(cluster.Name, id), UID: types.UID(uid), ResourceVersion: strconv.Itoa(1000 + length),
+		},
+		Spec:   v1alpha1.MachineClaimSpec{ClusterName: cluster.Name, ClaimID: id, NodeGroup: "workers"},
+		Status: v1alpha1.MachineClaimStatus{Message: strings.Repeat("x", length)},
 	}
 }
 
@@ -119,7 +122,16 @@ func TestClaimsAreMeasuredAsTheyAreReadAndForgottenAsTheyGo(t *testing.T) {
 	w.informer.Add(again)
 	require.Equal(t, storage.Size(claimOf(production, "a", "4", 10))+storage.Size(second), w.Used(production))
 
-	w.informer.Delete(again)
+	// An informer transforms the objects of a streamed list twice.
+	w.informer.Update(again, w.read(t, w.read(t, claimOf(production, "a", "4", 20))))
+	require.Equal(t, storage.Size(claimOf(production, "a", "4", 20))+storage.Size(second), w.Used(production))
+
+	// A list after a missed deletion shows another claim in the place of the last one.
+	replaced := w.read(t, claimOf(production, "a", "5", 30))
+	w.informer.Update(again, replaced)
+	require.Equal(t, storage.Size(claimOf(production, "a", "5", 30))+storage.Size(second), w.Used(production))
+
+	w.informer.Delete(replaced)
 	w.informer.Delete(w.read(t, second))
 	require.Zero(t, w.Used(production))
 	require.Equal(t, storage.Size(other), w.Used(staging))
