@@ -234,7 +234,7 @@ func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 	case usual > 2*(boot+join):
 		figure("longer by %v, not judged: Cluster API alone takes more than twice the %v of the machines; the bound is %v",
 			rounded(excess), boot+join, excessBound)
-	case runtime.NumCPU() < excessProcessors:
+	case runtime.GOMAXPROCS(0) < excessProcessors:
 		figure("longer by %v, not judged with fewer than %d processors; the bound is %v", rounded(excess), excessProcessors, excessBound)
 	default:
 		holds(t, figure, "longer by", excess, excessBound)

@@ -92,6 +92,8 @@ func hubsErrors() map[string]error {
 		"no such host":     &net.DNSError{Err: "no such host", Name: "hub.internal.example", Server: "10.96.0.10:53"},
 		"no trust":         &url.Error{Op: "Post", URL: "https://hub.internal.example", Err: x509.UnknownAuthorityError{}},
 		"the rate limiter": fmt.Errorf("client rate limiter Wait returned an error for hub.internal.example: %w", context.DeadlineExceeded),
+		"the agent's own rate": errors.New(
+			"client rate limiter Wait returned an error for hub.internal.example: rate: Wait(n=1) would exceed context deadline"),
 		"a write that is refused for good": fmt.Errorf("making the claim: %w: %w", claims.ErrWriteRefused,
 			denied(`admission webhook "guard.policies.internal.example" denied the request`)),
 		"a race":                 fmt.Errorf("binding: %w: %w", claims.ErrConflict, apierrors.NewConflict(claim, "someone-elses", errors.New("no"))),

@@ -112,9 +112,10 @@ func answerOther(ctx context.Context, err error) error {
 
 // outOfTurn reports whether a request was not sent because the agent's own rate would have allowed it
 // only after the call's deadline. The limiter says so before the deadline, in an error that has no
-// type.
+// type. The API server's answer may quote such an error of a webhook's own client.
 func outOfTurn(err error) bool {
-	return strings.Contains(err.Error(), "would exceed context deadline")
+	status := apierrors.APIStatus(nil)
+	return !errors.As(err, &status) && strings.Contains(err.Error(), "would exceed context deadline")
 }
 
 // unreachable reports whether an error means that the API server could not be reached or could not

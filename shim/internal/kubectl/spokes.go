@@ -113,7 +113,7 @@ func spokesCommand(access *Access) *cobra.Command {
 	return &cobra.Command{
 		Use:   "spokes [CLUSTER]",
 		Short: "Show the spokes whose Karpenter calls the agent; with a name, one of them",
-		Long: "spokes shows the workload clusters whose Karpenter calls the agent. With the hub's kubeconfig it reads the Spokes there, " +
+		Long: "spokes shows the spokes whose Karpenter calls the agent. With the hub's kubeconfig it reads the Spokes there, " +
 			"and with a name it shows the NodePools of one, and what the hub publishes to it. Without it, the agent reports the Clusters that the " +
 			"certificate may read, with counts instead of NodePools.",
 		Args: cobra.MaximumNArgs(1),
