@@ -34,12 +34,7 @@ const budget = 32 << 10
 // and can get rid of what it stores. No other Cluster is concerned.
 func TestAClusterStoresNoMoreBytesThanItMay(t *testing.T) {
 	namespace := plane.Namespace(t)
-	var groups []string
-	for i := range 16 {
-		name := fmt.Sprintf("%02d-%s", i, strings.Repeat("long", 15))
-		plane.Create(t, capitest.NewMachineDeployment(namespace, name, "greedy", 0))
-		groups = append(groups, namespace+"/"+name)
-	}
+	groups := longNames(t, namespace)
 	plane.Create(t, capitest.NewCluster(namespace, "greedy"), capitest.NewCluster(namespace, "modest"),
 		capitest.NewMachineDeployment(namespace, "small", "modest", 0))
 	o, registry := testOptions(namespace), prometheus.NewRegistry()
@@ -121,19 +116,27 @@ func TestAClusterStoresNoMoreBytesThanItMay(t *testing.T) {
 // An agent that starts reads the claims in a list, which its informer transforms twice.
 func TestAnAgentThatStartsMeasuresTheClaimsAsTheyAreStored(t *testing.T) {
 	namespace := plane.Namespace(t)
-	plane.Create(t, capitest.NewCluster(namespace, "greedy"), capitest.NewMachineDeployment(namespace, "workers", "greedy", 0))
+	groups := longNames(t, namespace)
+	plane.Create(t, capitest.NewCluster(namespace, "greedy"))
 	r := start(t, agent.Config{Options: testOptions(namespace)})
 	calls := r.client(namespace, "greedy").Claims
 	cluster := &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "greedy"}
 	for i := range 5 {
 		id := fmt.Sprintf("claim-%d", i)
 		_, err := calls.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
-			Cluster: cluster, ClaimId: id, Holder: "karpenter", Candidates: []string{namespace + "/workers"},
+			Cluster: cluster, ClaimId: id, Holder: "karpenter", DisplayName: strings.Repeat("d", 253), Candidates: groups,
 		})
 		require.NoError(t, err)
 		_, err = calls.ReleaseClaim(t.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: cluster, ClaimId: id, Reason: strings.Repeat("r", 1000)})
 		require.NoError(t, err)
 	}
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		var list v1alpha1.MachineClaimList
+		assert.NoError(c, plane.Client.List(t.Context(), &list, client.InNamespace(namespace)))
+		for i := range list.Items {
+			assert.Equal(c, v1alpha1.PhaseEnded, list.Items[i].CurrentPhase()) // it is not written any more
+		}
+	}, patience, 100*time.Millisecond)
 	r.stop()
 	registry := prometheus.NewRegistry()
 	start(t, agent.Config{Options: testOptions(namespace), Registerer: registry})
@@ -141,6 +144,17 @@ func TestAnAgentThatStartsMeasuresTheClaimsAsTheyAreStored(t *testing.T) {
 		stored := storedBytes(t, namespace, "greedy")
 		assert.InEpsilon(c, stored, gauge(t, registry, "capi_agent_cluster_claim_bytes", "greedy"), 0.15)
 	}, patience, 100*time.Millisecond)
+}
+
+// longNames makes as many node groups as a claim keeps as candidates, and returns their ids.
+func longNames(t *testing.T, namespace string) (ids []string) {
+	t.Helper()
+	for i := range 16 {
+		name := fmt.Sprintf("%02d-%s", i, strings.Repeat("long", 15))
+		plane.Create(t, capitest.NewMachineDeployment(namespace, name, "greedy", 0))
+		ids = append(ids, namespace+"/"+name)
+	}
+	return ids
 }
 
 // storedBytes returns how long the JSON of a Cluster's claims is, as the API server has it, with the

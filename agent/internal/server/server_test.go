@@ -595,13 +595,15 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 			&url.Error{Op: "Get", URL: "https://hub", Err: errors.New("connection refused")},
 			codes.Unavailable, agenterrors.ReasonHubUnreachable,
 		},
-		"API server busy":          {apierrors.NewTooManyRequests("slow down", 1), codes.Unavailable, agenterrors.ReasonHubUnreachable},
-		"API server ill":           {apierrors.NewInternalError(errors.New("etcd")), codes.Unavailable, agenterrors.ReasonHubUnreachable},
-		"rate used up":             {rateUsedUp(t), codes.DeadlineExceeded, ""},
-		"a webhook's rate used up": {apierrors.NewInternalError(rateUsedUp(t)), codes.Unavailable, agenterrors.ReasonHubUnreachable},
-		"newer ledger":             {fmt.Errorf("MachineDeployment secret-name: %w", protocol.ErrNewerLedger), codes.Unavailable, agenterrors.ReasonHubUnreachable},
-		"no right":                 {apierrors.NewForbidden(gvr, "secret-name", errors.New("no")), codes.Internal, ""},
-		"a bug":                    {errors.New("secret-name"), codes.Internal, ""},
+		"API server busy":     {apierrors.NewTooManyRequests("slow down", 1), codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"API server ill":      {apierrors.NewInternalError(errors.New("etcd")), codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"rate used up":        {rateUsedUp(t), codes.DeadlineExceeded, ""},
+		"webhook out of turn": {apierrors.NewInternalError(rateUsedUp(t)), codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"newer ledger": {
+			fmt.Errorf("MachineDeployment secret-name: %w", protocol.ErrNewerLedger), codes.Unavailable, agenterrors.ReasonHubUnreachable,
+		},
+		"no right": {apierrors.NewForbidden(gvr, "secret-name", errors.New("no")), codes.Internal, ""},
+		"a bug":    {errors.New("secret-name"), codes.Internal, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f.engine.fail(c.err)
