@@ -62,7 +62,8 @@ type crd struct {
 	}
 }
 
-// schema is what is used of a structural schema.
+// schema is what is used of a structural schema. The types of Kubernetes would make API machinery a
+// dependency of this tool.
 type schema struct {
 	Description          string
 	Type                 string
@@ -198,6 +199,13 @@ func rules(of *schema, required bool) []string {
 	if len(bounds) > 0 {
 		sentences = append(sentences, "Constraints: "+strings.Join(bounds, ", ")+".")
 	}
+	for _, each := range []*schema{of.Items, of.AdditionalProperties} {
+		if each != nil && len(each.Properties) == 0 { // else its fields have rows of their own
+			for _, sentence := range rules(each, false) {
+				sentences = append(sentences, "Each value: "+strings.TrimPrefix(strings.TrimPrefix(sentence, "Constraints: "), "Rule: "))
+			}
+		}
+	}
 	for _, validation := range of.Validations {
 		if !strings.Contains(validation.Message, "is immutable") { // the description says so
 			sentences = append(sentences, "Rule: "+strings.TrimSuffix(paragraph(validation.Message), ".")+".")
@@ -220,7 +228,7 @@ func encoded(value any) string {
 // paragraph returns a text on one line.
 func paragraph(text string) string { return strings.Join(strings.Fields(text), " ") }
 
-// cell escapes what would end a cell of a table or be taken for HTML.
+// cell escapes the characters that would end a table cell or start an HTML tag.
 func cell(text string) string {
 	return strings.NewReplacer("|", `\|`, "<", "&lt;").Replace(text)
 }

@@ -39,6 +39,10 @@ spec:
                 description: parts are some.
                 minItems: 2
                 items: {type: object, properties: {at: {type: string, format: date-time, description: at is when.}}}
+              kept:
+                type: object
+                description: kept is by name.
+                additionalProperties: {type: string, maxLength: 9, x-kubernetes-validations: [{rule: "true", message: write a letter}]}
               more:
                 type: object
                 description: more is by name.
@@ -82,6 +86,7 @@ func TestAPageHasEveryField(t *testing.T) {
 		"|---|---|---|",
 		"| `spec` | object | spec is what is wanted. Rule: a or b. |",
 		"| `spec.count` | integer | count is some. Constraints: at least 0, at most 5. |",
+		"| `spec.kept` | map of string | kept is by name. Each value: at most 9 characters. Each value: write a letter. |",
 		"| `spec.mode` | string | mode is &lt;a> or b\\|c. REQUIRED. Default: `a`. Constraints: one of `a`, `\"\"`. |",
 		"| `spec.more` | map of object | more is by name. |",
 		"| `spec.more.*.x` | boolean | x is so. |",
