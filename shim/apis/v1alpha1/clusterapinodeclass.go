@@ -113,7 +113,7 @@ type ClusterAPINodeClassStatus struct {
 	// problems is how many values in the descriptions of these node groups could not be used.
 	// +optional
 	Problems int32 `json:"problems"`
-	// selected are the node groups that the selector matches, ordered by name; at most 50, of which
+	// selected lists the node groups that the selector matches, ordered by name. At most 50 are listed;
 	// unavailable ones take precedence. It follows the agent's reports within seconds.
 	// +listType=map
 	// +listMapKey=name

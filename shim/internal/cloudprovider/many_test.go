@@ -17,7 +17,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
-var manyNodes = flag.Int("nodes", 1000, "how many Nodes the larger of two spokes has, of which a tenth terminates")
+var manyNodes = flag.Int("nodes", 1000, "how many Nodes the larger of the two spokes has; a tenth of them terminate")
 
 // How often core calls Delete for each Node that terminates, and Get for each that is not Ready
 // meanwhile.

@@ -33,7 +33,7 @@ func TestLongTextsAndTheTableLeaveEachOtherAlone(t *testing.T) {
 	eventually(t, func(c *assert.CollectT) { require.Contains(c, terminal.text(), "last step") })
 
 	title := "Applying three MachineDeployments to the hub; a NodePool and three Deployments without pods to the spoke"
-	note := "kubectl --kubeconfig /a/very/long/path/without/any/space/of/a/folder/in/which/nobody/would/look/kubeconfig get nodeclaims"
+	note := "kubectl --kubeconfig " + strings.Repeat("/folder", 13) + "/kubeconfig get nodeclaims"
 	d.title("%s", title)
 	d.note("%s", note)
 	eventually(t, func(c *assert.CollectT) { require.Contains(c, spaceless(terminal.text()), "getnodeclaims") })
@@ -73,7 +73,7 @@ func eventually(t *testing.T, condition func(*assert.CollectT)) {
 	require.EventuallyWithT(t, condition, 30*time.Second, 20*time.Millisecond)
 }
 
-// terminal is the screen of a terminal: it wraps lines, and erases only what it is told to.
+// terminal models the screen of a terminal, which wraps long lines and erases nothing on its own.
 type terminal struct {
 	width, height int
 
