@@ -58,7 +58,7 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	began := time.Now()
-	if err := run(ctx, s); err != nil {
+	if _, err := run(ctx, s); err != nil {
 		say("many-nodes: FAIL %v", err)
 		stop()
 		os.Exit(1) //nolint:gocritic // nothing but stop is deferred
@@ -68,49 +68,54 @@ func main() {
 
 func say(format string, args ...any) { fmt.Printf(format+"\n", args...) }
 
-func run(ctx context.Context, s settings) error {
+// run measures the phases, in a sandbox that it starts and stops, and returns their costs.
+func run(ctx context.Context, s settings) ([]cost, error) {
 	if s.terminate < 1 || s.terminate > s.nodes {
-		return errors.New("--terminate must be from 1 to --nodes")
+		return nil, errors.New("--terminate must be from 1 to --nodes")
 	}
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
 	w, err := world.Start(starting, sandbox.Options{Name: s.name, FeatureGates: []string{"StaticCapacity"}}, nil)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer w.Stop()
-	m := meter{world: w}
 	if err := prepare(starting, w, s.nodes); err != nil {
-		return err
+		return nil, err
 	}
+	m := meter{world: w}
 	m.head()
-	err = m.phase(ctx, fmt.Sprintf("%d nodes come", s.nodes), s.nodes, func(ctx context.Context) error { return size(ctx, w, s.nodes, s.within) })
-	if err != nil {
-		return err
-	}
-	err = m.phase(ctx, fmt.Sprintf("rest with %d", s.nodes), s.nodes, func(ctx context.Context) error {
-		select {
-		case <-ctx.Done():
-		case <-time.After(s.rest):
+	var costs []cost
+	for _, phase := range []struct {
+		name  string
+		nodes int
+		do    func(context.Context) error
+	}{
+		{fmt.Sprintf("%d nodes come", s.nodes), s.nodes, func(ctx context.Context) error { return size(ctx, w, s.nodes, s.within) }},
+		{fmt.Sprintf("rest with %d", s.nodes), s.nodes, func(ctx context.Context) error {
+			select {
+			case <-ctx.Done():
+			case <-time.After(s.rest):
+			}
+			return ctx.Err()
+		}},
+		{fmt.Sprintf("%d go at once", s.terminate), s.terminate, func(ctx context.Context) error {
+			return size(ctx, w, s.nodes-s.terminate, s.within)
+		}},
+	} {
+		is, err := m.phase(ctx, phase.name, phase.nodes, phase.do)
+		if err != nil {
+			return nil, err
 		}
-		return ctx.Err()
-	})
-	if err != nil {
-		return err
-	}
-	err = m.phase(ctx, fmt.Sprintf("%d go at once", s.terminate), s.terminate, func(ctx context.Context) error {
-		return size(ctx, w, s.nodes-s.terminate, s.within)
-	})
-	if err != nil {
-		return err
+		costs = append(costs, is)
 	}
 	settling, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
 	violations, err := w.Checker.Settle(settling)
 	if len(violations) > 0 {
-		return errors.New("invariants are violated:\n" + invariants.Describe(violations))
+		return nil, errors.New("invariants are violated:\n" + invariants.Describe(violations))
 	}
-	return err
+	return costs, err
 }
 
 // prepare creates the node group and the static NodePool, without Nodes.
