@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"strconv"
 	"strings"
 	"testing"
@@ -211,12 +212,24 @@ func TestNodesThatExpireAreReplacedOnce(t *testing.T) {
 // instance type.
 func group(t *testing.T, nodeClass, name, capacityType, perHour, size string) {
 	t.Helper()
-	copies(t, w.Hub, manifests.CrowdHub, name, of("MachineDeployment", func(o *unstructured.Unstructured) {
-		o.SetLabels(lo.Assign(o.GetLabels(), map[string]string{"fleet.example.com/pool": nodeClass}))
-		annotated("capacity.cluster-autoscaler.kubernetes.io/labels", "karpenter.sh/capacity-type="+capacityType)(o)
-		annotated("cluster.x-k8s.io/machine-current-price", perHour)(o)
-		annotated(clusterv1.AutoscalerMaxSizeAnnotation, size)(o)
-	}))
+	groupOf(t, name, nodeClass, name, capacityType, perHour, size)
+}
+
+// groupOf is [group], with an instance type.
+func groupOf(t *testing.T, instanceType, nodeClass, name, capacityType, perHour, size string) {
+	t.Helper()
+	copies(t, w.Hub, manifests.CrowdHub, name, func(o *unstructured.Unstructured) {
+		of("SimMachineTemplate", func(o *unstructured.Unstructured) {
+			set(o, instanceType, "spec", "template", "spec", "instanceType")
+		})(o)
+		of("MachineDeployment", func(o *unstructured.Unstructured) {
+			o.SetLabels(lo.Assign(o.GetLabels(), map[string]string{"fleet.example.com/pool": nodeClass}))
+			annotated("capacity.cluster-autoscaler.kubernetes.io/labels",
+				"karpenter.sh/capacity-type="+capacityType+",node.kubernetes.io/instance-type="+instanceType)(o)
+			annotated("cluster.x-k8s.io/machine-current-price", perHour)(o)
+			annotated(clusterv1.AutoscalerMaxSizeAnnotation, size)(o)
+		})(o)
+	})
 }
 
 // requirePool creates a copy of the crowd's NodePool, node class and Deployment, with one
@@ -322,6 +335,106 @@ func TestReservedMachinesAreUsedFirst(t *testing.T) {
 		return lo.Ternary(where()["mixed-reserved"] == 2, "", fmt.Sprintf("both pods to be on reserved machines: %v", where())), nil
 	})
 	figure("%d NodeClaims made for 3 pods, %d after one was gone", planned, made("mixed")-planned)
+}
+
+// TestNodesStayWhereOneOfferingHasTwoPrices has two node groups that Karpenter cannot tell apart, a
+// cheap one that is full and a dear one, and a third whose price lies between theirs. If the price
+// of the offering followed the room in its groups, Karpenter would replace the cheap Nodes with those
+// of the third group as soon as theirs was full, and those again as soon as it was not.
+func TestNodesStayWhereOneOfferingHasTwoPrices(t *testing.T) {
+	figure := shows(t, "two prices in one offering: Nodes stay where they are, with the cheap group full and not full")
+	if testing.Short() {
+		t.Skip("not in the short run: waits for what must not happen")
+	}
+	leaveAsFound(t)
+	const class, cheap, dear, between = "priced", "priced-cheap", "priced-dear", "priced-between"
+	groupOf(t, "priced", class, cheap, "on-demand", "1", "2")
+	groupOf(t, "priced", class, dear, "on-demand", "3", "10")
+	group(t, class, between, "on-demand", "2", "10")
+	requirePool(t, class, map[string]any{"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"on-demand"}})
+	poll(t, soon, conditionSays(class, shimv1.ConditionNodeGroupsValid, "priced-dear costs 3 and fleet/priced-cheap 1"))
+	stay := func(expected map[string]int) {
+		t.Helper()
+		before := made(class)
+		throughout(t, undisturbed, time.Second, func() { require.Equal(t, expected, where()) })
+		require.Equal(t, before, made(class), "no NodeClaim is made for a better price")
+		figure("%v: unchanged for %v", expected, undisturbed)
+	}
+	scale(t, class, 2)
+	await(t, 2*time.Minute, running(2))
+	stay(map[string]int{cheap: 2}) // which is full
+	// The third pod goes where there is room, at first to the cheaper machine. Karpenter expects a
+	// cheaper one still from the offering, once.
+	scale(t, class, 3)
+	await(t, 2*time.Minute, running(3))
+	settled := map[string]int{cheap: 2, dear: 1}
+	poll(t, 2*time.Minute, func(context.Context) (string, error) {
+		return lo.Ternary(maps.Equal(settled, where()), "", fmt.Sprintf("the Nodes to be %v: they are %v", settled, where())), nil
+	})
+	await(t, soon, running(3))
+	require.LessOrEqual(t, made(class), 4)
+	stay(settled)
+	annotate(t, cheap, clusterv1.AutoscalerMaxSizeAnnotation, `"3"`) // it has room again
+	stay(settled)
+}
+
+// TestBudgetsAreKept has Nodes drift while the NodePool's budgets allow none of them to be replaced
+// today, and then two at a time.
+func TestBudgetsAreKept(t *testing.T) {
+	figure := shows(t, "budgets: none for a reason on a schedule, while others go; then no more at once than their number")
+	if testing.Short() {
+		t.Skip("not in the short run: replaces Nodes and waits for what must not happen")
+	}
+	useCrowd(t)
+	const pods, atOnce = 6, 2
+	patchGroup(t, "crowd", fmt.Sprintf(`{"spec":{"rollout":{"strategy":{"type":%q}},"template":{"spec":{"version":%q}}}}`,
+		clusterv1.OnDeleteMachineDeploymentStrategyType, versionBefore))
+	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "crowd"}}
+	budgets := func(text string) {
+		t.Helper()
+		require.NoError(t, w.Spoke.Patch(within(t, soon), pool, mergePatch(fmt.Sprintf(`{"spec":{"disruption":{"budgets":%s}}}`, text))))
+	}
+	// Whatever the time is, this budget counts now: a window of a day opens every hour.
+	budgets(`[{"nodes":"0","reasons":["Drifted"],"schedule":"0 * * * *","duration":"24h"},{"nodes":"100%"}]`)
+	scale(t, "crowd", pods+1)
+	await(t, 2*time.Minute, running(pods+1))
+	known := made("crowd")
+	patchGroup(t, "crowd", fmt.Sprintf(`{"spec":{"template":{"spec":{"version":%q}}}}`, versionAfter))
+	nodeClaims := func() []karpenterv1.NodeClaim {
+		t.Helper()
+		var all karpenterv1.NodeClaimList
+		require.NoError(t, w.Spoke.List(within(t, soon), &all, client.MatchingLabels{karpenterv1.NodePoolLabelKey: "crowd"}))
+		return all.Items
+	}
+	poll(t, 6*time.Minute, func(context.Context) (string, error) {
+		drifted := lo.CountBy(nodeClaims(), func(n karpenterv1.NodeClaim) bool {
+			return n.StatusConditions().Get(karpenterv1.ConditionTypeDrifted).IsTrue()
+		})
+		return lo.Ternary(drifted == pods+1, "", fmt.Sprintf("%d NodeClaims to drift: %d have", pods+1, drifted)), nil
+	})
+	throughout(t, undisturbed, time.Second, func() { require.Equal(t, map[string]int{versionBefore: pods + 1}, versions(t, "crowd")) })
+	scale(t, "crowd", pods) // the budget is only for drift
+	await(t, 2*time.Minute, crowdRuns(pods))
+	require.Equal(t, map[string]int{versionBefore: pods}, versions(t, "crowd"))
+	require.Equal(t, known, made("crowd"))
+
+	most, began := 0, time.Now()
+	budgets(fmt.Sprintf(`[{"nodes":"%d"}]`, atOnce))
+	poll(t, upgradeWithin, func(context.Context) (string, error) {
+		have := versions(t, "crowd")
+		disrupted := lo.CountBy(nodeClaims(), func(n karpenterv1.NodeClaim) bool {
+			return !n.DeletionTimestamp.IsZero() || n.StatusConditions().Get(karpenterv1.ConditionTypeDisruptionReason).IsTrue()
+		})
+		most = max(most, disrupted)
+		require.LessOrEqual(t, disrupted, atOnce, "Nodes that are being replaced")
+		done := have[versionAfter] == pods && len(have) == 1
+		return lo.Ternary(done, "", fmt.Sprintf("%d Machines of %s: there are %v", pods, versionAfter, have)), nil
+	})
+	await(t, 2*time.Minute, running(pods))
+	await(t, 2*time.Minute, crowdRuns(pods))
+	require.Positive(t, most, "Nodes that were seen to be replaced")
+	figure("%d Nodes replaced in %.0f s, at most %d at once", pods, time.Since(began).Seconds(), most)
+	require.Equal(t, pods, made("crowd")-known, "each is replaced once")
 }
 
 func TestACapacityBufferKeepsNodesReady(t *testing.T) {

@@ -21,6 +21,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
@@ -79,6 +80,39 @@ func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
 	require.NoError(t, pause(t.Context(), `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":null}}}`))
 	await(t, 2*time.Minute, running(pods))
 	require.Len(t, w.Recorder.State().Timelines[known:], pods, "no Node is replaced either")
+}
+
+// TestNodesThatJoinWithoutKarpentersTaintAreReported lets Nodes join as they do if a bootstrap
+// template was not changed for Karpenter.
+func TestNodesThatJoinWithoutKarpentersTaintAreReported(t *testing.T) {
+	shows(t, "Nodes join without karpenter.sh/unregistered: they are used, and their NodeClass names the node group until one has it")
+	if testing.Short() {
+		t.Skip("not in the short run")
+	}
+	useCrowd(t)
+	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
+	taints := func(value string) {
+		t.Helper()
+		require.NoError(t, w.Hub.Patch(within(t, soon), template, mergePatch(`{"spec":{"template":{"spec":{"nodeTaints":`+value+`}}}}`)))
+	}
+	const missing = "fleet/crowd: its Nodes join without the taint karpenter.sh/unregistered:NoExecute"
+	taints(`[{"key":"node.cluster.x-k8s.io/uninitialized","effect":"NoSchedule"}]`)
+	scale(t, "crowd", 2)
+	await(t, 2*time.Minute, running(2))
+	poll(t, soon, conditionSays("crowd", shimv1.ConditionNodeGroupsValid, missing))
+	class := &shimv1.ClusterAPINodeClass{}
+	require.NoError(t, w.Spoke.Get(within(t, soon), client.ObjectKey{Name: "crowd"}, class))
+	require.Equal(t, 1, strings.Count(class.StatusConditions().Get(shimv1.ConditionNodeGroupsValid).Message, missing), "once for two Nodes")
+	require.True(t, class.StatusConditions().Root().IsTrue(), "the node group is used all the same")
+
+	taints("null") // the default, which has the taint
+	scale(t, "crowd", 3)
+	await(t, 2*time.Minute, running(3))
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		err := w.Spoke.Get(ctx, client.ObjectKeyFromObject(class), class)
+		condition := class.StatusConditions().Get(shimv1.ConditionNodeGroupsValid)
+		return lo.Ternary(condition.IsTrue(), "", "the node group to be reported no more: "+condition.Message), err
+	})
 }
 
 func mergePatch(patch string) client.Patch {

@@ -115,12 +115,58 @@ func TestSlowMachinesJoin(t *testing.T) {
 	await(t, 2*time.Minute, running(len(machines)))
 	figure("slow: a drifted Node is replaced within %.0f minutes, with %d NodeClaims", (time.Since(began) * compression).Minutes(), made("slow")-1)
 	require.Equal(t, 2, made("slow"), "a drifted Node is replaced once")
+	outlivesASilence(t, "slow", 25*time.Minute)
 
 	var groups clusterv1.MachineDeploymentList
 	require.NoError(t, w.Hub.List(t.Context(), &groups, client.InNamespace(sandbox.ClusterNamespace)))
 	for _, md := range groups.Items {
 		require.Equal(t, new(int32(1)), md.Spec.Replicas, md.Name)
 	}
+}
+
+// outlivesASilence has a NodeClaim wait for its machine while no agent answers for longer than
+// Karpenter waits for a Node. The machine comes meanwhile.
+func outlivesASilence(t *testing.T, name string, silence time.Duration) {
+	t.Helper()
+	figure := shows(t, "a claim in flight outlives a silence of the agents that is longer than Karpenter waits")
+	known, has := made(name), len(machinesOf(t, name))
+	pods := w.Recorder.State().Pods.Total()
+	scale(t, name, int32(has+1))
+	await(t, soon, func(s timeline.State) string {
+		waits := lo.CountBy(s.Live(), func(j timeline.Timeline) bool {
+			return j.NodePool == name && j.Reached(timeline.Launched) && !j.Reached(timeline.Registered)
+		})
+		return lo.Ternary(waits == 1, "", fmt.Sprintf("one NodeClaim of %s to wait for its Node: %d do", name, waits))
+	})
+	poll(t, soon, func(context.Context) (string, error) {
+		have := len(machinesOf(t, name))
+		return lo.Ternary(have == has+1, "", fmt.Sprintf("another Machine of %s: there are %d", name, have)), nil
+	})
+	began := time.Now()
+	for _, agent := range lo.Times(agents, sandbox.AgentName) {
+		require.NoError(t, w.Sandbox.StopComponent(agent))
+	}
+	t.Cleanup(func() { // the clean-up of the others needs them
+		ctx, cancel := context.WithTimeout(context.Background(), soon)
+		defer cancel()
+		for _, agent := range lo.Times(agents, sandbox.AgentName) {
+			if err := w.Sandbox.StartComponent(ctx, agent); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	throughout(t, compressed(silence), 500*time.Millisecond, func() {
+		require.Equal(t, known+1, made(name), "no other NodeClaim is made")
+		require.Empty(t, lo.Filter(w.Recorder.State().Live(), func(j timeline.Timeline, _ int) bool { return j.Reached(timeline.Deleting) }))
+	})
+	silent := time.Since(began)
+	for _, agent := range lo.Times(agents, sandbox.AgentName) {
+		require.NoError(t, w.Sandbox.StartComponent(within(t, soon), agent))
+	}
+	await(t, 2*time.Minute, running(pods+1))
+	figure("%.0f minutes of silence, %d NodeClaim", (silent * compression).Minutes(), made(name)-known)
+	require.Equal(t, known+1, made(name))
+	require.Len(t, machinesOf(t, name), has+1)
 }
 
 // hurriedShim builds the shim with core's and its own constants for slow machines compressed.
