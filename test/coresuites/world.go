@@ -14,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
@@ -24,6 +25,10 @@ var (
 	zones        = []string{"zone-a", "zone-b"}
 	machineSizes = map[string]int64{"c": 2, "m": 4} // GiB of memory per CPU
 )
+
+// armCPUs are the sizes of the few machines with another architecture, which some specs require.
+// They have the memory of family m.
+var armCPUs = []int64{1, 2, 4}
 
 //go:embed nodeclass.yaml nodepool.yaml
 var defaults embed.FS
@@ -71,24 +76,35 @@ func Prepare(ctx context.Context, hub, spoke client.Client) error {
 	if err := spoke.Create(ctx, settings()); err != nil {
 		return err
 	}
+	create := func(family, architecture string, cpu, memory int64) error {
+		for _, zone := range zones {
+			objects, err := group(fmt.Sprintf("%s-%d-%s", family, cpu, zone), fmt.Sprintf("%s-%d", family, cpu), zone, architecture, cpu, memory*cpu)
+			if err != nil {
+				return err
+			}
+			if err := manifests.ApplyObjects(ctx, hub, objects...); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
 	for family, memory := range machineSizes {
 		for _, cpu := range cpus {
-			for _, zone := range zones {
-				objects, err := group(fmt.Sprintf("%s-%d-%s", family, cpu, zone), fmt.Sprintf("%s-%d", family, cpu), zone, cpu, memory*cpu)
-				if err != nil {
-					return err
-				}
-				if err := manifests.ApplyObjects(ctx, hub, objects...); err != nil {
-					return err
-				}
+			if err := create(family, karpenterv1.ArchitectureAmd64, cpu, memory); err != nil {
+				return err
 			}
+		}
+	}
+	for _, cpu := range armCPUs {
+		if err := create("arm", karpenterv1.ArchitectureArm64, cpu, machineSizes["m"]); err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
 // group returns the crowd's node group with different machines.
-func group(name, instanceType, zone string, cpu, memory int64) ([]*unstructured.Unstructured, error) {
+func group(name, instanceType, zone, architecture string, cpu, memory int64) ([]*unstructured.Unstructured, error) {
 	objects, err := manifests.LoadAs(manifests.CrowdHub, "crowd", name)
 	if err != nil {
 		return nil, err
@@ -101,6 +117,7 @@ func group(name, instanceType, zone string, cpu, memory int64) ([]*unstructured.
 				return nil, err
 			}
 			spec["instanceType"], spec["zone"] = instanceType, zone
+			spec["nodeInfo"] = map[string]any{"architecture": architecture}
 			spec["capacity"] = map[string]any{
 				"cpu": strconv.FormatInt(cpu, 10), "memory": fmt.Sprintf("%dGi", memory), "pods": "110", "ephemeral-storage": "100Gi",
 			}
