@@ -422,10 +422,11 @@ func TestBudgetsAreKept(t *testing.T) {
 	budgets(fmt.Sprintf(`[{"nodes":"%d"}]`, atOnce))
 	poll(t, upgradeWithin, func(context.Context) (string, error) {
 		have := versions(t, "crowd")
-		var nodes corev1.NodeList
-		require.NoError(t, w.Spoke.List(within(t, soon), &nodes, client.MatchingLabels{karpenterv1.NodePoolLabelKey: "crowd"}))
-		disrupted := lo.CountBy(nodes.Items, func(n corev1.Node) bool {
-			return !n.DeletionTimestamp.IsZero() || lo.ContainsBy(n.Spec.Taints, karpenterv1.DisruptedNoScheduleTaint.MatchTaint2)
+		disrupted := lo.CountBy(nodeClaims(), func(n karpenterv1.NodeClaim) bool {
+			conditions := n.StatusConditions()
+			goes := !n.DeletionTimestamp.IsZero() || conditions.Get(karpenterv1.ConditionTypeDisruptionReason).IsTrue()
+			// A drained Node whose instance is being removed does not count any more.
+			return goes && !conditions.Get(karpenterv1.ConditionTypeInstanceTerminating).IsTrue()
 		})
 		most = max(most, disrupted)
 		require.LessOrEqual(t, disrupted, atOnce, "Nodes that are being replaced")

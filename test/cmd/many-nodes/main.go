@@ -36,20 +36,24 @@ const (
 	settleWithin = 5 * time.Minute
 	// progress is the interval between progress messages.
 	progress = 30 * time.Second
-	// group is the name of the node group and of the static NodePool.
-	group = "crowd"
+	// pool is the name of the static NodePool, and of the node class that selects the node groups.
+	pool = "crowd"
+	// groupSize is the size of each node group: Cluster API's work for a MachineDeployment grows with
+	// the square of its size, and fleets of thousands consist of several.
+	groupSize = 250
 )
 
 type settings struct {
-	nodes, terminate int
-	name             string
-	rest, within     time.Duration
+	nodes, terminate, step int
+	name                   string
+	rest, within           time.Duration
 }
 
 func main() {
 	var s settings
 	flag.IntVar(&s.nodes, "nodes", 5000, "how many `nodes` there are")
 	flag.IntVar(&s.terminate, "terminate", 500, "how many `nodes` go at once")
+	flag.IntVar(&s.step, "step", 250, "how many `nodes` come at once")
 	flag.DurationVar(&s.rest, "rest", 5*time.Minute, "for how long rest is measured")
 	flag.DurationVar(&s.within, "within", time.Hour, "how long the nodes may take to come, and to go")
 	flag.StringVar(&s.name, "name", "many-nodes", "the sandbox's name")
@@ -73,6 +77,9 @@ func run(ctx context.Context, s settings) ([]cost, error) {
 	if s.terminate < 1 || s.terminate > s.nodes {
 		return nil, errors.New("--terminate must be from 1 to --nodes")
 	}
+	if s.step < 1 {
+		return nil, errors.New("--step must be at least 1")
+	}
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
 	w, err := world.Start(starting, sandbox.Options{Name: s.name, FeatureGates: []string{"StaticCapacity"}}, nil)
@@ -91,7 +98,7 @@ func run(ctx context.Context, s settings) ([]cost, error) {
 		nodes int
 		do    func(context.Context) error
 	}{
-		{fmt.Sprintf("%d nodes come", s.nodes), s.nodes, func(ctx context.Context) error { return size(ctx, w, s.nodes, s.within) }},
+		{fmt.Sprintf("%d nodes come", s.nodes), s.nodes, func(ctx context.Context) error { return grow(ctx, w, s) }},
 		{fmt.Sprintf("rest with %d", s.nodes), s.nodes, func(ctx context.Context) error {
 			select {
 			case <-ctx.Done():
@@ -118,15 +125,21 @@ func run(ctx context.Context, s settings) ([]cost, error) {
 	return costs, err
 }
 
-// prepare creates the node group and the static NodePool, without Nodes.
+// prepare creates the node groups and the static NodePool, without Nodes.
 func prepare(ctx context.Context, w *world.World, nodes int) error {
-	hub, err := manifests.Load(manifests.CrowdHub)
-	if err != nil {
-		return err
-	}
-	for _, o := range hub {
-		if o.GetKind() == "MachineDeployment" {
-			o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{clusterv1.AutoscalerMaxSizeAnnotation: strconv.Itoa(nodes)}))
+	for i := range (nodes + groupSize - 1) / groupSize {
+		group, err := manifests.LoadAs(manifests.CrowdHub, pool, fmt.Sprintf("%s-%02d", pool, i))
+		if err != nil {
+			return err
+		}
+		for _, o := range group {
+			if o.GetKind() == "MachineDeployment" {
+				o.SetLabels(lo.Assign(o.GetLabels(), map[string]string{"fleet.example.com/pool": pool}))
+				o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{clusterv1.AutoscalerMaxSizeAnnotation: strconv.Itoa(groupSize)}))
+			}
+		}
+		if err := manifests.ApplyObjects(ctx, w.Hub, group...); err != nil {
+			return err
 		}
 	}
 	spoke, err := manifests.Load(manifests.CrowdSpoke)
@@ -140,16 +153,29 @@ func prepare(ctx context.Context, w *world.World, nodes int) error {
 			}
 		}
 	}
-	return errors.Join(manifests.ApplyObjects(ctx, w.Hub, hub...), manifests.ApplyObjects(ctx, w.Spoke, spoke...), w.AwaitNodePool(ctx, group))
+	return errors.Join(manifests.ApplyObjects(ctx, w.Spoke, spoke...), w.AwaitNodePool(ctx, pool))
+}
+
+// grow scales the NodePool to its size, step by step.
+func grow(ctx context.Context, w *world.World, s settings) error {
+	ctx, cancel := context.WithTimeout(ctx, s.within)
+	defer cancel()
+	for nodes := 0; nodes < s.nodes; {
+		nodes = min(nodes+s.step, s.nodes)
+		if err := size(ctx, w, nodes, s.within); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // size scales the NodePool to this many Nodes, and waits until it has them.
 func size(ctx context.Context, w *world.World, nodes int, within time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
-	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: group}}
+	nodePool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: pool}}
 	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, nodes))
-	if err := w.Spoke.Patch(ctx, pool, patch); err != nil {
+	if err := w.Spoke.Patch(ctx, nodePool, patch); err != nil {
 		return err
 	}
 	began, said := time.Now(), time.Now()

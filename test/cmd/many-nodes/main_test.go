@@ -13,7 +13,9 @@ import (
 func TestAFewNodesAreMeasured(t *testing.T) {
 	ctrl.SetLogger(logr.Discard())
 	const nodes, terminate = 6, 2
-	costs, err := run(t.Context(), settings{nodes: nodes, terminate: terminate, name: "many-nodes-short", rest: time.Second, within: 5 * time.Minute})
+	costs, err := run(t.Context(), settings{
+		nodes: nodes, terminate: terminate, step: 4, name: "many-nodes-short", rest: time.Second, within: 5 * time.Minute,
+	})
 	require.NoError(t, err)
 	require.Len(t, costs, 3)
 	come, leave := costs[0], costs[2]
