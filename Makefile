@@ -238,9 +238,9 @@ lint-charts: $(HELM)
 
 # The sandbox's name: several can run at once.
 SANDBOX ?= default
-# What a sandbox runs and what its user needs.
-SANDBOX_BINARIES = $(addprefix $(BIN)/,sandbox sim-provider capi-agent karpenter kubectl-capi) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) \
-	$(HELM) $(GRPCURL) $(JQ)
+# What a sandbox runs, and with it what its user needs.
+SANDBOX_PROCESSES = $(addprefix $(BIN)/,sim-provider capi-agent karpenter) $(SANDBOX_CONTROL_PLANES) $(SANDBOX_CAPI_MANIFESTS) $(HELM)
+SANDBOX_BINARIES = $(SANDBOX_PROCESSES) $(addprefix $(BIN)/,sandbox kubectl-capi) $(SANDBOX_CLIENTS) $(GRPCURL) $(JQ)
 
 .PHONY: sandbox-up
 sandbox-up: $(SANDBOX_BINARIES) ## Bring a hub and a spoke up on this machine, and print example commands (SANDBOX=name for another sandbox, HUB=default for a second spoke of that sandbox's hub; TOPOLOGY=joined, sidecar or hub-hosted)
@@ -255,7 +255,7 @@ sandbox-down: $(BIN)/sandbox ## Take the sandbox down
 	@$(BIN)/sandbox down --name=$(SANDBOX)
 
 .PHONY: demo
-demo: $(SANDBOX_BINARIES) $(BIN)/demo ## Show how pods lead to nodes, and how nodes are removed again; CHAOS=1 kills shim and agent meanwhile
+demo: $(SANDBOX_PROCESSES) $(BIN)/demo ## Show how pods lead to nodes, and how nodes are removed again; CHAOS=1 kills shim and agent meanwhile
 	@$(BIN)/demo $(DEMO_FLAGS)
 DEMO_FLAGS ?=
 

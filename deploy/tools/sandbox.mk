@@ -18,7 +18,10 @@ SANDBOX_K8S_LDFLAGS = $(foreach pkg,k8s.io/component-base/version k8s.io/client-
 # For those who put a snapshot of a control plane back; a sandbox by itself needs neither.
 SANDBOX_ETCD_TOOLS          := $(addprefix $(BIN)/,etcdctl etcdutl)
 SANDBOX_KUBERNETES_BINARIES := $(addprefix $(BIN)/,kube-apiserver kube-controller-manager kube-scheduler kubectl)
-SANDBOX_FOREIGN_BINARIES    := $(BIN)/etcd $(SANDBOX_KUBERNETES_BINARIES) $(BIN)/capi-core-manager $(BIN)/clusterctl $(BIN)/kwok
+# What a sandbox runs, and what only its users and some tests run.
+SANDBOX_CONTROL_PLANES      := $(addprefix $(BIN)/,etcd kube-apiserver kube-controller-manager kube-scheduler capi-core-manager kwok)
+SANDBOX_CLIENTS             := $(addprefix $(BIN)/,kubectl clusterctl)
+SANDBOX_FOREIGN_BINARIES    := $(SANDBOX_CONTROL_PLANES) $(SANDBOX_CLIENTS)
 # What belongs to the manager binary, from the same module: its CRDs and webhook configurations, its version, and the CRD of
 # clusterctl's inventory.
 SANDBOX_CAPI_MANIFESTS      := $(BIN)/capi-core-manifests/.stamp
@@ -77,10 +80,10 @@ $(SANDBOX_ETCD_TOOLS): | $(BIN)/etcd
 $(BIN)/kube-apiserver: | $(BIN)/etcd
 $(BIN)/kube-controller-manager: | $(BIN)/kube-apiserver
 $(BIN)/kube-scheduler: | $(BIN)/kube-controller-manager
-$(BIN)/kubectl: | $(BIN)/kube-scheduler
-$(BIN)/capi-core-manager: | $(BIN)/kubectl
-$(BIN)/clusterctl: | $(BIN)/capi-core-manager
-$(BIN)/kwok: | $(BIN)/clusterctl
+$(BIN)/capi-core-manager: | $(BIN)/kube-scheduler
+$(BIN)/kwok: | $(BIN)/capi-core-manager
+$(BIN)/kubectl: | $(BIN)/kwok
+$(BIN)/clusterctl: | $(BIN)/kubectl
 
 .PHONY: sandbox-tools
 sandbox-tools: $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_ETCD_TOOLS) $(SANDBOX_CAPI_MANIFESTS) ## Build the sandbox's control plane binaries (about six minutes cold)

@@ -118,6 +118,9 @@ func group(name, instanceType, zone, architecture string, cpu, memory int64) ([]
 			}
 			spec["instanceType"], spec["zone"] = instanceType, zone
 			spec["nodeInfo"] = map[string]any{"architecture": architecture}
+			// As everywhere, and as nodeclass.yaml says: specs rely on it that a pod of one CPU does not
+			// fit on a machine of one.
+			spec["kubeReserved"] = map[string]any{"cpu": "80m", "memory": "256Mi"}
 			spec["capacity"] = map[string]any{
 				"cpu": strconv.FormatInt(cpu, 10), "memory": fmt.Sprintf("%dGi", memory), "pods": "110", "ephemeral-storage": "100Gi",
 			}
