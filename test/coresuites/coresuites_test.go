@@ -10,7 +10,9 @@ import (
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/yaml"
 
 	"github.com/karpenter-capi/karpenter-capi/test/coresuites"
 )
@@ -41,6 +43,37 @@ func TestSpecsAreJudged(t *testing.T) {
 	require.Len(t, coresuites.Judge(good, nil).Unexplained, 1, "skipped without an exception")
 	require.Equal(t, []coresuites.Exception{reboot}, coresuites.Judge(good[:1], []coresuites.Exception{reboot}).Stale, "there is no such spec any more")
 	require.False(t, coresuites.Judge(nil, nil).OK(), "nothing ran")
+}
+
+func TestEverySpecIsInOnePartOfItsSuite(t *testing.T) {
+	parts := coresuites.Parts("regression")
+	require.Len(t, parts, 2)
+	for name, expected := range map[string]string{"CapacityBuffer Disruption should grow": "CapacityBuffer", "Integration should run": ""} {
+		in := lo.Filter(parts, func(p coresuites.Part, _ int) bool { return p.Has(coresuites.Spec{Suite: "regression", Name: name}) })
+		require.Len(t, in, 1, name)
+		require.Equal(t, expected, in[0].Specs)
+	}
+	require.Equal(t, []string{"CapacityBuffer"}, parts[0].Others())
+	require.Empty(t, parts[1].Others())
+	require.Equal(t, []coresuites.Part{{Suite: "disruption"}}, coresuites.Parts("disruption"))
+}
+
+func TestAPartHasItsOwnNodePool(t *testing.T) {
+	requirements := func(p coresuites.Part) []karpenterv1.NodeSelectorRequirementWithMinValues {
+		nodeClass, nodePool, err := p.WriteDefaults(t.TempDir())
+		require.NoError(t, err)
+		require.FileExists(t, nodeClass)
+		content, err := os.ReadFile(nodePool)
+		require.NoError(t, err)
+		var pool karpenterv1.NodePool
+		require.NoError(t, yaml.UnmarshalStrict(content, &pool))
+		return pool.Spec.Template.Spec.Requirements
+	}
+	all := requirements(coresuites.Part{})
+	small := requirements(coresuites.Part{InstanceTypes: []string{"c-2"}})
+	require.Equal(t, append(all, karpenterv1.NodeSelectorRequirementWithMinValues{
+		Key: corev1.LabelInstanceTypeStable, Operator: corev1.NodeSelectorOpIn, Values: []string{"c-2"},
+	}), small)
 }
 
 func TestEveryExceptionSaysWhy(t *testing.T) {

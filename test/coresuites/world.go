@@ -6,15 +6,18 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
+	"github.com/samber/lo"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/yaml"
 
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
@@ -33,13 +36,47 @@ var armCPUs = []int64{1, 2, 4}
 //go:embed nodeclass.yaml nodepool.yaml
 var defaults embed.FS
 
-// WriteDefaults writes the suites' default node class and NodePool to a folder.
-func WriteDefaults(dir string) (nodeClass, nodePool string, err error) {
+// Part is a part of a suite that runs with a default NodePool of its own.
+type Part struct {
+	Suite string
+	// Specs is a prefix of the names of the part's specs. If it is empty, the part has all specs of the
+	// suite that no other part has.
+	Specs string
+	// InstanceTypes are those that the NodePool allows. Absent: all.
+	InstanceTypes []string
+}
+
+// parts are the specs that require a NodePool of their own. Core gives them one where they run against
+// its own provider: with one machine for each pod that they make room for.
+var parts = []Part{{Suite: "regression", Specs: "CapacityBuffer", InstanceTypes: []string{"c-2"}}}
+
+// Parts returns the parts of a suite, which together have all its specs.
+func Parts(suite string) []Part {
+	return append([]Part{{Suite: suite}}, lo.Filter(parts, func(p Part, _ int) bool { return p.Suite == suite })...)
+}
+
+// Others returns the prefixes of the names of the suite's specs that are in other parts.
+func (p Part) Others() []string {
+	return lo.FilterMap(parts, func(other Part, _ int) (string, bool) { return other.Specs, p.Specs == "" && other.Suite == p.Suite })
+}
+
+// Has reports whether the spec is in the part.
+func (p Part) Has(s Spec) bool {
+	return strings.HasPrefix(s.Name, p.Specs) && !slices.ContainsFunc(p.Others(), func(other string) bool { return strings.HasPrefix(s.Name, other) })
+}
+
+// WriteDefaults writes the part's default node class and NodePool to a folder.
+func (p Part) WriteDefaults(dir string) (nodeClass, nodePool string, err error) {
 	paths := [2]string{}
 	for i, name := range []string{"nodeclass.yaml", "nodepool.yaml"} {
 		content, err := defaults.ReadFile(name)
 		if err != nil {
 			return "", "", err
+		}
+		if name == "nodepool.yaml" {
+			if content, err = allowing(content, p.InstanceTypes); err != nil {
+				return "", "", err
+			}
 		}
 		paths[i] = filepath.Join(dir, name)
 		if err := os.WriteFile(paths[i], content, 0o600); err != nil {
@@ -47,6 +84,29 @@ func WriteDefaults(dir string) (nodeClass, nodePool string, err error) {
 		}
 	}
 	return paths[0], paths[1], nil
+}
+
+// allowing adds a requirement of instance types to a NodePool, if there are any.
+func allowing(nodePool []byte, instanceTypes []string) ([]byte, error) {
+	if len(instanceTypes) == 0 {
+		return nodePool, nil
+	}
+	var object map[string]any
+	if err := yaml.Unmarshal(nodePool, &object); err != nil {
+		return nil, err
+	}
+	path := []string{"spec", "template", "spec", "requirements"}
+	requirements, _, err := unstructured.NestedSlice(object, path...)
+	if err != nil {
+		return nil, err
+	}
+	requirements = append(requirements, map[string]any{
+		"key": corev1.LabelInstanceTypeStable, "operator": string(corev1.NodeSelectorOpIn), "values": lo.ToAnySlice(instanceTypes),
+	})
+	if err := unstructured.SetNestedSlice(object, requirements, path...); err != nil {
+		return nil, err
+	}
+	return yaml.Marshal(object)
 }
 
 // FeatureGates are the core feature gates that the suites require.
@@ -131,6 +191,9 @@ func group(name, instanceType, zone, architecture string, cpu, memory int64) ([]
 			labels := o.GetLabels()
 			labels["fleet.example.com/pool"] = "core"
 			o.SetLabels(labels)
+			o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{
+				"capacity.cluster-autoscaler.kubernetes.io/labels": corev1.LabelInstanceTypeStable + "=" + instanceType,
+			}))
 		}
 	}
 	return objects, nil

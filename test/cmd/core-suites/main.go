@@ -88,11 +88,13 @@ func run(ctx context.Context, s settings) error {
 	var specs []coresuites.Spec
 	for _, suite := range s.suites {
 		exceptions := lo.Filter(all, func(e coresuites.Exception, _ int) bool { return e.Suite == suite })
-		of, err := runSuite(ctx, s, suite, w.Sandbox.State().Paths, exceptions)
-		if err != nil {
-			return err
+		for _, part := range coresuites.Parts(suite) {
+			of, err := runPart(ctx, s, part, w.Sandbox.State().Paths, exceptions)
+			if err != nil {
+				return err
+			}
+			specs = append(specs, lo.Filter(of, func(sp coresuites.Spec, _ int) bool { return part.Has(sp) })...)
 		}
-		specs = append(specs, of...)
 	}
 	settling, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
@@ -107,9 +109,12 @@ func run(ctx context.Context, s settings) error {
 	return tell(coresuites.Judge(specs, all), violations, time.Since(began))
 }
 
-// runSuite runs a suite without its exceptions.
-func runSuite(ctx context.Context, s settings, suite string, paths sandbox.Paths, exceptions []coresuites.Exception) ([]coresuites.Spec, error) {
-	bin, err := filepath.Abs(filepath.Join(s.bin, "core-"+suite+".test"))
+// runPart runs a part of a suite without its exceptions. The returned specs are those of the whole
+// suite; those of other parts are skipped.
+func runPart(
+	ctx context.Context, s settings, part coresuites.Part, paths sandbox.Paths, exceptions []coresuites.Exception,
+) ([]coresuites.Spec, error) {
+	bin, err := filepath.Abs(filepath.Join(s.bin, "core-"+part.Suite+".test"))
 	if err != nil {
 		return nil, err
 	}
@@ -118,24 +123,32 @@ func runSuite(ctx context.Context, s settings, suite string, paths sandbox.Paths
 		return nil, err
 	}
 	defer func() { _ = os.RemoveAll(dir) }()
-	nodeClass, nodePool, err := coresuites.WriteDefaults(dir)
+	nodeClass, nodePool, err := part.WriteDefaults(dir)
 	if err != nil {
 		return nil, err
+	}
+	focus, name := s.focus, part.Suite
+	if part.Specs != "" {
+		focus = specsNamed(part.Specs) + ".*" + strings.TrimPrefix(focus, part.Specs)
+		name += "-" + part.Specs
 	}
 	report := filepath.Join(dir, "report.json")
 	args := []string{
 		"-ginkgo.json-report=" + report, "-ginkgo.timeout=" + suiteWithin.String(), "-test.timeout=0", "-ginkgo.succinct", "-ginkgo.no-color",
-		"-ginkgo.focus=" + s.focus, "-default-nodeclass=" + nodeClass, "-default-nodepool=" + nodePool, "-repair-condition=Ready=False",
+		"-ginkgo.focus=" + focus, "-default-nodeclass=" + nodeClass, "-default-nodepool=" + nodePool, "-repair-condition=Ready=False",
 	}
 	for _, e := range exceptions {
-		args = append(args, `-ginkgo.skip=^\w+ `+regexp.QuoteMeta(e.Specs)) // after the suite's own name, which is one word
+		args = append(args, "-ginkgo.skip="+specsNamed(e.Specs))
 	}
-	log, err := os.Create(filepath.Join(paths.Logs, "core-"+suite+".log"))
+	for _, other := range part.Others() {
+		args = append(args, "-ginkgo.skip="+specsNamed(other))
+	}
+	log, err := os.Create(filepath.Join(paths.Logs, "core-"+name+".log"))
 	if err != nil {
 		return nil, err
 	}
 	defer func() { _ = log.Close() }()
-	say("core-suites: %s runs, see %s", suite, log.Name())
+	say("core-suites: %s runs, see %s", name, log.Name())
 	cmd := exec.CommandContext(ctx, bin, args...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = time.Minute
@@ -144,11 +157,15 @@ func runSuite(ctx context.Context, s settings, suite string, paths sandbox.Paths
 	ended := cmd.Run() // it fails if specs fail; the report has the details
 	file, err := os.Open(report)
 	if err != nil {
-		return nil, fmt.Errorf("suite %s left no report: %w", suite, errors.Join(ended, err))
+		return nil, fmt.Errorf("suite %s left no report: %w", name, errors.Join(ended, err))
 	}
 	defer func() { _ = file.Close() }()
-	return coresuites.Read(file, suite)
+	return coresuites.Read(file, part.Suite)
 }
+
+// specsNamed returns a regular expression of the specs whose names begin with a prefix. Ginkgo puts
+// the suite's own name before it, which is one word.
+func specsNamed(prefix string) string { return `^\w+ ` + regexp.QuoteMeta(prefix) }
 
 func tell(v coresuites.Verdict, violations []invariants.Violation, took time.Duration) error {
 	for _, s := range v.Passed {
