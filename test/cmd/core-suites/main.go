@@ -155,6 +155,9 @@ func runPart(
 	cmd.Dir, cmd.Stdout, cmd.Stderr = dir, log, log
 	cmd.Env = append(os.Environ(), "KUBECONFIG="+paths.SpokeKubeconfig)
 	ended := cmd.Run() // it fails if specs fail; the report has the details
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
 	file, err := os.Open(report)
 	if err != nil {
 		return nil, fmt.Errorf("suite %s left no report: %w", name, errors.Join(ended, err))
