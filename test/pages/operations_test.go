@@ -41,8 +41,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
-// soon bounds the waits of these tests, for a machine that is busy with others.
-const soon = 3 * time.Minute
+const (
+	// soon bounds the waits of these tests, for a machine that is busy with others.
+	soon = 3 * time.Minute
+	// onboardedWithin is what the page promises for the onboarding of a spoke.
+	onboardedWithin = time.Minute
+)
 
 var (
 	spokeKind       = schema.GroupVersionKind{Group: "agent.karpenter.cluster.x-k8s.io", Version: "v1alpha1", Kind: "Spoke"}
@@ -87,6 +91,13 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 		"--listen-address=localhost:0", "--metrics-bind-address=0", "--health-probe-bind-address=0")
 	agentAddress := servedAddress(ctx, t, agent)
 
+	began := time.Now()
+	inTime := func() {
+		t.Helper()
+		took := time.Since(began)
+		t.Logf("connected %.1f s after the command began", took.Seconds())
+		require.Less(t, took, onboardedWithin, "from the start of the command until the spoke is shown as connected")
+	}
 	said := do(onboard[1])
 	require.Contains(t, said, "would onboard team-a/production")
 	require.Contains(t, said, "team-a/production is onboarded")
@@ -96,6 +107,7 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 		"--agent-address="+agentAddress)
 	key := client.ObjectKey{Namespace: "team-a", Name: "production"}
 	first := awaitConnected(ctx, t, hub.client, key, "", agent, shim)
+	inTime() // with the installation of the shim
 
 	require.Contains(t, do(onboard[3]), "team-a/staging is onboarded")
 	require.Len(t, list(ctx, t, hub.client, resourceSetKind), 1)
@@ -110,8 +122,10 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 
 	shimsOwn := shimsIdentity(ctx, t, spoke.client)
 	require.NoError(t, shimsOwn.call(ctx, t, agentAddress))
+	began = time.Now()
 	do(steps("Renewal", 1)[0])
 	awaitConnected(ctx, t, hub.client, key, first, agent, shim)
+	inTime()
 	require.EventuallyWithT(t, func(c *assert.CollectT) {
 		assert.True(c, agenterrors.IsUnauthenticated(shimsOwn.call(ctx, t, agentAddress)), "the certificate of before")
 	}, soon, 100*time.Millisecond)
