@@ -10,9 +10,12 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	grpcstatus "google.golang.org/grpc/status"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -100,4 +103,39 @@ func TestAListThatWaitsForItsCallersOtherCallsKeepsNoOtherWaiting(t *testing.T) 
 	for range 3 * tenants {
 		require.NoError(t, <-ended)
 	}
+}
+
+// However many spokes synchronize at once, a bounded number of their requests is decoded and handled.
+// The others wait, in the order of their arrival, and calls of other methods do not wait for them.
+func TestABoundedNumberOfSyncClaimsIsHandledAtOnce(t *testing.T) {
+	f := start(t, func(f *fixture, _ *server.Config) { f.engine.block = make(chan struct{}) })
+	const tenants, handled = 24, 16
+	ended := make(chan error, 2*tenants)
+	syncClaims := func(ctx context.Context, c *client.Client, ref *agentv1alpha1.ClusterRef) {
+		_, err := c.Claims.SyncClaims(ctx, &agentv1alpha1.SyncClaimsRequest{Cluster: ref, Holder: "karpenter", Token: "token", SpokeId: "spoke"})
+		ended <- err
+	}
+	for n := range tenants {
+		ref, uri := tenant(n)
+		c := f.as(uri)
+		for range 2 { // of which the second waits for the first, and not for others
+			go syncClaims(f.ctx(), c, ref)
+		}
+	}
+	f.awaitSum(2*tenants, "grpc_server_started_total", "grpc_method", "SyncClaims")
+	f.awaitSum(tenants-handled, "capi_agent_calls_waiting", "turn", "sync")
+	require.EqualValues(t, handled, f.engine.syncing.Load())
+	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")))
+
+	ref, uri := tenant(tenants)
+	short, cancel := context.WithTimeout(f.ctx(), 50*time.Millisecond)
+	defer cancel()
+	syncClaims(short, f.as(uri), ref)
+	require.Equal(t, codes.DeadlineExceeded, grpcstatus.Code(<-ended), "a call waits until its deadline at most")
+
+	close(f.engine.block)
+	for range 2 * tenants {
+		require.NoError(t, <-ended)
+	}
+	f.awaitSum(0, "capi_agent_calls_waiting", "turn", "sync")
 }
