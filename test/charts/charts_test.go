@@ -460,6 +460,33 @@ func TestTheAuthorityKeepsItsKeyWhenItIsRenewed(t *testing.T) {
 	require.Equal(t, 1, authorities)
 }
 
+// A client's certificate is copied to another cluster. A stolen one is useless within hours, as those are
+// that the agent issues itself.
+func TestCertificatesOfClientsAreValidForHours(t *testing.T) {
+	values := filepath.Join(root(t), "deploy/charts/agent/ci/everything-values.yaml")
+	lifetimes := func(more ...string) map[string][2]string {
+		found := map[string][2]string{}
+		for _, object := range render(t, charts[0], values, more...) {
+			if object.GetKind() != "Certificate" {
+				continue
+			}
+			usages, _, err := unstructured.NestedStringSlice(object.Object, "spec", "usages")
+			require.NoError(t, err)
+			duration, _, err := unstructured.NestedString(object.Object, "spec", "duration")
+			require.NoError(t, err)
+			renewBefore, _, err := unstructured.NestedString(object.Object, "spec", "renewBefore")
+			require.NoError(t, err)
+			found[strings.Join(usages, ", ")] = [2]string{duration, renewBefore}
+		}
+		return found
+	}
+	byDefault := lifetimes()
+	require.Equal(t, [2]string{"24h", "12h"}, byDefault["client auth"])
+	require.Equal(t, [2]string{"2160h", "720h"}, byDefault["server auth"])
+	require.Equal(t, [2]string{"6h", "3h"},
+		lifetimes("--set", "tls.certManager.clientDuration=6h,tls.certManager.clientRenewBefore=3h")["client auth"])
+}
+
 // The agent calls the API server of the hub. A hub-hosted shim reads a kubeconfig that others may write, and needs nothing of the hub's API
 // server. A token of the hub in its pod could only be stolen.
 func TestPodsHaveATokenOnlyOfAnAPIServerThatTheyCall(t *testing.T) {

@@ -2,6 +2,7 @@ package pages_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
@@ -11,13 +12,14 @@ import (
 	"crypto/x509/pkix"
 	"encoding/base64"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"math/big"
-	"net"
 	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -39,8 +41,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
-// soon bounds the waits of these tests, for a machine that is busy with others.
-const soon = 3 * time.Minute
+const (
+	// soon bounds the waits of these tests, for a machine that is busy with others.
+	soon = 3 * time.Minute
+	// onboardedWithin is what the page promises for the onboarding of a spoke.
+	onboardedWithin = time.Minute
+)
 
 var (
 	spokeKind       = schema.GroupVersionKind{Group: "agent.karpenter.cluster.x-k8s.io", Version: "v1alpha1", Kind: "Spoke"}
@@ -81,19 +87,19 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 	do(installation.Script("The agent"))
 	onboard := steps("Onboard a spoke", 4)
 	do(onboard[0])
-	agentAddress := "localhost:" + freePort(t)
-	runPod(ctx, t, hub, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}, "capi-agent", nil,
-		"--listen-address="+agentAddress, "--metrics-bind-address=0", "--health-probe-bind-address=0")
+	agent := runPod(ctx, t, hub, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}, "capi-agent", nil,
+		"--listen-address=localhost:0", "--metrics-bind-address=0", "--health-probe-bind-address=0")
+	agentAddress := servedAddress(ctx, t, agent)
 
 	said := do(onboard[1])
 	require.Contains(t, said, "would onboard team-a/production")
 	require.Contains(t, said, "team-a/production is onboarded")
 	do(onboard[2])
 	shim := runPod(ctx, t, spoke, client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, "karpenter",
-		[]string{"DISABLE_LEADER_ELECTION=true", "METRICS_BIND_ADDRESS=127.0.0.1:" + freePort(t), "HEALTH_PROBE_BIND_ADDRESS=127.0.0.1:" + freePort(t)},
+		[]string{"DISABLE_LEADER_ELECTION=true", "METRICS_BIND_ADDRESS=127.0.0.1:0", "HEALTH_PROBE_BIND_ADDRESS=127.0.0.1:0"},
 		"--agent-address="+agentAddress)
 	key := client.ObjectKey{Namespace: "team-a", Name: "production"}
-	first := awaitConnected(ctx, t, hub.client, key, "", shim)
+	first := awaitConnected(ctx, t, hub.client, key, "", agent, shim)
 
 	require.Contains(t, do(onboard[3]), "team-a/staging is onboarded")
 	require.Len(t, list(ctx, t, hub.client, resourceSetKind), 1)
@@ -108,8 +114,12 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 
 	shimsOwn := shimsIdentity(ctx, t, spoke.client)
 	require.NoError(t, shimsOwn.call(ctx, t, agentAddress))
+	began := time.Now()
 	do(steps("Renewal", 1)[0])
-	awaitConnected(ctx, t, hub.client, key, first, shim)
+	awaitConnected(ctx, t, hub.client, key, first, agent, shim)
+	took := time.Since(began)
+	t.Logf("connected %.1f s after the command began", took.Seconds())
+	require.Less(t, took, onboardedWithin, "from the start of the command until the spoke is shown as connected")
 	require.EventuallyWithT(t, func(c *assert.CollectT) {
 		assert.True(c, agenterrors.IsUnauthenticated(shimsOwn.call(ctx, t, agentAddress)), "the certificate of before")
 	}, soon, 100*time.Millisecond)
@@ -120,6 +130,17 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 	require.EventuallyWithT(t, func(c *assert.CollectT) {
 		assert.True(c, agenterrors.IsUnauthenticated(renewed.call(ctx, t, agentAddress)))
 	}, soon, 100*time.Millisecond)
+}
+
+// A wait for what a process does ends with the process.
+func TestAWaitEndsWithItsProcess(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), soon/2)
+	defer cancel()
+	broken := launch(t, exec.CommandContext(ctx, "bash", "-c", "echo no route to the hub; exit 3"))
+	err := await(ctx, func() error { return errors.New("the Spoke is not connected") }, broken)
+	require.ErrorContains(t, err, "bash has ended: exit status 3 while this was awaited: the Spoke is not connected")
+	require.ErrorContains(t, err, "no route to the hub")
+	require.NoError(t, ctx.Err(), "it ends before its bound")
 }
 
 // table returns the fields of the header and of the first row that a section shows.
@@ -137,25 +158,35 @@ func table(t *testing.T, page pages.Page, section string) (header, row []string)
 }
 
 // awaitConnected waits until a Spoke is connected with a certificate of another onboarding than the
-// given one, and returns that onboarding.
-func awaitConnected(ctx context.Context, t *testing.T, hub client.Client, key client.ObjectKey, before string, shim *process) string {
+// given one, and returns that onboarding. It fails at once if one of the processes has ended.
+func awaitConnected(ctx context.Context, t *testing.T, hub client.Client, key client.ObjectKey, before string, processes ...*process) string {
 	t.Helper()
 	onboarding := ""
-	require.EventuallyWithT(t, func(c *assert.CollectT) {
+	require.NoError(t, await(ctx, func() error {
 		spoke := &unstructured.Unstructured{}
 		spoke.SetGroupVersionKind(spokeKind)
-		if !assert.NoError(c, hub.Get(ctx, key, spoke)) {
-			return
+		if err := hub.Get(ctx, key, spoke); err != nil {
+			return err
+		}
+		enrolled, _, err := unstructured.NestedString(spoke.Object, "spec", "enrollment", "onboarding")
+		if err != nil {
+			return err
+		}
+		conditions, _, err := unstructured.NestedSlice(spoke.Object, "status", "conditions")
+		if err != nil {
+			return err
 		}
 		onboarding = spoke.GetLabels()["agent.karpenter.cluster.x-k8s.io/onboarding"]
-		assert.NotEqual(c, before, onboarding)
-		enrolled, _, err := unstructured.NestedString(spoke.Object, "spec", "enrollment", "onboarding")
-		assert.NoError(c, err)
-		assert.Equal(c, onboarding, enrolled, "the shim has used its bootstrap certificate: %v", spoke.Object)
-		conditions, _, err := unstructured.NestedSlice(spoke.Object, "status", "conditions")
-		assert.NoError(c, err)
-		assert.Contains(c, fmt.Sprint(conditions), "status:True type:Connected", "%s", shim)
-	}, soon, 200*time.Millisecond)
+		switch {
+		case onboarding == before:
+			return fmt.Errorf("the onboarding is still %q", before)
+		case enrolled != onboarding:
+			return fmt.Errorf("the shim has not used its bootstrap certificate: %v", spoke.Object)
+		case !strings.Contains(fmt.Sprint(conditions), "status:True type:Connected"):
+			return fmt.Errorf("the Spoke is not connected: %v", spoke.Object)
+		}
+		return nil
+	}, processes...))
 	return onboarding
 }
 
@@ -199,8 +230,35 @@ func (i identity) call(ctx context.Context, t *testing.T, address string) error 
 
 // process is a binary that runs as a pod would.
 type process struct {
+	name  string
+	ended chan struct{} // closed when it has ended
+	err   error         // how; set before ended is closed
+
 	mu     sync.Mutex
 	output bytes.Buffer
+}
+
+// launch starts a process, which is stopped when the test ends.
+func launch(t *testing.T, command *exec.Cmd) *process {
+	t.Helper()
+	p := &process{name: filepath.Base(command.Path), ended: make(chan struct{})}
+	command.Stdout, command.Stderr = p, p
+	require.NoError(t, command.Start())
+	go func() {
+		p.err = command.Wait()
+		close(p.ended)
+	}()
+	t.Cleanup(func() {
+		_ = command.Process.Signal(os.Interrupt) // unless it has ended
+		select {
+		case <-p.ended:
+		case <-time.After(soon):
+			_ = command.Process.Kill()
+			<-p.ended
+			t.Errorf("%s does not end: %v", p.name, p.err)
+		}
+	})
+	return p
 }
 
 func (p *process) Write(text []byte) (int, error) {
@@ -209,12 +267,69 @@ func (p *process) Write(text []byte) (int, error) {
 	return p.output.Write(text)
 }
 
-// String returns the last of what it has logged.
-func (p *process) String() string {
+// log returns everything that it has logged.
+func (p *process) log() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	text := p.output.String()
+	return p.output.String()
+}
+
+// String returns the last of what it has logged.
+func (p *process) String() string {
+	text := p.log()
 	return text[max(0, len(text)-4000):]
+}
+
+// await waits until the condition returns nil, at most for [soon] or until one of the processes ends.
+// The error has the condition's last answer and the processes' logs.
+func await(ctx context.Context, condition func() error, processes ...*process) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, soon, errors.New("the time is over"))
+	defer cancel()
+	ctx, over := context.WithCancelCause(ctx)
+	defer over(nil)
+	for _, p := range processes {
+		go func() {
+			select {
+			case <-p.ended:
+				over(fmt.Errorf("%s has ended: %w", p.name, cmp.Or(p.err, errors.New("exit status 0"))))
+			case <-ctx.Done():
+			}
+		}()
+	}
+	ticks := time.NewTicker(100 * time.Millisecond)
+	defer ticks.Stop()
+	for {
+		missing := condition()
+		if missing == nil {
+			return nil
+		}
+		select {
+		case <-ticks.C:
+		case <-ctx.Done():
+			err := fmt.Errorf("%w while this was awaited: %w", context.Cause(ctx), missing)
+			for _, p := range processes {
+				err = fmt.Errorf("%w\n--- %s\n%s", err, p.name, p)
+			}
+			return err
+		}
+	}
+}
+
+// served is the line with which an agent logs where it serves.
+var served = regexp.MustCompile(`"msg":"serving","address":"[^"]*:(\d+)"`)
+
+// servedAddress waits until the agent serves at a port that it has chosen itself, and returns the
+// address.
+func servedAddress(ctx context.Context, t *testing.T, agent *process) string {
+	t.Helper()
+	var port []string
+	require.NoError(t, await(ctx, func() error {
+		if port = served.FindStringSubmatch(agent.log()); port == nil {
+			return errors.New("the agent does not serve yet")
+		}
+		return nil
+	}, agent))
+	return "localhost:" + port[1]
 }
 
 // runPod runs the first container of a Deployment's pods as a process until the test ends: with its
@@ -250,9 +365,8 @@ func runPod(ctx context.Context, t *testing.T, in *server, name client.ObjectKey
 		all = append(all, argument)
 	}
 
-	p := &process{}
 	command := exec.CommandContext(context.WithoutCancel(ctx), filepath.Join(root(t), "bin", binary), append(all, arguments...)...)
-	command.Dir, command.Stdout, command.Stderr = folder, p, p
+	command.Dir = folder
 	command.Env = []string{
 		"PATH=" + os.Getenv("PATH"), "HOME=" + folder, "KUBECONFIG=" + accountsKubeconfig(ctx, t, in, name.Namespace, pod.ServiceAccountName),
 	}
@@ -262,19 +376,9 @@ func runPod(ctx context.Context, t *testing.T, in *server, name client.ObjectKey
 		}
 	}
 	command.Env = append(command.Env, env...)
-	require.NoError(t, command.Start())
-	ended := make(chan error, 1)
-	go func() { ended <- command.Wait() }()
-	t.Cleanup(func() {
-		_ = command.Process.Signal(os.Interrupt) // unless it has ended
-		select {
-		case err := <-ended:
-			assert.NoError(t, err, "%s has ended: %s", binary, p)
-		case <-time.After(soon):
-			_ = command.Process.Kill()
-			t.Errorf("%s does not end: %v", binary, <-ended)
-		}
-	})
+	var p *process
+	t.Cleanup(func() { assert.NoError(t, p.err, "%s: %s", binary, p) }) // after it was stopped
+	p = launch(t, command)
 	return p
 }
 
@@ -290,16 +394,6 @@ func accountsKubeconfig(ctx context.Context, t *testing.T, in *server, namespace
 			"clusters: [{name: pod, cluster: {server: %q, certificate-authority-data: %s}}]\nusers: [{name: pod, user: {token: %q}}]\n",
 		in.config.Host, base64.StdEncoding.EncodeToString(in.config.CAData), token.Status.Token), 0o600))
 	return file
-}
-
-func freePort(t *testing.T) string {
-	t.Helper()
-	listener, err := net.Listen("tcp", "localhost:0")
-	require.NoError(t, err)
-	_, port, err := net.SplitHostPort(listener.Addr().String())
-	require.NoError(t, err)
-	require.NoError(t, listener.Close())
-	return port
 }
 
 // certAuthority is the authority that cert-manager makes for the agent's chart.

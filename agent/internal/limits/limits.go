@@ -80,6 +80,10 @@ const (
 	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
 	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
+	// syncsInAll is how many SyncClaims requests are decoded and handled at once, in total. Each
+	// reads the claims of its holder, as a list does. A caller has one at a time: largeOfCaller.
+	// Further ones wait.
+	syncsInAll = 16
 	// ConnectionsOfCaller is how many connections a caller may have. Each can carry a thousand
 	// streams with 8 KiB of metadata each.
 	ConnectionsOfCaller = 16
@@ -143,15 +147,22 @@ const (
 // Limiter tracks what callers have open. It is safe for concurrent use.
 type Limiter struct {
 	Options
-	clock               clock.PassiveClock
-	refused, slowed     *prometheus.CounterVec
-	reads, large, lists *semaphore.Weighted
-	unknown             *handshakes
+	clock           clock.PassiveClock
+	refused, slowed *prometheus.CounterVec
+	reads, large    *semaphore.Weighted
+	lists, syncs    shared
+	unknown         *handshakes
 
 	mu            sync.Mutex
 	callers       map[string]*caller
 	bytes, unread int64
 	light         map[string]bool
+}
+
+// shared are turns that all callers share.
+type shared struct {
+	turns   *semaphore.Weighted
+	waiting prometheus.Gauge
 }
 
 type caller struct {
@@ -168,10 +179,16 @@ type caller struct {
 
 // New returns a limiter. A nil registerer registers no metrics.
 func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Limiter, error) {
+	waiting := prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "capi_agent_calls_waiting",
+		Help: "Calls that wait until calls of any callers have ended, by what they wait for (list: to build a list; sync: to handle a SyncClaims).",
+	}, []string{"turn"})
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{},
 		reads: semaphore.NewWeighted(readsInAll), large: semaphore.NewWeighted(largeInAll),
-		lists: semaphore.NewWeighted(listsInAll), unknown: newHandshakes(),
+		lists:   shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
+		syncs:   shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
+		unknown: newHandshakes(),
 		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_calls_refused_total",
 			Help: "Calls and connections that were refused because the caller exceeded a limit, by reason and method.",
@@ -183,8 +200,8 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 		}, []string{"reason"}),
 	}
 	if registerer != nil {
-		for _, counters := range []*prometheus.CounterVec{l.refused, l.slowed} {
-			if err := registerer.Register(counters); err != nil {
+		for _, collector := range []prometheus.Collector{l.refused, l.slowed, waiting} {
+			if err := registerer.Register(collector); err != nil {
 				return nil, fmt.Errorf("registering the limits' metrics: %w", err)
 			}
 		}
@@ -452,6 +469,17 @@ func (c *Call) keep(ctx context.Context, s *semaphore.Weighted) error {
 	return nil
 }
 
+// keepShared acquires one of the turns that all callers share, until the call ends.
+func (c *Call) keepShared(ctx context.Context, s shared) error {
+	if s.turns.TryAcquire(1) {
+		c.free = append(c.free, func() { s.turns.Release(1) })
+		return nil
+	}
+	s.waiting.Inc()
+	defer s.waiting.Dec()
+	return c.keep(ctx, s.turns)
+}
+
 // Hold counts the size of the request until the call ends. The error is a [*RefusedError].
 func (c *Call) Hold(bytes int) error {
 	l := c.limiter
@@ -490,13 +518,24 @@ func (c *Call) LeaveHub() {
 	}
 }
 
-// List waits until the call may build a list. The error is that of the context or a
-// [*RefusedError].
+// Sync waits until the call, whose SyncClaims request has arrived, may be decoded and handled. It
+// waits for the caller's other calls first, so that a caller that keeps itself waiting keeps no other
+// caller waiting. The error is that of the context.
+func (c *Call) Sync(ctx context.Context) error {
+	if err := c.AskHub(ctx); err != nil {
+		return err
+	}
+	return c.keepShared(ctx, c.limiter.syncs)
+}
+
+// List waits until the call may build a list. Its request must have arrived, and the call must not
+// wait for the caller's other calls later, because other callers wait for it. The error is that of
+// the context or a [*RefusedError].
 func (c *Call) List(ctx context.Context) error {
 	if err := c.keep(ctx, c.caller.lists); err != nil {
 		return err
 	}
-	if err := c.keep(ctx, c.limiter.lists); err != nil {
+	if err := c.keepShared(ctx, c.limiter.lists); err != nil {
 		return err
 	}
 	// Earlier lists may have used up the limit meanwhile.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -55,7 +56,7 @@ func TestACallerThatCallsTooOftenIsRefusedAndNoOther(t *testing.T) {
 # HELP capi_agent_calls_refused_total Calls and connections that were refused because the caller exceeded a limit, by reason and method.
 # TYPE capi_agent_calls_refused_total counter
 capi_agent_calls_refused_total{method="/m",reason="rate"} 1
-`)))
+`), "capi_agent_calls_refused_total"))
 }
 
 func TestLightCallsCostLess(t *testing.T) {
@@ -243,6 +244,60 @@ func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
 	}
 	first.End()
 	require.NoError(t, <-waited)
+}
+
+func TestSyncsOfAllCallersAreHandledInTheOrderOfTheirArrival(t *testing.T) {
+	l, _, registry := limiter(t, func(*limits.Options) {})
+	handled := make([]*limits.Call, 16)
+	for i := range handled {
+		handled[i] = begin(t, l, strconv.Itoa(i), false)
+		require.NoError(t, handled[i].Sync(t.Context()))
+	}
+	waiting := func(calls int) {
+		t.Helper()
+		require.EventuallyWithT(t, func(c *assert.CollectT) {
+			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(`
+# HELP capi_agent_calls_waiting Calls that wait until calls of any callers have ended, by what they wait for (list: to build a list; sync: to handle a SyncClaims).
+# TYPE capi_agent_calls_waiting gauge
+capi_agent_calls_waiting{turn="list"} 0
+capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_calls_waiting"))
+		}, time.Minute, time.Millisecond)
+	}
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	require.ErrorIs(t, begin(t, l, "late", false).Sync(over), context.Canceled)
+	waiting(0)
+	turns := make(chan string, 2)
+	for i, identity := range []string{"a", "b"} {
+		call := begin(t, l, identity, false)
+		go func() {
+			_ = call.Sync(t.Context())
+			turns <- identity
+		}()
+		waiting(i + 1)
+	}
+	handled[7].End()
+	require.Equal(t, "a", <-turns)
+	waiting(1)
+	handled[3].End()
+	require.Equal(t, "b", <-turns)
+	waiting(0)
+	require.NoError(t, begin(t, l, "c", false).List(t.Context()), "lists do not wait for them")
+}
+
+// A caller that keeps itself waiting has no turn that others wait for.
+func TestASyncThatWaitsForItsCallersOtherCallsKeepsNoOtherWaiting(t *testing.T) {
+	l, _, _ := limiter(t, func(o *limits.Options) { o.HubCallsAtOnce = 1 })
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	for i := range 16 {
+		identity := strconv.Itoa(i)
+		require.NoError(t, begin(t, l, identity, false).AskHub(t.Context()))
+		require.ErrorIs(t, begin(t, l, identity, false).Sync(over), context.Canceled)
+	}
+	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	require.NoError(t, begin(t, l, "other", false).Sync(soon))
 }
 
 func TestTheOldestConnectionWithoutAnIdentityGivesWay(t *testing.T) {

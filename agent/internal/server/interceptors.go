@@ -46,7 +46,7 @@ func (s *Server) before() grpc.UnaryServerInterceptor {
 // after runs once the request has been decoded. The request's Cluster is only known once the
 // request is valid.
 func (s *Server) after(validator *validation.Validator) grpc.UnaryServerInterceptor {
-	return chain(inTurn(validator.Unary()), s.authorizeUnary, limitAtHub)
+	return chain(inTurn(validator.Unary()), s.authorizeUnary, limitAtHub, limitLists)
 }
 
 func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInterceptor {

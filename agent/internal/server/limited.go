@@ -134,11 +134,6 @@ func (s *Server) limitUnary(ctx context.Context, request any, info *grpc.UnarySe
 	defer cancel()
 	stop := context.AfterFunc(bounded, func() { cut(ctx) })
 	defer stop()
-	if slices.Contains(lists, info.FullMethod) {
-		if err := call.List(bounded); err != nil {
-			return nil, throttled(err)
-		}
-	}
 	response, err := handler(bounded, request)
 	if err != nil {
 		return nil, err
@@ -175,6 +170,17 @@ func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, ha
 		}
 		if !slices.Contains(severalAtOnce, info.FullMethod) {
 			ctx = claims.WithTurn(ctx, call)
+		}
+	}
+	return handler(ctx, request)
+}
+
+// limitLists runs when the call waits for nothing else of its caller, neither its request nor its
+// other calls, because other callers wait for its turn.
+func limitLists(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	if call := limits.FromContext(ctx); call != nil && slices.Contains(lists, info.FullMethod) {
+		if err := call.List(ctx); err != nil {
+			return nil, throttled(err)
 		}
 	}
 	return handler(ctx, request)

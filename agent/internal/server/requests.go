@@ -91,8 +91,15 @@ func (r receiver) receive(ctx context.Context, method string, receive func(any) 
 	if size := raw.Len(); size > maxSmallMessageBytes && !slices.Contains(largeRequests, method) {
 		return agenterrors.TooLarge(fmt.Sprintf("the request has %d bytes; this method takes at most %d", size, maxSmallMessageBytes))
 	}
+	call := limits.FromContext(ctx)
+	if method == agentv1alpha1.ClaimService_SyncClaims_FullMethodName {
+		// Before it is decoded: a request that waits is smaller while it is encoded.
+		if err := call.Sync(ctx); err != nil {
+			return throttled(err)
+		}
+	}
 	if slices.Contains(largeRequests, method) {
-		done, err := limits.FromContext(ctx).Decode(ctx)
+		done, err := call.Decode(ctx)
 		if err != nil {
 			return throttled(err)
 		}

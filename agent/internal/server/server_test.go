@@ -67,9 +67,12 @@ var (
 type engine struct {
 	err   atomic.Pointer[error]
 	claim *v1alpha1.MachineClaim
-	block chan struct{} // if set, Create waits for it
+	block chan struct{} // if set, Create and Sync wait for it
 	panic bool
+	// creating and syncing count the calls of Create and Sync that have not returned.
+	creating, syncing atomic.Int64
 
+	mu       sync.Mutex
 	released claims.ReleaseOptions // of the last call
 	synced   claims.SyncRequest
 }
@@ -87,6 +90,8 @@ func (e *engine) Create(ctx context.Context, r claims.Request) (*v1alpha1.Machin
 	if e.panic {
 		panic("a bug")
 	}
+	e.creating.Add(1)
+	defer e.creating.Add(-1)
 	if e.block != nil {
 		select {
 		case <-e.block:
@@ -129,7 +134,18 @@ func (e *engine) Whole(context.Context, types.NamespacedName) (*clusterv1.Cluste
 	return &clusterv1.Cluster{}, e.error()
 }
 
-func (e *engine) Sync(_ context.Context, r claims.SyncRequest) (claims.SyncResult, error) {
+func (e *engine) Sync(ctx context.Context, r claims.SyncRequest) (claims.SyncResult, error) {
+	e.syncing.Add(1)
+	defer e.syncing.Add(-1)
+	if e.block != nil {
+		select {
+		case <-e.block:
+		case <-ctx.Done():
+			return claims.SyncResult{}, ctx.Err()
+		}
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
 	e.synced = r
 	return claims.SyncResult{}, e.error()
 }

@@ -1,0 +1,141 @@
+package server_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	grpcstatus "google.golang.org/grpc/status"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// tenant returns the name of a Cluster, and a certificate's URI for its shim.
+func tenant(n int) (ref *agentv1alpha1.ClusterRef, uri string) {
+	name := fmt.Sprintf("tenant-%d", n)
+	return &agentv1alpha1.ClusterRef{Namespace: "fleet", Name: name}, "spiffe://karpenter-capi/cluster/fleet/" + name
+}
+
+// sum returns the sum of a metric's series with the label.
+func sum(t *testing.T, registry *prometheus.Registry, metric, label, value string) float64 {
+	t.Helper()
+	families, err := registry.Gather()
+	require.NoError(t, err)
+	total := 0.0
+	for _, family := range families {
+		if family.GetName() != metric {
+			continue
+		}
+		for _, series := range family.GetMetric() {
+			for _, of := range series.GetLabel() {
+				if of.GetName() == label && of.GetValue() == value {
+					total += series.GetCounter().GetValue() + series.GetGauge().GetValue()
+				}
+			}
+		}
+	}
+	return total
+}
+
+// awaitSum waits until a metric has the value.
+func (f *fixture) awaitSum(expected float64, metric, label, value string) {
+	f.Helper()
+	require.EventuallyWithT(f, func(c *assert.CollectT) {
+		assert.Equal(c, expected, sum(f.T, f.registry, metric, label, value)) //nolint:testifylint // whole numbers
+	}, patience, time.Millisecond)
+}
+
+// A caller determines when its request arrives. Until then it has no turn that others wait for.
+func TestAListWhoseRequestDoesNotArriveKeepsNoOtherWaiting(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.RequestTimeout = time.Hour }))
+	const tenants = 8
+	for n := range tenants {
+		_, uri := tenant(n)
+		conn := f.raw(uri)
+		for range 2 {
+			_, err := conn.NewStream(t.Context(), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true},
+				agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName)
+			require.NoError(t, err)
+		}
+	}
+	f.awaitSum(2*tenants, "grpc_server_started_total", "grpc_method", "ListNodeGroups")
+	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")))
+}
+
+// So it is with calls that wait for the caller's own calls.
+func TestAListThatWaitsForItsCallersOtherCallsKeepsNoOtherWaiting(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.HubCallsAtOnce = 1 }), func(f *fixture, _ *server.Config) {
+		f.engine.block = make(chan struct{})
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), 3*patience) // more than the list below may take
+	defer cancel()
+	const tenants = 8
+	ended := make(chan error, 3*tenants)
+	for n := range tenants {
+		ref, uri := tenant(n)
+		c := f.as(uri)
+		go func() {
+			_, err := c.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
+				Cluster: ref, ClaimId: "claim", Holder: "karpenter", Candidates: []string{"fleet/small"},
+			})
+			ended <- err
+		}()
+		require.Eventually(t, func() bool { return f.engine.creating.Load() == int64(n+1) }, patience, time.Millisecond)
+		for range 2 {
+			go func() {
+				_, err := c.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: ref, Holder: "karpenter"})
+				ended <- err
+			}()
+		}
+	}
+	f.awaitSum(2*tenants, "grpc_server_started_total", "grpc_method", "ListClaims")
+	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")))
+	close(f.engine.block)
+	for range 3 * tenants {
+		require.NoError(t, <-ended)
+	}
+}
+
+// However many spokes synchronize at once, a bounded number of their requests is decoded and handled.
+// The others wait, in the order of their arrival, and calls of other methods do not wait for them.
+func TestABoundedNumberOfSyncClaimsIsHandledAtOnce(t *testing.T) {
+	f := start(t, func(f *fixture, _ *server.Config) { f.engine.block = make(chan struct{}) })
+	const tenants, handled = 24, 16
+	ended := make(chan error, 2*tenants)
+	syncClaims := func(ctx context.Context, c *client.Client, ref *agentv1alpha1.ClusterRef) {
+		_, err := c.Claims.SyncClaims(ctx, &agentv1alpha1.SyncClaimsRequest{Cluster: ref, Holder: "karpenter", Token: "token", SpokeId: "spoke"})
+		ended <- err
+	}
+	for n := range tenants {
+		ref, uri := tenant(n)
+		c := f.as(uri)
+		for range 2 { // of which the second waits for the first, and not for others
+			go syncClaims(f.ctx(), c, ref)
+		}
+	}
+	f.awaitSum(2*tenants, "grpc_server_started_total", "grpc_method", "SyncClaims")
+	f.awaitSum(tenants-handled, "capi_agent_calls_waiting", "turn", "sync")
+	require.EqualValues(t, handled, f.engine.syncing.Load())
+	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")))
+
+	ref, uri := tenant(tenants)
+	short, cancel := context.WithTimeout(f.ctx(), 50*time.Millisecond)
+	defer cancel()
+	syncClaims(short, f.as(uri), ref)
+	require.Equal(t, codes.DeadlineExceeded, grpcstatus.Code(<-ended), "a call waits until its deadline at most")
+
+	close(f.engine.block)
+	for range 2 * tenants {
+		require.NoError(t, <-ended)
+	}
+	f.awaitSum(0, "capi_agent_calls_waiting", "turn", "sync")
+}
