@@ -115,10 +115,10 @@ func (s *Snapshot) rebuild() *Ledger {
 	for _, m := range s.Machines {
 		switch {
 		case Held(m):
-			// Its release goes on. If its replica may have been given back already, it is recorded
-			// as given back.
+			// Its release goes on. If replicas may have been decremented for it already, it is
+			// recorded so.
 			back := DeletionCompleted(m)
-			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), GivenBack: back}); room.release(m.UID, r) {
+			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), Decremented: back}); room.release(m.UID, r) {
 				l.Releasing[m.UID] = r
 			}
 			if !back {
@@ -129,7 +129,7 @@ func (s *Snapshot) rebuild() *Ledger {
 		case !Alive(m) && !s.keeps(ClaimOf(m)):
 			// Replicas may have been lowered for it. Counting it could leave the user with fewer
 			// replicas.
-			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), GivenBack: true}); r.Claim != "" && room.release(m.UID, r) {
+			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), Decremented: true}); r.Claim != "" && room.release(m.UID, r) {
 				l.Releasing[m.UID] = r
 			}
 		default:
@@ -386,7 +386,7 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 	switch b.class(m) {
 	case claimed, promised:
 		return refuse("has a claim already")
-	case releasing, givenBack, going, stranded:
+	case releasing, decremented, going, stranded:
 		return refuse("is being deleted")
 	case fresh, suspect, hopeless, inhabited, ofFloor:
 	}

@@ -269,17 +269,17 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 			d.Actions = append(d.Actions, Action{Kind: Return, Machine: m})
 		case !recorded && s.Ledger != nil && Alive(m) && Held(m) && s.boundTo(m) != nil:
 			d.Actions = append(d.Actions, Action{Kind: Keep, Claim: s.boundTo(m), Machine: m})
-		case recorded && !r.GivenBack && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):
+		case recorded && !r.Decremented && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):
 			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: r})
-		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):
+		case recorded && r.Decremented && ours && s.carriedThrough(r.Generation):
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
 		case stopped && s.deleted():
 			// Cluster API deletes the whole group, creates no replacements, and waits for this
 			// Machine.
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
 		case !recorded && stopped && s.carriedThrough(s.Deployment.Generation):
-			// Held for a ledger that is lost. It is not known whether the replica was given back,
-			// so replicas are not lowered. If it was not, the replacement is a spare.
+			// Held for a ledger that is lost. It is not known whether replicas were decremented for
+			// it, so they are not lowered. If they were not, the replacement is a spare.
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
 		}
 	}

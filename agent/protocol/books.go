@@ -41,12 +41,12 @@ const (
 	claimed class = iota
 	// promised means that the ledger names the Machine for a claim that waits.
 	promised
-	// releasing means that the ledger records the release, and the replica has not been given back
-	// yet.
+	// releasing means that the ledger records the release, and replicas have not been decremented
+	// for it yet.
 	releasing
-	// givenBack means that the ledger records the release, the replica has been given back, and
-	// nothing replaces the Machine.
-	givenBack
+	// decremented means that the ledger records the release, replicas have been decremented for it,
+	// and nothing replaces the Machine.
+	decremented
 	// going means that the Machine is being deleted and the ledger has no record of its release.
 	going
 	// stranded means that the Machine lives, has no owner, and carries the finalizer of a release
@@ -91,8 +91,8 @@ func (s *Snapshot) open() *books {
 func (b *books) class(m *clusterv1.Machine) class {
 	r, recorded := b.next.Releasing[m.UID]
 	switch {
-	case recorded && r.GivenBack:
-		return givenBack
+	case recorded && r.Decremented:
+		return decremented
 	case recorded:
 		return releasing
 	case !Alive(m):
@@ -150,17 +150,17 @@ func (b *books) floor() int32 {
 	return max(b.next.Floor, b.next.Min)
 }
 
-// used counts the replicas that have an owner: the floor, the claims, and the releases that have
-// not given theirs back.
+// used counts the replicas that have an owner: the floor, the claims, and the releases for which
+// replicas have not been decremented.
 func (b *books) used() int32 {
 	return b.floor() + clamp(len(b.next.Pending)) + b.labelOnly + b.unreleased()
 }
 
-// unreleased counts the recorded releases that have not given their replica back.
+// unreleased counts the recorded releases for which replicas have not been decremented.
 func (b *books) unreleased() int32 {
 	var n int32
 	for _, r := range b.next.Releasing {
-		if !r.GivenBack {
+		if !r.Decremented {
 			n++
 		}
 	}
@@ -228,11 +228,11 @@ func (b *books) release(m *clusterv1.Machine, r Release) bool {
 	return true
 }
 
-// giveBack records that a Machine's replica has been given back, by this decision or by another
-// writer that lowered replicas before.
-func (b *books) giveBack(uid types.UID) {
+// recordDecrement records that replicas have been decremented for a Machine, by this decision or by
+// another writer that lowered them before.
+func (b *books) recordDecrement(uid types.UID) {
 	r := b.next.Releasing[uid]
-	r.GivenBack = true
+	r.Decremented = true
 	b.next.Releasing[uid] = r
 	b.d.Removes = true
 }

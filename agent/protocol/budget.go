@@ -121,7 +121,7 @@ func sizeOfClaim(id string, named Named) int {
 	return len(`"":{"m":"","u":"","adopted":true},`) + len(id) + max(longestName, len(named.Machine)) + max(uidLength, len(named.UID))
 }
 
-// sizeOfRelease is the size of a release's record once its replica has been given back under pause,
+// sizeOfRelease is the size of a release's record once replicas were decremented for it under pause,
 // including its part of the MachineSet's [v1alpha1.ReleasedAnnotation].
 func (b *budget) sizeOfRelease(uid types.UID, r Release) int {
 	const rest = `"":{"m":"","c":"","drained":true,"set":"","back":true,"as":"","gen":9223372036854775807},,`

@@ -57,7 +57,7 @@ func TestNoLedgerOutgrowsItsAnnotation(t *testing.T) {
 			}
 			var released []types.UID
 			for uid, r := range grown.Releasing {
-				r.Drained, r.Set, r.GivenBack, r.Generation = true, s.Sets[0].Name, true, 1<<62
+				r.Drained, r.Set, r.Decremented, r.Generation = true, s.Sets[0].Name, true, 1<<62
 				grown.Releasing[uid] = r
 				released = append(released, uid)
 			}
@@ -174,7 +174,7 @@ func TestAReleaseGrowsNoLargerThanItCounts(t *testing.T) {
 	begun := Release{Machine: "m", Claim: "c"}
 	s := scene(1, nil)
 	grown := Release{
-		Machine: "m", Claim: "c", Drained: true, Set: s.Sets[0].Name, GivenBack: true, LoweredAs: before, Generation: math.MaxInt64,
+		Machine: "m", Claim: "c", Drained: true, Set: s.Sets[0].Name, Decremented: true, LoweredAs: before, Generation: math.MaxInt64,
 	}
 	without := (&Ledger{Releasing: map[types.UID]Release{"other": begun}}).Encode()
 	with := (&Ledger{Releasing: map[types.UID]Release{"other": begun, uid: grown}}).Encode()

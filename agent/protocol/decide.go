@@ -217,7 +217,7 @@ func Decide(s *Snapshot) *Decision {
 	b := s.open()
 	b.startReleases()
 	b.startReturns()
-	b.giveBacks()
+	b.decrement()
 	b.unpause()
 	b.meet()
 	b.readmit()
@@ -269,12 +269,12 @@ func (b *books) close() {
 		b.next.Version = 2
 	}
 	if b.next.Lowered {
-		// Only by what is given back: a difference that others made stays.
+		// Only by the decrements: a difference that others made stays.
 		b.next.LastReplicas -= min(max(0, b.next.LastReplicas-b.next.Floor), b.Group.Replicas-b.d.Replicas)
 	} else {
 		b.next.LastReplicas = b.d.Replicas
 	}
-	b.dateGiveBacks()
+	b.stampGenerations()
 	b.d.Unusable, b.d.Claimed = b.unusable(), b.claimed(true)+b.restorable()
 	if b.Ledger == nil {
 		// A ledger is begun by the first claim, or when something else has to be recorded there,

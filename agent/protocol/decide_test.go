@@ -151,7 +151,7 @@ func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 		s.Ledger.Releasing = map[types.UID]Release{"x": {Machine: "x"}}
 		d := Decide(s)
 		require.NotNil(t, d.Ledger)
-		assert.True(t, d.Ledger.Releasing["x"].GivenBack)
+		assert.True(t, d.Ledger.Releasing["x"].Decremented)
 		assert.Equal(t, int32(1), d.Replicas)
 	})
 }
@@ -699,7 +699,7 @@ func TestAReplicaIsGivenBackWhenTheInstanceIsGone(t *testing.T) {
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, int32(0), d.Replicas)
-	assert.Equal(t, Release{Machine: "a", GivenBack: true, Generation: 4}, d.Ledger.Releasing["a"])
+	assert.Equal(t, Release{Machine: "a", Decremented: true, Generation: 4}, d.Ledger.Releasing["a"])
 	assert.True(t, d.Removes, "which MachineSet it is charged to depends on the template")
 }
 
@@ -716,7 +716,7 @@ func TestAReplicaThatANewClaimTakesAtOnceWaitsForNoNewGeneration(t *testing.T) {
 }
 
 func TestAMachineOfAGroupThatIsBeingDeletedIsLetGo(t *testing.T) {
-	for name, back := range map[string]Release{"given back": {Machine: "a", GivenBack: true, Generation: 4}, "not given back": {Machine: "a"}} {
+	for name, back := range map[string]Release{"given back": {Machine: "a", Decremented: true, Generation: 4}, "not given back": {Machine: "a"}} {
 		t.Run(name, func(t *testing.T) {
 			s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": back}}).withMachine("a", "", completed)
 			s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
@@ -849,10 +849,10 @@ func TestAHookOfAnEarlierVersionIsTakenOff(t *testing.T) {
 		deleting(clusterv1.MachineDeletingWaitingForPreTerminateHookReason)(m)
 		m.Annotations = map[string]string{v1alpha1.ReleaseHook: ""}
 	}
-	unlet := releasingLedger(Release{Machine: "a", Claim: "c", GivenBack: true, Generation: 4})
+	unlet := releasingLedger(Release{Machine: "a", Claim: "c", Decremented: true, Generation: 4})
 	for name, ledger := range map[string]*Ledger{
 		"its replica is there":                 releasingLedger(Release{Machine: "a", Claim: "c"}),
-		"its replica was given back":           releasingLedger(Release{Machine: "a", Claim: "c", GivenBack: true, Generation: 3}),
+		"its replica was given back":           releasingLedger(Release{Machine: "a", Claim: "c", Decremented: true, Generation: 3}),
 		"nothing is known of it":               {Version: 1, Seq: 1, LastReplicas: 1},
 		"not before the lowering was observed": unlet,
 	} {

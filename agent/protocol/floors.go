@@ -55,7 +55,7 @@ func (b *books) takesPods(m *clusterv1.Machine) bool {
 		return true
 	case suspect, inhabited:
 		return !b.shut(m) && !b.replaced(m)
-	case claimed, promised, releasing, givenBack, going, stranded, fresh, hopeless:
+	case claimed, promised, releasing, decremented, going, stranded, fresh, hopeless:
 	}
 	return false
 }

@@ -66,7 +66,7 @@ type Ledger struct {
 	// Marking holds the UIDs of the Machines that are about to be marked as the floor's. It is
 	// replaced, never changed in place.
 	Marking []types.UID `json:"marking,omitempty"`
-	// Shrink means that a MachineSet is paused to give back spares whose Machines never came; nil
+	// Shrink means that a MachineSet is paused to remove spares whose Machines never came; nil
 	// for none. It is replaced, never changed in place.
 	Shrink *Shrink `json:"shrink,omitempty"`
 }
@@ -108,9 +108,9 @@ type Release struct {
 	// Set is the MachineSet whose replicas are being lowered under pause; empty in the ordinary
 	// case.
 	Set string `json:"set,omitempty"`
-	// GivenBack means that the Machine's replica has been given back, or was already taken by a
+	// Decremented means that replicas were decremented for the Machine, or were already lowered by a
 	// rollout or by another writer.
-	GivenBack bool `json:"back,omitempty"`
+	Decremented bool `json:"back,omitempty"`
 	// LoweredAs is the Machine's UID before a move or a restore, if its MachineSet was lowered for
 	// it under that UID; empty otherwise.
 	LoweredAs types.UID `json:"as,omitempty"`

@@ -12,7 +12,7 @@ func TestLedgerSurvivesItsEncoding(t *testing.T) {
 	l := &Ledger{
 		Version: 1, Seq: 7, Floor: 2, LastReplicas: 5, Spare: 1,
 		Pending:   map[string]Named{"a": {}, "b": {Machine: "m", UID: "u"}},
-		Releasing: map[types.UID]Release{"x": {Machine: "n", Claim: "c", Drained: true, GivenBack: true, Generation: 9}},
+		Releasing: map[types.UID]Release{"x": {Machine: "n", Claim: "c", Drained: true, Decremented: true, Generation: 9}},
 		Returning: map[types.UID]Returned{"y": {Machine: "o", Claim: "d"}},
 	}
 	got, err := ParseLedger(l.Encode())

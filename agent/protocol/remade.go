@@ -63,10 +63,10 @@ func (s *Snapshot) rename() {
 		if set := s.set(r.Set); set != nil && slices.Contains(ReleasedFrom(set), uid) {
 			r.LoweredAs = uid
 		}
-		if r.GivenBack {
+		if r.Decremented {
 			// The Machine lives again and takes a replica. If Cluster API has removed it by itself
 			// already, the MachineDeployment began with the lowered number.
-			r.GivenBack, r.Generation = !Alive(m), s.Deployment.Generation
+			r.Decremented, r.Generation = !Alive(m), s.Deployment.Generation
 		}
 		delete(l.Releasing, uid)
 		l.Releasing[m.UID] = r

@@ -37,7 +37,7 @@ func (s *Snapshot) withCarried(id string) *Snapshot {
 func TestNothingIsConcludedWhileTheClusterIsPaused(t *testing.T) {
 	s := scene(2, &Ledger{
 		Version: 1, LastReplicas: 2,
-		Pending: map[string]Named{"gone": {}}, Releasing: map[types.UID]Release{"vanished": {Machine: "vanished", Claim: "r", GivenBack: true}},
+		Pending: map[string]Named{"gone": {}}, Releasing: map[types.UID]Release{"vanished": {Machine: "vanished", Claim: "r", Decremented: true}},
 	}).withClaim("bound", v1alpha1.PhaseBound, "vanished-too").withClaim("r", v1alpha1.PhaseReleasing, "vanished").withClaim("new", "", "")
 	require.True(t, s.Lacks())
 	require.NotEmpty(t, Decide(s).Actions, "else the test shows nothing")
@@ -57,8 +57,8 @@ func TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames(t *testing.T) {
 		Pending: map[string]Named{"p": {Machine: "promised", UID: "old-1"}, "q": {Machine: "vanished", UID: "old-2"}},
 		Releasing: map[types.UID]Release{
 			"old-3": {Machine: "going", Claim: "r", Drained: true},
-			"old-4": {Machine: "given-back", Claim: "b", GivenBack: true, Generation: 40},
-			"old-5": {Machine: "alive-again", Claim: "a", GivenBack: true, Generation: 41},
+			"old-4": {Machine: "given-back", Claim: "b", Decremented: true, Generation: 40},
+			"old-5": {Machine: "alive-again", Claim: "a", Decremented: true, Generation: 41},
 		},
 	}).
 		withMachine("promised", "", booting).withMachine("going", "r", node).withMachine("alive-again", "a", node).
@@ -70,7 +70,7 @@ func TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames(t *testing.T) {
 	assert.Equal(t, map[string]Named{"p": {Machine: "promised", UID: "promised"}, "q": {}}, d.Ledger.Pending)
 	assert.Equal(t, map[types.UID]Release{
 		"going":       {Machine: "going", Claim: "r", Drained: true},
-		"given-back":  {Machine: "given-back", Claim: "b", GivenBack: true, Generation: 3},
+		"given-back":  {Machine: "given-back", Claim: "b", Decremented: true, Generation: 3},
 		"alive-again": {Machine: "alive-again", Claim: "a", Generation: 3},
 	}, d.Ledger.Releasing, "no MachineSet observes the generation of the one that was")
 	assert.Equal(t, int32(4), d.Replicas, "the Machine that lives again has one until it is gone")
@@ -218,6 +218,6 @@ func TestAMachineSetThatWasLoweredBeforeAMoveIsNotLoweredAgain(t *testing.T) {
 	assert.NotContains(t, kinds(d), LowerSet)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, types.UID("old"), d.Ledger.Releasing["m"].LoweredAs)
-	assert.True(t, d.Ledger.Releasing["m"].GivenBack)
+	assert.True(t, d.Ledger.Releasing["m"].Decremented)
 	assert.Equal(t, 3-one, d.Replicas)
 }

@@ -86,7 +86,7 @@ func (b *books) graceOver() bool {
 	return left <= 0
 }
 
-// shrink gives back spares whose Machines never came because their MachineSet is blocked. If
+// shrink removes spares whose Machines never came because their MachineSet is blocked. If
 // replicas were lowered while the MachineSet may still create those Machines, it could delete
 // others. So the MachineSet is paused first, and then its Machines are counted. It is unpaused once
 // the lowered number has reached it, or when the spare has found another use. The ledger records

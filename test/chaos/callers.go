@@ -279,9 +279,9 @@ func (c *callers) release(ctx context.Context, id string, drained bool) error {
 	}
 }
 
-// giveBack returns the claim's Machine to the user. It returns false if an agent refuses that. The
+// returnMachine returns the claim's Machine to the user. It returns false if an agent refuses that. The
 // error is the context's.
-func (c *callers) giveBack(ctx context.Context, id string) (bool, error) {
+func (c *callers) returnMachine(ctx context.Context, id string) (bool, error) {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
 		answered := c.told.Begin(id, history.Get) // equivalent as far as the order of calls goes: the claim lives on until it ends by itself

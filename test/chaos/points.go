@@ -146,7 +146,7 @@ func provocations() []*provocation {
 			return r.markFloor(ctx, floor)
 		}},
 		{[]faults.Class{faults.ReturnRequested, faults.FloorRaised, faults.MachineReturned}, []*group{returned}, func(ctx context.Context, r *run) error {
-			return r.giveBack(ctx, returned)
+			return r.returnMachine(ctx, returned)
 		}},
 	}
 }
@@ -446,13 +446,13 @@ func (r *run) markFloor(ctx context.Context, g *group) error {
 	}
 }
 
-// giveBack returns a claim's Machine to the user, who then has one more and removes another one.
-func (r *run) giveBack(ctx context.Context, g *group) error {
+// returnMachine returns a claim's Machine to the user, who then has one more and removes another one.
+func (r *run) returnMachine(ctx context.Context, g *group) error {
 	id, err := r.claimBound(ctx, g)
 	if err != nil {
 		return err
 	}
-	returns, err := r.calls.giveBack(ctx, id)
+	returns, err := r.calls.returnMachine(ctx, id)
 	if err == nil && returns {
 		err = r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
 	}

@@ -204,7 +204,7 @@ func parts(l *protocol.Ledger) map[string]int64 {
 		}
 	}
 	for _, r := range l.Releasing {
-		if r.GivenBack {
+		if r.Decremented {
 			parts["given_back"]++
 		} else {
 			parts["releasing"]++

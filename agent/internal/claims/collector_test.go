@@ -24,7 +24,7 @@ func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
 	l := protocol.Ledger{
 		Version: protocol.LedgerVersion, Seq: 7, Floor: 2, LastReplicas: 8, Spare: 1,
 		Pending:   map[string]protocol.Named{"a": {}, "b": {Machine: "m", UID: "u"}, "c": {}},
-		Releasing: map[types.UID]protocol.Release{"x": {Machine: "x"}, "y": {Machine: "y", GivenBack: true}},
+		Releasing: map[types.UID]protocol.Release{"x": {Machine: "x"}, "y": {Machine: "y", Decremented: true}},
 	}
 	deployment := func(name, ledger string) *clusterv1.MachineDeployment {
 		return &clusterv1.MachineDeployment{

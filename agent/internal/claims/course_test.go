@@ -273,8 +273,8 @@ func (c *course) claim(id string, e int, adopt string) {
 	})
 }
 
-// giveBack makes a holder release a claim in the same way.
-func (c *course) giveBack(id string, e int) {
+// releaseClaim makes a holder release a claim in the same way.
+func (c *course) releaseClaim(id string, e int) {
 	c.repeat("claim "+id+" is released", e, func(e int) bool {
 		c.release(e, id)
 		return c.owners[id].released
@@ -420,26 +420,26 @@ var scripts = []struct {
 	{"a claim is made, bound and released", rolling(1), func(c *course) {
 		c.claim("c0", 0, "")
 		c.untilJoined("c0")
-		c.giveBack("c0", 1)
+		c.releaseClaim("c0", 1)
 		c.untilEnded("c0")
 	}},
 	{"a Machine is handed over", rolling(0), func(c *course) {
 		c.hold(true)
 		c.claim("c0", 0, "")
 		c.untilPromised("c0")
-		c.giveBack("c0", 1)
+		c.releaseClaim("c0", 1)
 		c.claim("c1", 1, "")
 		c.untilPromised("c1")
 		c.hold(false)
 		c.untilJoined("c1")
-		c.giveBack("c1", 0)
+		c.releaseClaim("c1", 0)
 		c.untilEnded("c1")
 	}},
 	{"a spare is given back", rolling(1), func(c *course) {
 		c.hold(true)
 		c.claim("c0", 1, "")
 		c.untilPromised("c0")
-		c.giveBack("c0", 0)
+		c.releaseClaim("c0", 0)
 		c.untilEnded("c0")
 		c.rests()
 		c.hold(false)
@@ -450,9 +450,9 @@ var scripts = []struct {
 		c.rollout(c.groups[0])
 		c.claim("c1", 1, "")
 		c.untilJoined("c1")
-		c.giveBack("c0", 1)
+		c.releaseClaim("c0", 1)
 		c.untilEnded("c0")
-		c.giveBack("c1", 0)
+		c.releaseClaim("c1", 0)
 		c.untilEnded("c1")
 	}},
 	{"another actor deletes a claim's Machine", rolling(1), func(c *course) {
@@ -463,7 +463,7 @@ var scripts = []struct {
 		c.outsider(c.machineOf("c0"))
 		c.untilEnded("c0")
 		c.outsider(c.machineOf("c1"))
-		c.giveBack("c1", 0)
+		c.releaseClaim("c1", 0)
 		c.untilEnded("c1")
 	}},
 	{"a Machine is adopted", rolling(2), func(c *course) {
@@ -475,7 +475,7 @@ var scripts = []struct {
 		c.peaceful = false
 		c.claim("c0", 0, c.machines(c.groups[0])[0].Name)
 		c.untilJoined("c0")
-		c.giveBack("c0", 1)
+		c.releaseClaim("c0", 1)
 		c.untilEnded("c0")
 	}},
 	{"a Machine is returned", rolling(1), func(c *course) {

@@ -109,7 +109,7 @@ func TestGivingBackTestsTheGeneration(t *testing.T) {
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), md))
 	s := &protocol.Snapshot{Deployment: md, Group: eligibility.Group{Replicas: 2}, Ledger: ledger}
 	next := ledger.Clone()
-	next.Releasing["m"] = protocol.Release{Machine: "m", GivenBack: true, Generation: 2}
+	next.Releasing["m"] = protocol.Release{Machine: "m", Decremented: true, Generation: 2}
 	s.Deployment.Generation--
 
 	_, err = e.writeLedger(t.Context(), s, &protocol.Decision{Ledger: next, Replicas: 1, Removes: true})

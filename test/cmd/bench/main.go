@@ -242,7 +242,7 @@ func (c *course) byClaims(ctx context.Context) (took [milestones]time.Duration, 
 		}
 		took[m] = time.Since(began)
 	}
-	return took, calls, c.giveBack(ctx, wishes)
+	return took, calls, c.releaseJoined(ctx, wishes)
 }
 
 // serial claims machines one after the other, as if each raise of replicas had to complete before
@@ -259,10 +259,10 @@ func (c *course) serial(ctx context.Context, machines int) (time.Duration, error
 		}
 	}
 	took := time.Since(began)
-	return took, c.giveBack(ctx, wishes)
+	return took, c.releaseJoined(ctx, wishes)
 }
 
-func (c *course) giveBack(ctx context.Context, wishes []loadgen.Wish) error {
+func (c *course) releaseJoined(ctx context.Context, wishes []loadgen.Wish) error {
 	// A Machine without its Node would be handed over instead of being removed.
 	ids := lo.SliceToMap(wishes, func(w loadgen.Wish) (string, bool) { return w.ID, true })
 	if err := c.site.AwaitMachines(ctx, func(machines []loadgen.Machine) string {

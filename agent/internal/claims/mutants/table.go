@@ -319,10 +319,10 @@ var mutants = []mutant{
 
 	// Rule R5: wait for the generation of the agent's own write.
 	{name: "R5: a Machine is let go before the lowering is observed", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
-		{"		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.GivenBack && ours:\n"},
+		{"		case recorded && r.Decremented && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.Decremented && ours:\n"},
 	}},
 	{name: "R5: numbers that look right instead of the generation", edits: []edit{
-		{"		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.GivenBack && ours && s.observed(0):\n"},
+		{"		case recorded && r.Decremented && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.Decremented && ours && s.observed(0):\n"},
 	}},
 	{name: "R5: only the MachineDeployment is waited for", world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
 		{
@@ -477,22 +477,22 @@ var mutants = []mutant{
 		{"	case recorded:\n		return releasing\n", ""},
 	}},
 	{name: "replicas lowered before the deletion is complete", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
-		{"		case !r.GivenBack && DeletionCompleted(m):\n", "		case !r.GivenBack && !Alive(m):\n"},
+		{"		case !r.Decremented && DeletionCompleted(m):\n", "		case !r.Decremented && !Alive(m):\n"},
 	}},
 	{name: "replicas lowered before the Machine is deleted", edits: []edit{
-		{"		case !r.GivenBack && DeletionCompleted(m):\n", "		case !r.GivenBack:\n"},
+		{"		case !r.Decremented && DeletionCompleted(m):\n", "		case !r.Decremented:\n"},
 	}},
 	{name: "a Machine that somebody else removed is given back", world: "-claims=1 -floor=1 -machines=3 -outsiders=1 -stale=0", violation: "I3", edits: []edit{
 		{
-			"			if r.GivenBack || r.Set == \"\" {\n",
-			"			if !r.GivenBack && r.Set == \"\" && b.d.Replicas > 0 {\n				b.d.Replicas--\n			}\n			if r.GivenBack || r.Set == \"\" {\n",
+			"			if r.Decremented || r.Set == \"\" {\n",
+			"			if !r.Decremented && r.Set == \"\" && b.d.Replicas > 0 {\n				b.d.Replicas--\n			}\n			if r.Decremented || r.Set == \"\" {\n",
 		},
 	}},
 	{name: "deleted without our finalizer", edits: []edit{
 		{"	controllerutil.AddFinalizer(m, v1alpha1.ReleaseFinalizer)\n", ""},
 	}},
 	{name: "a replica is given back twice", edits: []edit{
-		{"		case !r.GivenBack && DeletionCompleted(m):\n", "		case DeletionCompleted(m):\n"},
+		{"		case !r.Decremented && DeletionCompleted(m):\n", "		case DeletionCompleted(m):\n"},
 	}},
 	{name: "a Machine is bound before the claim that hands it over has ended", edits: []edit{
 		{" && ClaimOf(m) == \"\" && !had:\n", " && ClaimOf(m) == \"\" && (!had || true):\n"},
@@ -523,7 +523,7 @@ var mutants = []mutant{
 				"		if !g.recovered && s.Ledger != nil && s.Deployment.Annotations[clusterv1.PausedAnnotation] == \"agent.karpenter.cluster.x-k8s.io\" {\n" +
 				"			d = &protocol.Decision{Ledger: s.Ledger.Clone(), Replicas: s.Group.Replicas, Pause: protocol.PauseRemove, Urgent: true}\n" +
 				"			for uid, r := range d.Ledger.Releasing {\n" +
-				"				if !r.GivenBack {\n" +
+				"				if !r.Decremented {\n" +
 				"					r.Set = \"\"\n" +
 				"					d.Ledger.Releasing[uid] = r\n" +
 				"				}\n" +
@@ -888,10 +888,10 @@ var mutants = []mutant{
 		{"	if !s.moved() {\n		return\n	}\n	l := s.Ledger.Clone()\n", "	if true {\n		return\n	}\n	l := s.Ledger.Clone()\n"},
 	}},
 	{name: "a Machine that lives again waits for a generation that is no more", test: "TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames", edits: []edit{
-		{"			r.GivenBack, r.Generation = !Alive(m), s.Deployment.Generation\n", "			r.GivenBack = !Alive(m)\n"},
+		{"			r.Decremented, r.Generation = !Alive(m), s.Deployment.Generation\n", "			r.Decremented = !Alive(m)\n"},
 	}},
 	{name: "a Machine that lives again has no replica", test: "TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames", edits: []edit{
-		{"			r.GivenBack, r.Generation = !Alive(m), s.Deployment.Generation\n", "			r.Generation = s.Deployment.Generation\n"},
+		{"			r.Decremented, r.Generation = !Alive(m), s.Deployment.Generation\n", "			r.Generation = s.Deployment.Generation\n"},
 	}},
 	{name: "a claim that lost its status in a move asks for a Machine", test: "TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger", edits: []edit{
 		{"	return Carried(c, s.ClusterUID) || c.Status", "	return c.Status"},

@@ -173,7 +173,7 @@ func (w *writer) commit(d *decision) {
 	}
 	for i := range maxMachines {
 		switch {
-		case d.ledger.givenBack&^w.from.ledger.givenBack&bit(i) != 0:
+		case d.ledger.decremented&^w.from.ledger.decremented&bit(i) != 0:
 			to.md.carried &^= bit(i)
 			if d.replicas == at.md.replicas && at.md.observed != 0 {
 				to.md.carried |= bit(i)
@@ -250,7 +250,7 @@ func (w *writer) perform(a action) {
 			next.groups[w.g].machines[i].label = 0
 			w.emit(&next, act(w.id, w.g, doUnbind, c, i), "")
 		}
-	case giveBack:
+	case markReturned:
 		if w.machineFresh(i) {
 			next := *w.s
 			m := &next.groups[w.g].machines[i]

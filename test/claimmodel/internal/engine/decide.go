@@ -55,7 +55,7 @@ const (
 	pauseMachineSet
 	unpauseMachineSet
 	lowerSet
-	giveBack
+	markReturned
 )
 
 // kinds are the explored actions. The others write only for users, or need what the model does not
@@ -66,7 +66,7 @@ var kinds = map[protocol.ActionKind]kind{
 	// In the model, only calls move claims.
 	protocol.MoveOn: end,
 	protocol.Hold:   hold, protocol.Keep: keep, protocol.LetGo: letGo, protocol.PauseMachineSet: pauseMachineSet,
-	protocol.UnpauseMachineSet: unpauseMachineSet, protocol.LowerSet: lowerSet, protocol.Return: giveBack,
+	protocol.UnpauseMachineSet: unpauseMachineSet, protocol.LowerSet: lowerSet, protocol.Return: markReturned,
 }
 
 // question is the input of a decision.
@@ -347,11 +347,11 @@ func ledgerOf(s *snapshot) *protocol.Ledger {
 		if s.ledger.releasing&bit(i) == 0 {
 			continue
 		}
-		r := protocol.Release{Machine: name("m", i), GivenBack: s.ledger.givenBack&bit(i) != 0}
+		r := protocol.Release{Machine: name("m", i), Decremented: s.ledger.decremented&bit(i) != 0}
 		if s.ledger.underPause&bit(i) != 0 {
 			r.Set = name("set", int(s.machines[i].set))
 		}
-		if r.GivenBack {
+		if r.Decremented {
 			r.Generation = generation
 			if s.md.carried&bit(i) != 0 {
 				r.Generation = observedGeneration(&s.md)
@@ -429,8 +429,8 @@ func (p *Protocol) numbers(from *protocol.Ledger) ledger {
 	for uid, r := range from.Releasing {
 		i := int(number(string(uid)))
 		l.releasing |= bit(i)
-		if r.GivenBack {
-			l.givenBack |= bit(i)
+		if r.Decremented {
+			l.decremented |= bit(i)
 		}
 		if r.Set != "" {
 			l.underPause |= bit(i)

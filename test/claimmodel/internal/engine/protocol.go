@@ -405,6 +405,6 @@ func describeLedger(who, g int, d *decision) explore.Act {
 		names += int(b(entry >= named))
 	}
 	x := int(d.replicas)&15<<12 | int(d.ledger.floor)&7<<9 | min(entries, 3)<<7 | min(names, 3)<<5 |
-		min(int(count(d.ledger.releasing)), 3)<<3 | min(int(count(d.ledger.givenBack)), 3)<<1 | int(b(d.pause != protocol.PauseKeep))
+		min(int(count(d.ledger.releasing)), 3)<<3 | min(int(count(d.ledger.decremented)), 3)<<1 | int(b(d.pause != protocol.PauseKeep))
 	return explore.Act(who<<28 | g<<24 | writeLedger<<16 | x)
 }

@@ -135,7 +135,7 @@ type ledger struct {
 	pending             [maxClaims]uint8
 	adopted             uint8 // mask of claims: the floor was lowered for them
 	releasing           uint8 // masks of Machines
-	givenBack           uint8
+	decremented         uint8
 	underPause          uint8 // its MachineSet is lowered under pause
 	lowered             uint8 // the group is frozen
 	shrinks             uint8 // the MachineSet, from 1, that is paused while the replicas of spares that never came are decremented

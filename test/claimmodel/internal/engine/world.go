@@ -59,8 +59,8 @@ func (p *Protocol) scale(s *State, g int, to [maxSets]int, move emitter) {
 			changed, x = true, i
 		}
 	}
-	observes := at.md.observed == 0 || at.md.carried != at.ledger.givenBack
-	at.md.observed, at.md.carried = 1, at.ledger.givenBack
+	observes := at.md.observed == 0 || at.md.carried != at.ledger.decremented
+	at.md.observed, at.md.carried = 1, at.ledger.decremented
 	switch {
 	case changed:
 		move(&next, deploymentScales, x, to[x], "")
