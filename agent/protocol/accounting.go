@@ -13,15 +13,15 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// fold begins the next ledger as a copy of the one that was read and folds in changes that others
-// made to replicas. If a user (or GitOps) raised replicas, the floor rises; if they lowered
-// replicas, the floor falls. If replicas went below what is claimed, or a writer keeps setting the
-// same number, the group is frozen.
-func (b *books) fold() {
-	marked := b.Group.Has(eligibility.ReplicasLowered)
+// absorbUserScale begins the next ledger as a copy of the one that was read, and accounts for the
+// changes that others made to replicas. If a user (or GitOps) raised replicas, the floor rises; if
+// they lowered replicas, the floor falls. If replicas went below what is claimed, or a writer keeps
+// setting the same number, the group is frozen.
+func (b *books) absorbUserScale() {
+	lowered := b.Group.Has(eligibility.ReplicasLowered)
 	if b.Ledger == nil {
 		b.next = b.rebuild()
-		b.next.Lowered = marked
+		b.next.Lowered = lowered
 	} else {
 		b.next = b.Ledger.Clone()
 	}
@@ -29,7 +29,7 @@ func (b *books) fold() {
 		b.next.Min = b.Group.Min
 	}
 	switch {
-	case marked:
+	case lowered:
 		b.next.Lowered = true
 		return
 	case b.next.Lowered:
@@ -47,15 +47,15 @@ func (b *books) fold() {
 	}
 	if b.Group.Replicas > b.next.LastReplicas {
 		// The user asks for more than they have already.
-		b.next.Floor = b.users(b.next.LastReplicas)
+		b.next.Floor = b.userOwned(b.next.LastReplicas)
 	}
 	b.next.Floor = max(0, b.next.Floor+b.Group.Replicas-b.next.LastReplicas)
 	b.next.LastReplicas = b.Group.Replicas
 }
 
-// users returns how many of the given replicas belong to the user: the floor, or the min size as
-// far as there are enough replicas for it.
-func (b *books) users(replicas int32) int32 {
+// userOwned returns how many of the given replicas belong to the user: the floor, or the min size
+// as far as there are enough replicas for it.
+func (b *books) userOwned(replicas int32) int32 {
 	others := b.labelledAlone() + b.unreleased()
 	for id := range b.next.Pending {
 		if b.keeps(id) { // the replica of any other entry becomes a spare
@@ -222,8 +222,9 @@ func Count[T any](items []T) int32 { return clamp(len(items)) }
 
 func clamp(n int) int32 { return int32(max(math.MinInt32, min(math.MaxInt32, n))) }
 
-// meet raises replicas when owners own more of them than there are. It never lowers replicas.
-func (b *books) meet() {
+// raiseToOwned raises replicas when owners own more of them than there are. It never lowers
+// replicas.
+func (b *books) raiseToOwned() {
 	b.labelOnly = b.labelledAlone()
 	if owed := b.used(); owed > b.d.Replicas && b.mayGrow() {
 		if b.Group.Max != nil {
@@ -390,7 +391,7 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 		return refuse("is being deleted")
 	case fresh, suspect, hopeless, inhabited, ofFloor:
 	}
-	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked && c.Spec.AdoptAboveMinSize {
+	if _, deleteRequested := m.Annotations[clusterv1.DeleteMachineAnnotation]; deleteRequested && c.Spec.AdoptAboveMinSize {
 		return refuse("is to be removed next; take the annotation " + clusterv1.DeleteMachineAnnotation + " off first")
 	}
 	if b.returned(m.UID) {

@@ -271,13 +271,13 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 			d.Actions = append(d.Actions, Action{Kind: Keep, Claim: s.boundTo(m), Machine: m})
 		case recorded && !r.Decremented && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):
 			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: r})
-		case recorded && r.Decremented && ours && s.carriedThrough(r.Generation):
+		case recorded && r.Decremented && ours && s.reconciled(r.Generation):
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
 		case stopped && s.deleted():
 			// Cluster API deletes the whole group, creates no replacements, and waits for this
 			// Machine.
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
-		case !recorded && stopped && s.carriedThrough(s.Deployment.Generation):
+		case !recorded && stopped && s.reconciled(s.Deployment.Generation):
 			// Held for a ledger that is lost. It is not known whether replicas were decremented for
 			// it, so they are not lowered. If they were not, the replacement is a spare.
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})

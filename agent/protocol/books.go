@@ -26,7 +26,7 @@ type books struct {
 	// most as many as the floor has.
 	floors map[types.UID]bool
 	// labelOnly counts the Machines that own a replica by their label alone. It does not change
-	// after [books.meet].
+	// after [books.raiseToOwned].
 	labelOnly int32
 	// covering is how many replicas this decision adds for claims whose Machines have become
 	// unusable. They are not spare.
@@ -69,7 +69,7 @@ const (
 	ofFloor
 )
 
-// open begins the books of a decision: it folds in what others changed, drops entries that are no
+// open begins the books of a decision: it absorbs what others changed, drops entries that are no
 // longer needed, and takes back promises that cannot be kept.
 func (s *Snapshot) open() *books {
 	b := &books{
@@ -77,7 +77,7 @@ func (s *Snapshot) open() *books {
 		d:          &Decision{Replicas: s.Group.Replicas, Refused: map[string]eligibility.Refusal{}, Queued: map[string]bool{}},
 		conditions: make(map[types.UID]class),
 	}
-	b.fold()
+	b.absorbUserScale()
 	b.dropEntries()
 	b.dropReturns()
 	b.unname()
@@ -118,8 +118,8 @@ func (b *books) class(m *clusterv1.Machine) class {
 
 // condition returns the class of a free Machine that is not the floor's.
 func (b *books) condition(m *clusterv1.Machine) class {
-	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
-	kept := marked || ClaimOf(m) != "" || Outdated(m)
+	_, deleteRequested := m.Annotations[clusterv1.DeleteMachineAnnotation]
+	kept := deleteRequested || ClaimOf(m) != "" || Outdated(m)
 	switch {
 	case hasFloorMark(m), slices.Contains(b.next.Marking, m.UID): // more than the floor has now
 		return inhabited

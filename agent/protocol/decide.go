@@ -40,9 +40,9 @@ type Decision struct {
 	// Held reports that nothing is ordered and nothing removed until the Cluster is unpaused and
 	// all of its state is known again.
 	Held bool
-	// Spare reports whether there is a spare now, or a Machine that has to make room for a waiting
-	// claim, for the grace period. It is also true when its release has only been decided.
-	Spare bool
+	// HasSpare reports whether there is a spare now, or a Machine that has to make room for a
+	// waiting claim, for the grace period. It is also true when its release has only been decided.
+	HasSpare bool
 	// Removes reports that the decision lowers replicas or begins to remove Machines that it chose
 	// itself. Both depend on the template.
 	Removes bool
@@ -219,14 +219,14 @@ func Decide(s *Snapshot) *Decision {
 	b.startReturns()
 	b.decrement()
 	b.unpause()
-	b.meet()
+	b.raiseToOwned()
 	b.readmit()
 	b.adopt()
 	b.enter()
 	b.name()
 	b.markFloors()
 	b.coverShortage()
-	b.d.Spare = b.spare() > 0 || b.blocking() > 0
+	b.d.HasSpare = b.spare() > 0 || b.blocking() > 0
 	b.releaseSpare()
 	b.shrink()
 	b.close()

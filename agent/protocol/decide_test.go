@@ -73,7 +73,7 @@ func TestAClaimWhoseMachineJoinedUnseenIsOwedAnotherOne(t *testing.T) {
 		}
 		d := Decide(s)
 		assert.Equal(t, replicas, d.Replicas, "%q", reason)
-		assert.False(t, d.Spare, "%q: the Machine that joined is nobody's once the other one was asked for", reason)
+		assert.False(t, d.HasSpare, "%q: the Machine that joined is nobody's once the other one was asked for", reason)
 	}
 }
 
@@ -109,7 +109,7 @@ func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 		s.SpareSince = time.Time{}
 		d := Decide(s)
 		assert.Nil(t, d.Ledger)
-		assert.True(t, d.Spare, "or the grace period would never begin")
+		assert.True(t, d.HasSpare, "or the grace period would never begin")
 		assert.Equal(t, s.SpareGrace, d.Again)
 	})
 	t.Run("one for each claim that waits", func(t *testing.T) {
@@ -413,7 +413,7 @@ func TestAWipedLedgerDoesNotCountAMachineThatGoes(t *testing.T) {
 func TestANoCapacityReasonGivesTheMachineUpAtOnce(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 		withMachine("a", "c", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhaseBound, "a")
-	s.Failure = Failure{Reasons: []string{"InsufficientCapacity"}}
+	s.Failure = FailurePolicy{Reasons: []string{"InsufficientCapacity"}}
 	d := Decide(s)
 	require.Equal(t, []ActionKind{Fail}, kinds(d))
 	assert.Contains(t, d.Actions[0].Event.Message, "InsufficientCapacity: no hosts left")
@@ -431,7 +431,7 @@ func TestAMachineIsGivenUpForWhatIsKnownOfItsProvider(t *testing.T) {
 		s.Machines[0].Spec.InfrastructureRef.Kind = kind
 		s.Machines[0].Status.Conditions[0].Message = message
 		s.Machines[0].CreationTimestamp = metav1.NewTime(s.Now.Add(-age))
-		s.Failure = Failure{Known: true}
+		s.Failure = FailurePolicy{Known: true}
 		return s
 	}
 	s := report("AzureMachine", "Failed", "ERROR CODE: ZonalAllocationFailed", 0)
@@ -488,7 +488,7 @@ func TestAFailureHasAClass(t *testing.T) {
 		"no Machine, for a quota":             {blocked(`machines is forbidden: exceeded quota: fleet`), failures.Quota},
 	} {
 		t.Run(name, func(t *testing.T) {
-			test.s.Failure = Failure{Known: true, Reasons: []string{"NoRoom"}, ObjectDeadline: deadline, ProviderIDDeadline: deadline}
+			test.s.Failure = FailurePolicy{Known: true, Reasons: []string{"NoRoom"}, ObjectDeadline: deadline, ProviderIDDeadline: deadline}
 			d := Decide(test.s)
 			require.Equal(t, []ActionKind{Fail}, kinds(d))
 			assert.Equal(t, test.want, d.Actions[0].Class, d.Actions[0].Event.Message)
@@ -501,7 +501,7 @@ func TestWhereTheMachineSaysNothingItsInfrastructureIsAsked(t *testing.T) {
 		withMachine("a", "c", infrastructure("InstanceProvisionFailed")).withClaim("c", v1alpha1.PhaseBound, "a")
 	m := s.Machines[0]
 	m.Spec.InfrastructureRef.Kind, m.Status.Conditions[0].Message = "AWSMachine", "0 of 2 completed"
-	s.Failure = Failure{Known: true}
+	s.Failure = FailurePolicy{Known: true}
 	assert.Equal(t, "InstanceReady", s.Failure.See(m))
 	d := Decide(s)
 	assert.Empty(t, kinds(d))
@@ -529,7 +529,7 @@ func TestAFailedClaimsMachineIsNotHandedOver(t *testing.T) {
 }
 
 func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T) {
-	failure := Failure{ObjectDeadline: time.Minute, ProviderIDDeadline: 2 * time.Minute, NodeDeadline: 3 * time.Minute}
+	failure := FailurePolicy{ObjectDeadline: time.Minute, ProviderIDDeadline: 2 * time.Minute, NodeDeadline: 3 * time.Minute}
 	bound := func(change func(*clusterv1.Machine), since time.Duration) func() *Snapshot {
 		return func() *Snapshot {
 			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", change).withClaim("c", v1alpha1.PhaseBound, "a")
@@ -593,7 +593,7 @@ func TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOpti
 		t.Run(name, func(t *testing.T) {
 			at := func(age time.Duration) []ActionKind {
 				s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", test.change).withClaim("c", v1alpha1.PhaseBound, "a")
-				s.Failure = Failure{ProviderIDDeadline: options, NodeDeadline: options}
+				s.Failure = FailurePolicy{ProviderIDDeadline: options, NodeDeadline: options}
 				s.Group.MaxNodeProvisionTime = test.group
 				if test.claim > 0 {
 					s.Claims[0].Spec.MaxNodeProvisionTimeSeconds = new(int32(test.claim / time.Second))
@@ -616,7 +616,7 @@ func TestAMachineIsKeptForTheMostPatientClaim(t *testing.T) {
 	named := func(patience, ofGroup, age time.Duration) bool {
 		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
 			withMachine("a", "", nil).withClaim("c", v1alpha1.PhasePending, "")
-		s.Failure = Failure{ProviderIDDeadline: 2 * time.Minute}
+		s.Failure = FailurePolicy{ProviderIDDeadline: 2 * time.Minute}
 		s.Group.MaxNodeProvisionTime = ofGroup
 		s.Claims[0].Spec.MaxNodeProvisionTimeSeconds = new(int32(patience / time.Second))
 		s.Now = s.Now.Add(age)
@@ -634,7 +634,7 @@ func TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines(t *testing.T
 	at := func(age time.Duration) *Decision {
 		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
 			withMachine("a", "", nil).withClaim("c", v1alpha1.PhasePending, "")
-		s.Failure = Failure{ProviderIDDeadline: 2 * time.Minute}
+		s.Failure = FailurePolicy{ProviderIDDeadline: 2 * time.Minute}
 		s.Now = s.Now.Add(age)
 		s.Claims[0].CreationTimestamp = metav1.NewTime(s.Now)
 		return Decide(s)
@@ -780,7 +780,7 @@ func TestAClaimThatLostItsStatusBeforeItsEntryWasDroppedIsRestored(t *testing.T)
 }
 
 func TestAFailingMachineIsNobodysNext(t *testing.T) {
-	failing := Failure{Reasons: []string{"InsufficientCapacity"}}
+	failing := FailurePolicy{Reasons: []string{"InsufficientCapacity"}}
 	released := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 		withMachine("a", "c", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhaseReleasing, "a")
 	released.Failure = failing
@@ -962,7 +962,7 @@ func TestAnAdoptionThatIsTakenBackLeavesTheMachineWithTheUser(t *testing.T) {
 	assert.Equal(t, int32(2), d.Ledger.Floor)
 	assert.Empty(t, d.Ledger.Pending)
 	assert.Equal(t, int32(2), d.Replicas)
-	assert.False(t, d.Spare)
+	assert.False(t, d.HasSpare)
 }
 
 func TestAnAdoptionWhoseMachineDiesEnds(t *testing.T) {
@@ -976,7 +976,7 @@ func TestAnAdoptionWhoseMachineDiesEnds(t *testing.T) {
 
 func TestAClaimFailsWithAMachineThatWillNotCome(t *testing.T) {
 	s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]Named{"b": {}, "c": {}}})
-	s.Failure = Failure{Reasons: []string{"NoCapacity"}}
+	s.Failure = FailurePolicy{Reasons: []string{"NoCapacity"}}
 	s.withMachine("bad", "", infrastructure("NoCapacity")).withMachine("good", "", nil).
 		withClaim("b", v1alpha1.PhasePending, "").withClaim("c", v1alpha1.PhasePending, "")
 	d := Decide(s)

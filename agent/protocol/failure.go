@@ -15,9 +15,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 )
 
-// Failure defines when a claim's Machine is given up, and how long its node group takes no claims
-// after that. Cluster API has no notion of a final failure, so this is configurable.
-type Failure struct {
+// FailurePolicy defines when a claim's Machine is given up, and how long its node group takes no
+// claims after that. Cluster API has no notion of a final failure, so this is configurable.
+type FailurePolicy struct {
 	// Known enables the built-in knowledge of infrastructure providers; see package failures.
 	Known bool
 	// Reasons are further reasons of a Machine's InfrastructureReady condition that mean the
@@ -42,7 +42,7 @@ type Failure struct {
 const Patience = 3
 
 // of classifies what a Machine's infrastructure reports.
-func (f Failure) of(kind, reason, message string) failures.Verdict {
+func (f FailurePolicy) of(kind, reason, message string) failures.Verdict {
 	switch {
 	case reason == "":
 	case slices.Contains(f.Reasons, reason), slices.Contains(f.Reasons, kind+"/"+reason):
@@ -65,7 +65,7 @@ const (
 
 // See returns the condition of the Machine's infrastructure object that shows whether the Machine
 // will come, or "" if none needs to be read.
-func (f Failure) See(m *clusterv1.Machine) string {
+func (f FailurePolicy) See(m *clusterv1.Machine) string {
 	if m.Spec.ProviderID != "" || !Alive(m) {
 		return ""
 	}
@@ -225,7 +225,7 @@ func (s *Snapshot) failsAfter(option time.Duration) time.Duration {
 
 // NodeDeadlineOf returns how long the claim waits for its Machine's Node; zero means for ever. md
 // is the claim's node group.
-func (f Failure) NodeDeadlineOf(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) time.Duration {
+func (f FailurePolicy) NodeDeadlineOf(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) time.Duration {
 	ofGroup, _ := eligibility.MaxNodeProvisionTime(md)
 	return lateAfter(ofGroup, c, f.NodeDeadline)
 }

@@ -21,8 +21,8 @@ func (b *books) unname() {
 			continue
 		}
 		m := b.machine(named.UID)
-		marked := m != nil && hasFloorMark(m) && b.Claim(id).Spec.Adopt == ""
-		if m == nil || !Alive(m) || Held(m) || marked || ClaimOf(m) != "" && ClaimOf(m) != id {
+		floorMarked := m != nil && hasFloorMark(m) && b.Claim(id).Spec.Adopt == ""
+		if m == nil || !Alive(m) || Held(m) || floorMarked || ClaimOf(m) != "" && ClaimOf(m) != id {
 			named.Machine, named.UID = "", ""
 			b.next.Pending[id] = named
 		}

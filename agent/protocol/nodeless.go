@@ -91,8 +91,8 @@ func (s *Snapshot) paused(m *clusterv1.Machine) bool {
 	if m == nil {
 		return false
 	}
-	_, marked := m.Annotations[clusterv1.PausedAnnotation]
-	return marked || IsPaused(m.Status.Conditions)
+	_, annotated := m.Annotations[clusterv1.PausedAnnotation]
+	return annotated || IsPaused(m.Status.Conditions)
 }
 
 // unpausedAt returns since when Cluster API reconciles the object with these conditions: its first

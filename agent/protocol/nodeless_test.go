@@ -89,7 +89,7 @@ func TestAMachineWhoseNodeIsUnseenIsNotGivenUp(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
 			change(s)
-			s.Failure = Failure{NodeDeadline: time.Minute}
+			s.Failure = FailurePolicy{NodeDeadline: time.Minute}
 			s.Claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.Now.Add(2 * time.Hour)))
 			s.Now = s.Now.Add(2 * time.Hour)
 			got := kinds(Decide(s))
@@ -133,7 +133,7 @@ func TestANodeDeadlineNeedsBothStatements(t *testing.T) {
 	deadline := 30 * time.Minute
 	at := func(absent *time.Duration, registered bool) []ActionKind {
 		s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", booting).withClaim("c", v1alpha1.PhaseBound, "m")
-		s.Failure = Failure{NodeDeadline: deadline}
+		s.Failure = FailurePolicy{NodeDeadline: deadline}
 		made := s.Now
 		s.Now = made.Add(deadline + 2*time.Minute)
 		if absent != nil {
@@ -159,7 +159,7 @@ func TestANodeDeadlineNeedsBothStatements(t *testing.T) {
 
 func TestTheTimeOfAPauseDoesNotCount(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
-	s.Failure = Failure{ProviderIDDeadline: 10 * time.Minute}
+	s.Failure = FailurePolicy{ProviderIDDeadline: 10 * time.Minute}
 	unpaused := s.Now.Add(time.Hour)
 	s.Machines[0].Status.Conditions = []metav1.Condition{{
 		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(unpaused),
@@ -172,7 +172,7 @@ func TestTheTimeOfAPauseDoesNotCount(t *testing.T) {
 
 func TestTheTimeOfAPauseMakesNoMachineHopeless(t *testing.T) {
 	s := scene(1, nil).withMachine("m", "", nil)
-	s.Failure = Failure{ProviderIDDeadline: time.Minute}
+	s.Failure = FailurePolicy{ProviderIDDeadline: time.Minute}
 	m := s.Machines[0]
 	m.CreationTimestamp = metav1.NewTime(s.Now.Add(-time.Hour))
 	s.prepare()
@@ -187,7 +187,7 @@ func TestTheTimeOfAPauseMakesNoMachineHopeless(t *testing.T) {
 func TestAKeptClaimIsNotExplainedInTurns(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("m", "c", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" }).
 		withClaim("c", v1alpha1.PhaseBound, "m")
-	s.Failure, s.Now = Failure{NodeDeadline: time.Minute}, s.Now.Add(time.Hour)
+	s.Failure, s.Now = FailurePolicy{NodeDeadline: time.Minute}, s.Now.Add(time.Hour)
 	require.Equal(t, []ActionKind{Explain}, kinds(Decide(s)))
 	s.Claims[0].Status.Reason = ReasonOwnerMissing
 	assert.Empty(t, kinds(Decide(s)))

@@ -123,7 +123,7 @@ func (b *books) beginPause(ready []types.UID) {
 		if m == nil || SetOf(m) == "" {
 			continue
 		}
-		if set := b.set(SetOf(m)); set != nil && marked(set) {
+		if set := b.set(SetOf(m)); set != nil && hasPausedAnnotation(set) {
 			continue
 		}
 		r := b.next.Releasing[uid]

@@ -81,8 +81,8 @@ func (s *Snapshot) handsOver(m *clusterv1.Machine) bool {
 	if c := s.Claim(ClaimOf(m)); c != nil && (c.Status.FailedAt != nil || c.Status.Drained) {
 		return false
 	}
-	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
-	return !marked
+	_, deleteRequested := m.Annotations[clusterv1.DeleteMachineAnnotation]
+	return !deleteRequested
 }
 
 // decrement lowers replicas for Machines whose instance is gone and that only our finalizer keeps,

@@ -35,7 +35,7 @@ func (b *books) startReturns() {
 		if !b.budget.give(m.Name, c.Spec.ClaimID) {
 			return
 		}
-		b.next.Floor = b.users(b.Group.Replicas) + 1
+		b.next.Floor = b.userOwned(b.Group.Replicas) + 1
 		b.next.Returning[m.UID] = Returned{Machine: m.Name, Claim: c.Spec.ClaimID}
 		b.floors[m.UID] = true
 		b.d.Urgent = true

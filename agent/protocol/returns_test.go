@@ -105,7 +105,7 @@ func TestAReturnedMachineIsBeyondTheMinSize(t *testing.T) {
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, int32(2), d.Ledger.Floor)
 	assert.Equal(t, int32(2), d.Replicas)
-	assert.False(t, d.Spare)
+	assert.False(t, d.HasSpare)
 }
 
 // Replicas that the max size left no room for are not the user's.

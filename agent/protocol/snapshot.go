@@ -50,9 +50,9 @@ type Snapshot struct {
 	// SpareGrace is how long a spare is kept for the next claim.
 	SpareGrace time.Duration
 	// Failure defines when a Machine is given up.
-	Failure Failure
-	// Reports holds the conditions of infrastructure objects that [Failure.See] names, by the UID
-	// of the Machine.
+	Failure FailurePolicy
+	// Reports holds the conditions of infrastructure objects that [FailurePolicy.See] names, by the
+	// UID of the Machine.
 	Reports map[types.UID]Report
 	// LedgerBudget is how many bytes all entries of the ledger may take; zero means [LedgerBudget].
 	LedgerBudget int
@@ -194,18 +194,19 @@ func (s *Snapshot) activeSets() []*clusterv1.MachineSet {
 // observed reports whether Cluster API has carried generation g of the MachineDeployment through to
 // all its MachineSets and assigned all replicas.
 func (s *Snapshot) observed(g int64) bool {
-	return s.carriedThrough(g) && s.assigned()
+	return s.reconciled(g) && s.replicasDistributed()
 }
 
-// assigned reports whether the MachineDeployment's replicas are all distributed to the MachineSets.
-func (s *Snapshot) assigned() bool {
-	return s.allLowered() && s.sum() == *s.Deployment.Spec.Replicas
+// replicasDistributed reports whether the MachineDeployment's replicas are all distributed to the
+// MachineSets.
+func (s *Snapshot) replicasDistributed() bool {
+	return s.scaleDownObserved() && s.sum() == *s.Deployment.Spec.Replicas
 }
 
-// allLowered reports whether every lowering of the MachineDeployment's replicas has reached the
-// MachineSets. A raise need not have: Cluster API defers it while a MachineSet's status counts more
-// Machines than its spec, which may last as long as the MachineSet is paused.
-func (s *Snapshot) allLowered() bool {
+// scaleDownObserved reports whether every lowering of the MachineDeployment's replicas has reached
+// the MachineSets. A raise need not have: Cluster API defers it while a MachineSet's status counts
+// more Machines than its spec, which may last as long as the MachineSet is paused.
+func (s *Snapshot) scaleDownObserved() bool {
 	md := s.Deployment
 	return md.Status.ObservedGeneration >= md.Generation && md.Spec.Replicas != nil && s.sum() <= *md.Spec.Replicas
 }
@@ -241,9 +242,9 @@ func (s *Snapshot) onDelete() bool {
 	return s.Deployment.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType
 }
 
-// carriedThrough reports whether every MachineSet has acted on generation g of the
+// reconciled reports whether every MachineSet has acted on generation g of the
 // MachineDeployment, whatever a rollout does to the numbers meanwhile.
-func (s *Snapshot) carriedThrough(g int64) bool {
+func (s *Snapshot) reconciled(g int64) bool {
 	if s.Deployment.Status.ObservedGeneration < g {
 		return false
 	}

@@ -22,7 +22,7 @@ func waits(long time.Duration) *Snapshot {
 	s := scene(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
 		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "")
 	s.Sets[0].Generation++ // Machines are still being made
-	s.Failure = Failure{ObjectDeadline: 5 * time.Minute}
+	s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
 	s.Now = s.Now.Add(long)
 	return s
 }

@@ -113,7 +113,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,
-		Failure: o.Failure(), Report: infrastructure.NewReports(a.manager.GetAPIReader(), clock.RealClock{}).Of,
+		Failure: o.FailurePolicy(), Report: infrastructure.NewReports(a.manager.GetAPIReader(), clock.RealClock{}).Of,
 		Bounds: claims.Bounds{
 			Claims: o.MaxClaimsPerCluster, Ended: o.MaxEndedClaimsPerCluster,
 			Creations: o.MaxCreationsPerMinute, Releases: o.MaxReleasesPerWindow, ReleaseWindow: o.ReleaseWindow,

@@ -160,7 +160,7 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	// A lagging cache must not restart the grace period of a spare. A cache that shows a later
 	// ledger does not lag, unless that ledger is this agent's own: the spare went to a claim, which
 	// another agent may have served, and the next spare has a grace period of its own.
-	if d.Spare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {
+	if d.HasSpare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {
 		g.noteSpare(s, d)
 	}
 	if wait := g.coalesce(s, d); wait > 0 {

@@ -103,10 +103,10 @@ type Config struct {
 	// accepts a claim in any case.
 	NoMachines func(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error)
 	// Failure defines when a Machine is given up. The zero value gives none up.
-	Failure protocol.Failure
-	// Report returns a condition of a Machine's infrastructure object, where [protocol.Failure.See]
-	// names one, without waiting for a read. known is false until the object has been read. Nil
-	// means that nothing is known.
+	Failure protocol.FailurePolicy
+	// Report returns a condition of a Machine's infrastructure object, where
+	// [protocol.FailurePolicy.See] names one, without waiting for a read. known is false until the
+	// object has been read. Nil means that nothing is known.
 	Report func(ctx context.Context, m *clusterv1.Machine, condition string) (report protocol.Report, known bool)
 	// Bounds limit what one Cluster can store. The zero value sets no limit.
 	Bounds Bounds

@@ -793,7 +793,7 @@ func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Durati
 
 func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 	switch {
-	case !d.Spare:
+	case !d.HasSpare:
 		g.spareSince = time.Time{}
 	case g.spareSince.IsZero():
 		g.spareSince, g.spareSeq = g.engine.Clock.Now(), s.Seq()

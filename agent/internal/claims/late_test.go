@@ -41,7 +41,7 @@ func newSlowWorld(t *rapid.T, takes func(*clusterv1.Machine) time.Duration) *slo
 		return w.clock.Since(m.CreationTimestamp.Time) < takes(m) || protocol.ClaimOf(m) == ""
 	}
 	for _, p := range w.agents {
-		p.engine.Failure = protocol.Failure{ProviderIDDeadline: w.deadline, NodeDeadline: w.deadline, CoolDown: 3 * time.Minute}
+		p.engine.Failure = protocol.FailurePolicy{ProviderIDDeadline: w.deadline, NodeDeadline: w.deadline, CoolDown: 3 * time.Minute}
 	}
 	return w
 }

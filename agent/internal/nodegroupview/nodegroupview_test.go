@@ -109,7 +109,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	require.NoError(t, hub.Index(t.Context(), mgr.GetFieldIndexer()))
 	engine := claims.New(claims.Config{
 		Client: mgr.GetClient(), Reader: mgr.GetAPIReader(), Indexes: claims.Indexes{Group: hub.ByDeployment},
-		Failure: protocol.Failure{CoolDown: coolDown},
+		Failure: protocol.FailurePolicy{CoolDown: coolDown},
 	})
 	f.clock = clocktesting.NewFakePassiveClock(time.Now())
 	nodes, err := learned.New(learned.Config{Client: mgr.GetClient(), Clock: f.clock})

@@ -319,10 +319,10 @@ var mutants = []mutant{
 
 	// Rule R5: wait for the generation of the agent's own write.
 	{name: "R5: a Machine is let go before the lowering is observed", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
-		{"		case recorded && r.Decremented && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.Decremented && ours:\n"},
+		{"		case recorded && r.Decremented && ours && s.reconciled(r.Generation):\n", "		case recorded && r.Decremented && ours:\n"},
 	}},
 	{name: "R5: numbers that look right instead of the generation", edits: []edit{
-		{"		case recorded && r.Decremented && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.Decremented && ours && s.observed(0):\n"},
+		{"		case recorded && r.Decremented && ours && s.reconciled(r.Generation):\n", "		case recorded && r.Decremented && ours && s.observed(0):\n"},
 	}},
 	{name: "R5: only the MachineDeployment is waited for", world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
 		{
@@ -370,10 +370,10 @@ var mutants = []mutant{
 		{"		return !b.shut(m) && !b.replaced(m)\n", "		return false\n"},
 	}},
 	{name: "the floor is not raised for a returned Machine", test: "TestAReturnedMachineIsTheFloorsInOneLedgerWrite", edits: []edit{
-		{"		b.next.Floor = b.users(b.Group.Replicas) + 1\n", ""},
+		{"		b.next.Floor = b.userOwned(b.Group.Replicas) + 1\n", ""},
 	}},
 	{name: "a returned Machine is one of the min size", test: "TestAReturnedMachineIsBeyondTheMinSize", edits: []edit{
-		{"		b.next.Floor = b.users(b.Group.Replicas) + 1\n", "		b.next.Floor++\n"},
+		{"		b.next.Floor = b.userOwned(b.Group.Replicas) + 1\n", "		b.next.Floor++\n"},
 	}},
 	{name: "the user has the min size without room for it", test: "TestAReturnedMachineFillsTheMinSize", edits: []edit{
 		{"	return max(b.next.Floor, min(b.next.Min, replicas-others))\n", "	return b.floor()\n"},
@@ -409,7 +409,7 @@ var mutants = []mutant{
 		{"	others := b.labelledAlone() + b.unreleased()\n", "	others := b.claimed(b.Ledger != nil) + b.unreleased()\n"},
 	}},
 	{name: "what is to be removed is adopted unasked", test: "TestAMachineThatIsToBeRemovedIsAdoptedOnlyByAClaimThatNeedsIt", edits: []edit{
-		{"marked && c.Spec.AdoptAboveMinSize {", "marked && false {"},
+		{"deleteRequested && c.Spec.AdoptAboveMinSize {", "deleteRequested && false {"},
 	}},
 	{name: "an adopted Machine is the next that goes", test: "TestAdoptedMachinesAreNotMarkedForRemoval", edits: []edit{
 		{"		delete(m.Annotations, clusterv1.DeleteMachineAnnotation) //", "		//"},
@@ -567,18 +567,18 @@ var mutants = []mutant{
 	}},
 	{name: "a MachineSet is unpaused before it was lowered", edits: []edit{
 		{
-			"		if overtaken || b.allLowered() && b.d.Replicas == b.Group.Replicas {\n",
+			"		if overtaken || b.scaleDownObserved() && b.d.Replicas == b.Group.Replicas {\n",
 			"		if overtaken || b.d.Replicas >= 0 {\n",
 		},
 	}},
 	{name: "blocked spares are counted down while a template change is unseen", test: "TestSparesThatNeverCameAreCountedOnceTheTemplateIsSeen", edits: []edit{
-		{"		case b.assigned():\n			b.d.Replicas", "		case true:\n			b.d.Replicas"},
+		{"		case b.replicasDistributed():\n			b.d.Replicas", "		case true:\n			b.d.Replicas"},
 	}},
 	{name: "a MachineSet stays paused until it was told of a raise that is put off", world: "-claims=1 -floor=1 -machines=6 -stale=0 -raises=1", violation: "I4", edits: []edit{
-		{"		case b.allLowered(): // a raise is put off until it is unpaused\n", "		case false:\n"},
+		{"		case b.scaleDownObserved(): // a raise is put off until it is unpaused\n", "		case false:\n"},
 	}},
 	{name: "a MachineSet stays paused until it was raised as well", test: "TestAMachineSetIsUnpausedAlthoughARaiseIsPutOff", edits: []edit{
-		{"		if overtaken || b.allLowered() && b.d.Replicas == b.Group.Replicas {\n", "		if overtaken || b.assigned() && b.d.Replicas == b.Group.Replicas {\n"},
+		{"		if overtaken || b.scaleDownObserved() && b.d.Replicas == b.Group.Replicas {\n", "		if overtaken || b.replicasDistributed() && b.d.Replicas == b.Group.Replicas {\n"},
 	}},
 	{name: "a MachineSet stays paused while a rollout waits for it", test: "TestAMachineSetThatARolloutWaitsForIsUnpaused", edits: []edit{
 		{" || !b.onDelete() && b.newest() != set\n", "\n"},
@@ -595,10 +595,10 @@ var mutants = []mutant{
 	}},
 	{
 		name: "a MachineDeployment is paused for a MachineSet that a person paused", test: "TestAMachineSetThatAPersonPausedHoldsUpItsOwnReleasesAlone",
-		edits: []edit{{"set := b.set(SetOf(m)); set != nil && marked(set) {\n", "set := b.set(SetOf(m)); false && marked(set) {\n"}},
+		edits: []edit{{"set := b.set(SetOf(m)); set != nil && hasPausedAnnotation(set) {\n", "set := b.set(SetOf(m)); false && hasPausedAnnotation(set) {\n"}},
 	},
 	{name: "a MachineSet is paused while its MachineDeployment is", test: "TestOnePauseAtATime", edits: []edit{
-		{" && !marked(active[0]) && !b.lowersUnderPause() {\n", " && !marked(active[0]) {\n"},
+		{" && !hasPausedAnnotation(active[0]) && !b.lowersUnderPause() {\n", " && !hasPausedAnnotation(active[0]) {\n"},
 	}},
 
 	// What was lost with the ledger.
@@ -612,7 +612,7 @@ var mutants = []mutant{
 		{" || c.Status.Phase == v1alpha1.PhaseBound && c.Status.Machine != nil\n", " || c.Status.Machine != nil\n"},
 	}},
 	{name: "a Machine that no ledger knows goes before its lowering was seen", world: "-claims=1 -floor=1 -machines=3 -stale=0 -wipes=1", violation: "I3", edits: []edit{
-		{"		case !recorded && stopped && s.carriedThrough(s.Deployment.Generation):\n", "		case !recorded && stopped:\n"},
+		{"		case !recorded && stopped && s.reconciled(s.Deployment.Generation):\n", "		case !recorded && stopped:\n"},
 	}},
 	{name: "a pause that no ledger knows stays", world: "-claims=1 -floor=2 -sets=2 -machines=4 -stale=0 -wipes=1", violation: "I4", edits: []edit{
 		{"	b.unpause()\n", ""},
@@ -720,7 +720,7 @@ var mutants = []mutant{
 		{">= given {", "< 0 {"},
 	}},
 	{name: "a spare has the grace period of the one before it", test: "TestASpareHasAGracePeriodOfItsOwn", edits: []edit{
-		{"if d.Spare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {", "if d.Spare {"},
+		{"if d.HasSpare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {", "if d.HasSpare {"},
 	}},
 	{name: "a claim in a hurry makes machines fail", test: "TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOptions", edits: []edit{
 		{
