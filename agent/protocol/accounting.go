@@ -143,19 +143,19 @@ func (s *Snapshot) rebuild() *Ledger {
 		if !entered || s.labelled(c.Spec.ClaimID) != nil {
 			continue
 		}
-		named := Named{}
+		entry := Assignment{}
 		if ref := c.Status.Machine; ref != nil {
 			m := s.machine(ref.UID)
 			_, releasing := l.Releasing[ref.UID]
 			if m == nil || !Alive(m) || ClaimOf(m) != "" || releasing {
 				continue
 			}
-			named = Named{Machine: ref.Name, UID: ref.UID}
-		} else if m := s.named(c.Spec.Adopt); m != nil {
-			named = Named{Machine: m.Name, UID: m.UID, Adopted: true}
+			entry = Assignment{Machine: ref.Name, UID: ref.UID}
+		} else if m := s.machineNamed(c.Spec.Adopt); m != nil {
+			entry = Assignment{Machine: m.Name, UID: m.UID, Adopted: true}
 		}
-		if room.claim(c.Spec.ClaimID, named) {
-			l.Pending[c.Spec.ClaimID] = named
+		if room.claim(c.Spec.ClaimID, entry) {
+			l.Pending[c.Spec.ClaimID] = entry
 		}
 		ours++
 	}
@@ -177,38 +177,38 @@ func (s *Snapshot) keeps(claimID string) bool {
 // dropEntries removes pending entries that are no longer needed: the claim's Machine is labelled,
 // or the claim needs no Machine any more. In the latter case, accounting makes the replica a spare.
 func (b *books) dropEntries() {
-	drop := func(id string, named Named) {
+	drop := func(id string, entry Assignment) {
 		delete(b.next.Pending, id)
-		if named.Adopted && b.labelled(id) == nil {
+		if entry.Adopted && b.labelled(id) == nil {
 			b.next.Floor++ // the claim never got the user's Machine: it, or its replacement, is the user's again
 		}
 	}
-	for id, named := range b.next.Pending {
+	for id, entry := range b.next.Pending {
 		c := b.Claim(id)
 		if c == nil {
-			drop(id, named)
+			drop(id, entry)
 			continue
 		}
-		var promised *clusterv1.Machine
+		var assigned *clusterv1.Machine
 		if c.Status.Machine != nil {
-			promised = b.machine(c.Status.Machine.UID)
+			assigned = b.machine(c.Status.Machine.UID)
 		}
 		switch c.CurrentPhase() {
 		case v1alpha1.PhasePending:
 			// Still waiting.
 		case v1alpha1.PhaseBound, v1alpha1.PhaseReleasing:
 			switch {
-			case promised == nil:
-				drop(id, named) // cancelled before it had a Machine, or its Machine is gone
-			case named.UID != promised.UID:
-				drop(id, named)
-			case ClaimOf(promised) == id:
-				drop(id, named)
-			case ClaimOf(promised) != "" || !Alive(promised) || Held(promised):
-				drop(id, named) // the Machine died before it was labelled
+			case assigned == nil:
+				drop(id, entry) // cancelled before it had a Machine, or its Machine is gone
+			case entry.UID != assigned.UID:
+				drop(id, entry)
+			case ClaimOf(assigned) == id:
+				drop(id, entry)
+			case ClaimOf(assigned) != "" || !Alive(assigned) || Held(assigned):
+				drop(id, entry) // the Machine died before it was labelled
 			}
 		case v1alpha1.PhaseEnded:
-			drop(id, named)
+			drop(id, entry)
 		}
 	}
 	b.next.Marking = lo.Filter(b.next.Marking, func(uid types.UID, _ int) bool {
@@ -258,7 +258,7 @@ func (b *books) readmit() {
 			continue
 		}
 		if b.spare() > 0 && !b.next.Lowered {
-			b.admit(c.Spec.ClaimID, Named{})
+			b.admit(c.Spec.ClaimID, Assignment{})
 		}
 	}
 }
@@ -287,10 +287,10 @@ func (b *books) enter() {
 			continue
 		case spendable > 0:
 			spendable--
-			b.admit(id, Named{})
+			b.admit(id, Assignment{})
 		case b.room(size):
 			size++
-			if b.admit(id, Named{}) {
+			if b.admit(id, Assignment{}) {
 				b.d.Replicas++
 			}
 		case c.Status.Phase == v1alpha1.PhasePending && b.leaves():
@@ -322,7 +322,7 @@ func (b *books) refusal() *eligibility.Refusal {
 	return b.Group.Refusal()
 }
 
-// adopt enters the claims that take over an existing Machine, and promises it to them in the same
+// adopt enters the claims that take over an existing Machine, and assigns it to them in the same
 // write. The replica comes from a spare if there is one, otherwise from the floor, which falls by
 // one. If the floor is at the min size, replicas are raised instead.
 func (b *books) adopt() {
@@ -339,13 +339,13 @@ func (b *books) adopt() {
 			b.d.Refused[id] = *refusal
 			continue
 		}
-		named := Named{Machine: m.Name, UID: m.UID}
+		entry := Assignment{Machine: m.Name, UID: m.UID}
 		switch {
 		case b.spare() > 0:
-			b.admit(id, named)
+			b.admit(id, entry)
 		case b.next.Floor > b.next.Min:
-			named.Adopted = true
-			if b.admit(id, named) {
+			entry.Adopted = true
+			if b.admit(id, entry) {
 				b.next.Floor--
 			}
 		case c.Spec.AdoptAboveMinSize:
@@ -355,7 +355,7 @@ func (b *books) adopt() {
 					m.Name, b.next.Min, clusterv1.AutoscalerMinSizeAnnotation),
 			}
 		case b.room(b.d.Replicas):
-			if b.admit(id, named) {
+			if b.admit(id, entry) {
 				b.d.Replicas++ // the user keeps the min size
 			}
 		default:
@@ -380,12 +380,12 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 			NodeGroup: b.Deployment.Name, Reason: eligibility.NotAdoptable, Message: "Machine " + c.Spec.Adopt + " " + why,
 		}
 	}
-	m := b.named(c.Spec.Adopt)
+	m := b.machineNamed(c.Spec.Adopt)
 	if m == nil {
 		return refuse("does not exist in this node group")
 	}
 	switch b.class(m) {
-	case claimed, promised:
+	case claimed, assigned:
 		return refuse("has a claim already")
 	case releasing, decremented, going, stranded:
 		return refuse("is being deleted")
@@ -413,7 +413,7 @@ func FullGroup(name string, size int32) eligibility.Refusal {
 }
 
 // coverShortage raises replicas when Cluster API has made every Machine that was ordered and claims
-// still wait: the Machine meant for them joined before it could be promised, so no claim may have
+// still wait: the Machine meant for them joined before it could be assigned, so no claim may have
 // it.
 func (b *books) coverShortage() {
 	waiting := b.waiting()

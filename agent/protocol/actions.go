@@ -33,12 +33,12 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 			continue
 		}
 		id := c.Spec.ClaimID
-		named, entered := ledger.Pending[id]
+		entry, entered := ledger.Pending[id]
 		var m *clusterv1.Machine
 		if c.Status.Machine != nil {
 			m = s.machine(c.Status.Machine.UID)
 		}
-		if s.actOnReturned(d, c, m, named, entered) {
+		if s.actOnReturned(d, c, m, entry, entered) {
 			continue
 		}
 		switch c.Status.Phase {
@@ -47,7 +47,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 				// Its status was lost, possibly before its entry was dropped.
 				d.Actions = append(d.Actions, s.restore(c))
 			} else if entered {
-				s.actOnPending(d, c, named)
+				s.actOnPending(d, c, entry)
 			} else if refusal, refused := d.Refused[id]; refused {
 				reason := ReasonRefused
 				if refusal.Reason == eligibility.AtMaxSize || refusal.Reason == eligibility.CoolingDown {
@@ -73,7 +73,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 						Reason: ReasonMachineDeleting, Message: "another actor is deleting its Machine",
 					}})
 				}
-			case ClaimOf(m) == "" && entered && named.UID == m.UID && !Held(m):
+			case ClaimOf(m) == "" && entered && entry.UID == m.UID && !Held(m):
 				d.Actions = append(d.Actions, Action{Kind: Label, Claim: c, Machine: m})
 			case ClaimOf(m) == "" && !entered && s.Ledger != nil:
 				d.end(c, ReasonMachineLost, "another actor removed the claim's label from its Machine")
@@ -87,7 +87,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 				s.judge(d, c, m)
 			}
 		case v1alpha1.PhaseReleasing:
-			s.actOnReleasing(d, c, m, named, entered)
+			s.actOnReleasing(d, c, m, entry, entered)
 		case v1alpha1.PhaseEnded:
 		}
 	}
@@ -147,17 +147,17 @@ func (s *Snapshot) moveOn(d *Decision, c *v1alpha1.MachineClaim, reason, message
 	d.Actions = append(d.Actions, Action{Kind: MoveOn, Claim: c, Event: v1alpha1.Event{Reason: reason, Message: message}})
 }
 
-func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Named) {
-	m := s.machine(named.UID)
-	holder, had := s.holders[named.UID]
+func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, entry Assignment) {
+	m := s.machine(entry.UID)
+	holder, had := s.holders[entry.UID]
 	had = had && holder != c.Spec.ClaimID // held by a claim that hands it over and has not ended yet
 	had = had || m != nil && hasFloorMark(m) && c.Spec.Adopt == ""
 	switch {
-	case named.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had:
+	case entry.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had:
 		d.Actions = append(d.Actions, Action{Kind: Bind, Claim: c, Group: s.Deployment.UID, Machine: m})
-	case c.Spec.Adopt != "" && named.UID == "":
+	case c.Spec.Adopt != "" && entry.UID == "":
 		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")
-	case c.Status.Phase == v1alpha1.PhasePending && named.UID == "" && s.judge(d, c, nil):
+	case c.Status.Phase == v1alpha1.PhasePending && entry.UID == "" && s.judge(d, c, nil):
 		// It waited long enough.
 	case c.Status.Phase == "":
 		s.markEntered(d, c)
@@ -177,7 +177,7 @@ func (s *Snapshot) Entered(c *v1alpha1.MachineClaim) Action {
 	}}
 }
 
-func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, named Named, entered bool) {
+func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, entry Assignment, entered bool) {
 	id := c.Spec.ClaimID
 	labelled := s.labelled(id)
 	switch {
@@ -189,7 +189,7 @@ func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clus
 		} else if !entered && labelled == nil {
 			d.end(c, ReasonCancelled, "released before it had a Machine; the replica goes to the next claim or is removed")
 		}
-	case m != nil && Alive(m) && entered && named.UID == m.UID && ClaimOf(m) == "" && !Held(m):
+	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == "" && !Held(m):
 		// The label first: a Machine that is released must be recognizable as this claim's.
 		d.Actions = append(d.Actions, Action{Kind: Label, Claim: c, Machine: m})
 	case m != nil && Alive(m) && !entered && ClaimOf(m) == id && s.handsOver(m) && !s.releasing(m.UID):

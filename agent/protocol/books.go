@@ -18,8 +18,8 @@ type books struct {
 	d      *Decision
 	next   *Ledger
 	budget *budget
-	// promised holds the Machines that the next ledger promises to pending claims.
-	promised map[types.UID]bool
+	// assigned holds the Machines that the next ledger assigns to pending claims.
+	assigned map[types.UID]bool
 	// conditions caches the classes of free Machines, which do not change once the books are open.
 	conditions map[types.UID]class
 	// floors holds the Machines that are marked as the floor's or about to be: the oldest ones, at
@@ -39,8 +39,8 @@ type class int
 const (
 	// claimed means that the label names a claim with a right to the Machine.
 	claimed class = iota
-	// promised means that the ledger names the Machine for a claim that waits.
-	promised
+	// assigned means that the ledger names the Machine for a claim that waits.
+	assigned
 	// releasing means that the ledger records the release, and replicas have not been decremented
 	// for it yet.
 	releasing
@@ -70,7 +70,7 @@ const (
 )
 
 // open begins the books of a decision: it absorbs what others changed, drops entries that are no
-// longer needed, and takes back promises that cannot be kept.
+// longer needed, and takes back assignments that cannot be kept.
 func (s *Snapshot) open() *books {
 	b := &books{
 		Snapshot:   s,
@@ -80,8 +80,8 @@ func (s *Snapshot) open() *books {
 	b.absorbUserScale()
 	b.dropEntries()
 	b.dropReturns()
-	b.unname()
-	b.promised = b.next.Promised()
+	b.unassign()
+	b.assigned = b.next.Assigned()
 	b.countFloors()
 	b.budget = s.newBudget(b.next, cmp.Or(s.LedgerBudget, LedgerBudget))
 	return b
@@ -101,8 +101,8 @@ func (b *books) class(m *clusterv1.Machine) class {
 		return ofFloor
 	case !b.orphaned(ClaimOf(m)):
 		return claimed
-	case b.promised[m.UID]:
-		return promised
+	case b.assigned[m.UID]:
+		return assigned
 	case Held(m):
 		return stranded
 	case b.floors[m.UID]:
@@ -125,7 +125,7 @@ func (b *books) condition(m *clusterv1.Machine) class {
 		return inhabited
 	case b.hopeless(m):
 		return hopeless
-	case !kept && (b.nodeless(m) || b.shut(m) && !b.registered(m)):
+	case !kept && (b.nodeless(m) || b.nodeUnregistered(m) && !b.registered(m)):
 		return fresh
 	case !HasNode(m) && m.Spec.ProviderID != "" && !b.registered(m):
 		return suspect
@@ -188,11 +188,11 @@ func (b *books) unusable() int32 {
 	return max(0, n-b.floor())
 }
 
-// waiting counts the claims that have been promised no Machine yet.
+// waiting counts the claims that have been assigned no Machine yet.
 func (b *books) waiting() int {
 	n := 0
-	for id, named := range b.next.Pending {
-		if c := b.Claim(id); named.UID == "" && c != nil && c.Spec.Adopt == "" {
+	for id, entry := range b.next.Pending {
+		if c := b.Claim(id); entry.UID == "" && c != nil && c.Spec.Adopt == "" {
 			n++
 		}
 	}
@@ -200,21 +200,21 @@ func (b *books) waiting() int {
 }
 
 // admit enters a claim and reports true, or queues it and reports false if the ledger has no room.
-func (b *books) admit(claimID string, named Named) bool {
-	if !b.budget.claim(claimID, named) {
+func (b *books) admit(claimID string, entry Assignment) bool {
+	if !b.budget.claim(claimID, entry) {
 		b.d.Queued[claimID] = true
 		return false
 	}
-	b.promise(claimID, named)
+	b.setPending(claimID, entry)
 	b.d.Urgent = true
 	return true
 }
 
-// promise writes a claim's entry.
-func (b *books) promise(claimID string, named Named) {
-	b.next.Pending[claimID] = named
-	if named.UID != "" {
-		b.promised[named.UID] = true
+// setPending writes a claim's entry.
+func (b *books) setPending(claimID string, entry Assignment) {
+	b.next.Pending[claimID] = entry
+	if entry.UID != "" {
+		b.assigned[entry.UID] = true
 	}
 }
 

@@ -52,8 +52,8 @@ func TestNoLedgerOutgrowsItsAnnotation(t *testing.T) {
 				break
 			}
 			grown := d.Ledger.Clone()
-			for id, named := range grown.Pending {
-				grown.Pending[id] = Named{Machine: pad("named", 1, longestName), UID: types.UID(pad("uid", 1, uidLength)), Adopted: named.Adopted}
+			for id, entry := range grown.Pending {
+				grown.Pending[id] = Assignment{Machine: pad("named", 1, longestName), UID: types.UID(pad("uid", 1, uidLength)), Adopted: entry.Adopted}
 			}
 			var released []types.UID
 			for uid, r := range grown.Releasing {
@@ -74,7 +74,7 @@ func TestNoLedgerOutgrowsItsAnnotation(t *testing.T) {
 
 // roomFor returns a budget with room for the given number of entries of a kind.
 func roomFor(entries int) int {
-	return 4 * (entries*sizeOfClaim("c0", Named{}) + 1) / 3
+	return 4 * (entries*sizeOfClaim("c0", Assignment{}) + 1) / 3
 }
 
 func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
@@ -87,7 +87,7 @@ func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
 		}
 		d := Decide(s)
 		require.NotNil(t, d.Ledger)
-		assert.Equal(t, map[string]Named{"c2": {}, "c3": {}}, d.Ledger.Pending, "the oldest")
+		assert.Equal(t, map[string]Assignment{"c2": {}, "c3": {}}, d.Ledger.Pending, "the oldest")
 		assert.Equal(t, int32(4), d.Replicas, "nothing is counted for those that wait")
 		assert.Empty(t, d.Refused, "they are not refused")
 		assert.Equal(t, map[string]bool{"c0": true, "c1": true}, d.Queued)

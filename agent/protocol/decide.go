@@ -223,7 +223,7 @@ func Decide(s *Snapshot) *Decision {
 	b.readmit()
 	b.adopt()
 	b.enter()
-	b.name()
+	b.assign()
 	b.markFloors()
 	b.coverShortage()
 	b.d.HasSpare = b.spare() > 0 || b.blocking() > 0
@@ -248,8 +248,8 @@ func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
 	rest := d.Ledger.Clone()
 	delete(rest.Pending, claimID)
 	rest.LastReplicas--
-	named, entered := d.Ledger.Pending[claimID]
-	return entered && named == Named{} && d.Replicas == s.Group.Replicas+1 && rest.same(s.Ledger)
+	entry, entered := d.Ledger.Pending[claimID]
+	return entered && entry == Assignment{} && d.Replicas == s.Group.Replicas+1 && rest.same(s.Ledger)
 }
 
 // Wake asks for another look after the given time, unless an earlier one was asked for.

@@ -16,7 +16,7 @@ func BenchmarkDecide(b *testing.B) {
 			for i := range claims {
 				id, machine := fmt.Sprintf("claim-%04d", i), fmt.Sprintf("machine-%04d", i)
 				if i%2 == 0 {
-					ledger.Pending[id] = Named{}
+					ledger.Pending[id] = Assignment{}
 					s.withClaim(id, v1alpha1.PhasePending, "").withMachine(machine, "", nil)
 				} else {
 					s.withClaim(id, v1alpha1.PhaseBound, machine).withMachine(machine, id, nil)

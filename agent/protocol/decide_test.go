@@ -24,7 +24,7 @@ func TestAFirstClaimRaisesReplicasAndLeavesTheFloorAlone(t *testing.T) {
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, int32(3), d.Replicas)
 	assert.Equal(t, int32(2), d.Ledger.Floor)
-	assert.Equal(t, map[string]Named{"c": {}}, d.Ledger.Pending)
+	assert.Equal(t, map[string]Assignment{"c": {}}, d.Ledger.Pending)
 	assert.True(t, d.Urgent)
 }
 
@@ -42,7 +42,7 @@ func TestASpareIsUsedBeforeReplicasAreRaised(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withMachine("a", "", nil).withClaim("c", "", "")
 	d := Decide(s)
 	assert.Equal(t, int32(1), d.Replicas)
-	assert.Equal(t, Named{Machine: "a", UID: "a"}, d.Ledger.Pending["c"])
+	assert.Equal(t, Assignment{Machine: "a", UID: "a"}, d.Ledger.Pending["c"])
 }
 
 func TestAtTheMaxSizeClaimsAreRefused(t *testing.T) {
@@ -55,7 +55,7 @@ func TestAtTheMaxSizeClaimsAreRefused(t *testing.T) {
 
 func TestAShortageIsMadeGoodUpToTheMaxSize(t *testing.T) {
 	three := int32(3)
-	s := scene(2, &Ledger{Version: 1, Floor: 2, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
+	s := scene(2, &Ledger{Version: 1, Floor: 2, LastReplicas: 2, Pending: map[string]Assignment{"a": {}, "b": {}}}).
 		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "")
 	assert.Equal(t, int32(4), Decide(s).Replicas)
 	s.Group.Max = &three
@@ -66,7 +66,7 @@ func TestAShortageIsMadeGoodUpToTheMaxSize(t *testing.T) {
 // a used-up quota no claim can get one.
 func TestAClaimWhoseMachineJoinedUnseenIsOwedAnotherOne(t *testing.T) {
 	for reason, replicas := range map[eligibility.Reason]int32{"": 2, eligibility.CoolingDown: 2, eligibility.QuotaExceeded: 1, eligibility.Paused: 1} {
-		s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+		s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 			withClaim("c", v1alpha1.PhasePending, "").withMachine("joined", "", node)
 		if reason != "" {
 			s.Group = s.Group.With(&eligibility.Refusal{Reason: reason})
@@ -79,7 +79,7 @@ func TestAClaimWhoseMachineJoinedUnseenIsOwedAnotherOne(t *testing.T) {
 
 func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	three := int32(3)
-	s := scene(3, &Ledger{Version: 1, Floor: 1, LastReplicas: 3, Spare: 1, Pending: map[string]Named{"c": {}}}).
+	s := scene(3, &Ledger{Version: 1, Floor: 1, LastReplicas: 3, Spare: 1, Pending: map[string]Assignment{"c": {}}}).
 		withClaim("c", v1alpha1.PhasePending, "").withMachine("a", "", node).withMachine("b", "", node).withMachine("x", "", node)
 	s.Group.Max = &three
 	assert.Nil(t, Decide(s).Ledger, "within the grace period")
@@ -95,9 +95,9 @@ func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 // own every replica that the max size allows, so there is no spare.
 func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	full := func(size, floor int32, claims ...string) *Snapshot {
-		s := scene(size, &Ledger{Version: 1, Floor: floor, LastReplicas: size, Pending: map[string]Named{}})
+		s := scene(size, &Ledger{Version: 1, Floor: floor, LastReplicas: size, Pending: map[string]Assignment{}})
 		for _, id := range claims {
-			s.Ledger.Pending[id] = Named{}
+			s.Ledger.Pending[id] = Assignment{}
 			s.withClaim(id, v1alpha1.PhasePending, "")
 		}
 		s.Group.Max = &size
@@ -304,7 +304,7 @@ func TestNothingIsWrittenWhenNothingChanges(t *testing.T) {
 }
 
 func TestAUsersNodeIsNeverGivenToAClaim(t *testing.T) {
-	s := scene(2, &Ledger{Version: 1, Seq: 9, Floor: 0, LastReplicas: 2, Pending: map[string]Named{"c": {}}}).
+	s := scene(2, &Ledger{Version: 1, Seq: 9, Floor: 0, LastReplicas: 2, Pending: map[string]Assignment{"c": {}}}).
 		withMachine("a", "", node).withClaim("c", v1alpha1.PhasePending, "")
 	d := Decide(s)
 	if d.Ledger != nil {
@@ -455,7 +455,7 @@ func TestAMachineIsGivenUpForWhatIsKnownOfItsProvider(t *testing.T) {
 func TestAFailureHasAClass(t *testing.T) {
 	const deadline = 2 * time.Minute
 	blocked := func(why string) *Snapshot {
-		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
+		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
 		s.Now = s.Now.Add(deadline)
 		if why != "" {
 			s.Sets[0].Status.Conditions = []metav1.Condition{{
@@ -544,7 +544,7 @@ func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T
 		then ActionKind
 	}{
 		"no Machine": {func() *Snapshot {
-			return scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+			return scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 				withClaim("c", v1alpha1.PhasePending, "")
 		}, time.Minute, Fail},
 		"no provider ID": {bound(nil, 0), 2 * time.Minute, TimeOut},
@@ -614,7 +614,7 @@ func TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOpti
 // waits as long can have it.
 func TestAMachineIsKeptForTheMostPatientClaim(t *testing.T) {
 	named := func(patience, ofGroup, age time.Duration) bool {
-		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 			withMachine("a", "", nil).withClaim("c", v1alpha1.PhasePending, "")
 		s.Failure = FailurePolicy{ProviderIDDeadline: 2 * time.Minute}
 		s.Group.MaxNodeProvisionTime = ofGroup
@@ -632,7 +632,7 @@ func TestAMachineIsKeptForTheMostPatientClaim(t *testing.T) {
 
 func TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines(t *testing.T) {
 	at := func(age time.Duration) *Decision {
-		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 			withMachine("a", "", nil).withClaim("c", v1alpha1.PhasePending, "")
 		s.Failure = FailurePolicy{ProviderIDDeadline: 2 * time.Minute}
 		s.Now = s.Now.Add(age)
@@ -648,7 +648,7 @@ func TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines(t *testing.T
 }
 
 func TestABlockedMachineSetIsExplainedOnTheClaim(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
 	s.Sets[0].Status.Conditions = []metav1.Condition{{
 		Type: clusterv1.MachineSetScalingUpCondition, Status: "True",
 		Message: "Scaling up from 0 to 1 replicas is blocked because:\n* the control plane is upgrading\n* KubeadmBootstrapTemplate does not exist",
@@ -774,7 +774,7 @@ func TestAClaimThatLostItsStatusGetsItsOwnMachineBack(t *testing.T) {
 }
 
 func TestAClaimThatLostItsStatusBeforeItsEntryWasDroppedIsRestored(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {Machine: "m", UID: "m"}}}).
+	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"c": {Machine: "m", UID: "m"}}}).
 		withMachine("m", "c", nil).withClaim("c", v1alpha1.PhasePending, "")
 	assert.Equal(t, []ActionKind{Restore}, kinds(Decide(s)))
 }
@@ -788,7 +788,7 @@ func TestAFailingMachineIsNobodysNext(t *testing.T) {
 	require.NotNil(t, d.Ledger, "it is released, not handed over")
 	assert.Contains(t, d.Ledger.Releasing, types.UID("a"))
 
-	waiting := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+	waiting := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 		withMachine("a", "", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhasePending, "")
 	waiting.Failure = failing
 	waiting.Machines[0].CreationTimestamp = metav1.NewTime(waiting.Now.Add(-time.Minute)) // it failed for an earlier claim
@@ -919,7 +919,7 @@ func TestAdoptingTakesASpareElseTheUsers(t *testing.T) {
 				return
 			}
 			require.NotNil(t, d.Ledger)
-			assert.Equal(t, Named{Machine: "b", UID: "b", Adopted: test.wantAdopted}, d.Ledger.Pending["c"])
+			assert.Equal(t, Assignment{Machine: "b", UID: "b", Adopted: test.wantAdopted}, d.Ledger.Pending["c"])
 			assert.Equal(t, test.wantFloor, d.Ledger.Floor)
 			assert.Equal(t, test.wantReplicas, d.Replicas)
 		})
@@ -934,7 +934,7 @@ func TestWhatCannotBeAdoptedIsRefusedWithTheReason(t *testing.T) {
 		"missing": {scene(1, nil).withMachine("b", "", node), "does not exist"},
 		"claimed": {scene(1, nil).withMachine("a", "other", node).withClaim("other", v1alpha1.PhaseBound, "a"), "has a claim already"},
 		"promised": {
-			scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"other": {Machine: "a", UID: "a"}}}).
+			scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"other": {Machine: "a", UID: "a"}}}).
 				withMachine("a", "", nil).withClaim("other", v1alpha1.PhasePending, ""), "has a claim already",
 		},
 		"going": {scene(1, nil).withMachine("a", "", deleting("")), "is being deleted"},
@@ -954,7 +954,7 @@ func TestWhatCannotBeAdoptedIsRefusedWithTheReason(t *testing.T) {
 
 func TestAnAdoptionThatIsTakenBackLeavesTheMachineWithTheUser(t *testing.T) {
 	s := scene(2, &Ledger{
-		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Named{"c": {Machine: "b", UID: "b", Adopted: true}},
+		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Assignment{"c": {Machine: "b", UID: "b", Adopted: true}},
 	}).withMachine("a", "", node).withMachine("b", "", node).withClaim("c", v1alpha1.PhaseReleasing, "")
 	s.Claims[0].Spec.Adopt = "b"
 	d := Decide(s)
@@ -967,7 +967,7 @@ func TestAnAdoptionThatIsTakenBackLeavesTheMachineWithTheUser(t *testing.T) {
 
 func TestAnAdoptionWhoseMachineDiesEnds(t *testing.T) {
 	s := scene(2, &Ledger{
-		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Named{"c": {Adopted: true}},
+		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Assignment{"c": {Adopted: true}},
 	}).withMachine("a", "", node).withMachine("d", "", nil).withClaim("c", v1alpha1.PhasePending, "")
 	s.Claims[0].Spec.Adopt = "b"
 	d := Decide(s)
@@ -975,7 +975,7 @@ func TestAnAdoptionWhoseMachineDiesEnds(t *testing.T) {
 }
 
 func TestAClaimFailsWithAMachineThatWillNotCome(t *testing.T) {
-	s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]Named{"b": {}, "c": {}}})
+	s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]Assignment{"b": {}, "c": {}}})
 	s.Failure = FailurePolicy{Reasons: []string{"NoCapacity"}}
 	s.withMachine("bad", "", infrastructure("NoCapacity")).withMachine("good", "", nil).
 		withClaim("b", v1alpha1.PhasePending, "").withClaim("c", v1alpha1.PhasePending, "")
@@ -1024,7 +1024,7 @@ func TestAMachineSetThatARolloutWaitsForIsUnpaused(t *testing.T) {
 // The claim that has the Machine shows it until it has ended: no caller may read that two claims
 // have one Machine.
 func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
-	ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Pending: map[string]Named{"b": {Machine: "m", UID: "m"}}}
+	ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Pending: map[string]Assignment{"b": {Machine: "m", UID: "m"}}}
 	s := scene(1, ledger).withMachine("m", "", nil).
 		withClaim("a", v1alpha1.PhaseReleasing, "m").withClaim("b", v1alpha1.PhasePending, "")
 	assert.Equal(t, []ActionKind{End}, kinds(Decide(s)))
@@ -1059,7 +1059,7 @@ func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
 		assert.Empty(t, Decide(s).Ledger.Pending["a"].Machine)
 	})
 	t.Run("it goes although Cluster API is stuck and a claim waits", func(t *testing.T) {
-		s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Spare: 1, Pending: map[string]Named{"a": {}}}).
+		s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Spare: 1, Pending: map[string]Assignment{"a": {}}}).
 			withMachine("m", "", lacks(time.Hour)).withClaim("a", v1alpha1.PhasePending, "")
 		s.SpareSince = s.Now.Add(-time.Hour)
 		s.Sets[0].Generation = 7
@@ -1249,7 +1249,7 @@ func TestAMachineIsHandedOverOnceItsClaimsEntryIsDropped(t *testing.T) {
 	for _, entered := range []bool{true, false} {
 		ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1}
 		if entered {
-			ledger.Pending = map[string]Named{"a": {Machine: "m", UID: "m"}}
+			ledger.Pending = map[string]Assignment{"a": {Machine: "m", UID: "m"}}
 		}
 		s := scene(1, ledger).withMachine("m", "a", booting).withClaim("a", v1alpha1.PhaseReleasing, "m")
 		assert.Equal(t, !entered, slices.Contains(kinds(Decide(s)), Unbind))

@@ -173,7 +173,7 @@ func TestTheFloorsMachinesArePromisedToNobody(t *testing.T) {
 			change = ofTheFloor
 		}
 		// Machine x may run pods, so that a claim could only have a.
-		s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Marking: marking, Pending: map[string]Named{"c": {}}}).
+		s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Marking: marking, Pending: map[string]Assignment{"c": {}}}).
 			withMachine("a", "", change).withMachine("x", "", node).withClaim("c", v1alpha1.PhasePending, "").reporting("a", "b")
 		if d := Decide(s); d.Ledger != nil {
 			assert.Empty(t, d.Ledger.Pending["c"].Machine, name)
@@ -187,14 +187,14 @@ func TestTheFloorsMachinesArePromisedToNobody(t *testing.T) {
 // The mark was written late by a stalled agent, after the ledger that named the Machine for it was
 // lost.
 func TestAPromiseIsTakenBackWhenAMarkComesLate(t *testing.T) {
-	s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Pending: map[string]Named{"c": {Machine: "a", UID: "a"}}}).
+	s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Pending: map[string]Assignment{"c": {Machine: "a", UID: "a"}}}).
 		withMachine("a", "", ofTheFloor).withMachine("b", "", booting).withClaim("c", v1alpha1.PhasePending, "")
 	d := Decide(s)
 	assert.NotContains(t, kinds(d), Bind)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, "b", d.Ledger.Pending["c"].Machine)
 
-	s.Claims[0].Spec.Adopt, s.Ledger.Pending["c"] = "a", Named{Machine: "a", UID: "a", Adopted: true}
+	s.Claims[0].Spec.Adopt, s.Ledger.Pending["c"] = "a", Assignment{Machine: "a", UID: "a", Adopted: true}
 	assert.Contains(t, kinds(Decide(s)), Bind, "but who adopts it has it")
 }
 

@@ -230,7 +230,7 @@ func TestTheFirstNumberThatIsSeenIsTheOneThatIsKept(t *testing.T) {
 
 func TestWhatIsClaimed(t *testing.T) {
 	s := claimedGroup(2, 3, 6)
-	s.Ledger.Pending = map[string]Named{"waits": {}}
+	s.Ledger.Pending = map[string]Assignment{"waits": {}}
 	s.withClaim("waits", v1alpha1.PhasePending, "").withClaim("new", "", "") // the latter is entered now
 	s.withClaim("ends", v1alpha1.PhaseReleasing, "m-ends").withMachine("m-ends", "ends", node)
 	s.withMachine("m-lost", "lost", node) // a move left its claim's object behind

@@ -26,7 +26,7 @@ const (
 // restored Machine begins with an empty status. A Machine without a provider ID has no instance
 // yet. For a Machine with a provider ID, Cluster API must have looked for its Node and not found
 // it, and its holder must never have reported that Node as registered. Code that removes, hands
-// over or promises a Machine because it has no Node must check this.
+// over or assigns a Machine because it has no Node must check this.
 func (s *Snapshot) nodeless(m *clusterv1.Machine) bool {
 	switch {
 	case HasNode(m), s.registered(m):

@@ -57,7 +57,7 @@ func unseenNodes() map[string]func(*Snapshot) {
 func TestAMachineWhoseNodeIsUnseenIsNotPromised(t *testing.T) {
 	for name, change := range unseenNodes() {
 		t.Run(name, func(t *testing.T) {
-			s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Pending: map[string]Named{"c": {}}}).
+			s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Pending: map[string]Assignment{"c": {}}}).
 				withMachine("new", "", nil).withMachine("floor", "", nil).withClaim("c", v1alpha1.PhasePending, "")
 			change(s)
 			d := Decide(s)
@@ -210,7 +210,7 @@ func TestRightAfterAPauseNothingIsStated(t *testing.T) {
 
 // While it is not known whether a Machine may be used, no other one is ordered in its place.
 func TestNothingIsOrderedForAClaimThatAnUnseenMachineMayServe(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 		withMachine("m", "", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" }).withClaim("c", v1alpha1.PhasePending, "")
 	d := Decide(s)
 	assert.Nil(t, d.Ledger)

@@ -49,14 +49,14 @@ func (s *Snapshot) rename() {
 		return
 	}
 	l := s.Ledger.Clone()
-	for id, named := range s.Ledger.Pending {
-		if m := s.named(named.Machine); m != nil && named.UID != "" {
-			named.UID = m.UID
-			l.Pending[id] = named
+	for id, entry := range s.Ledger.Pending {
+		if m := s.machineNamed(entry.Machine); m != nil && entry.UID != "" {
+			entry.UID = m.UID
+			l.Pending[id] = entry
 		}
 	}
 	for uid, r := range s.Ledger.Releasing {
-		m := s.named(r.Machine)
+		m := s.machineNamed(r.Machine)
 		if m == nil || m.UID == uid {
 			continue
 		}
@@ -72,7 +72,7 @@ func (s *Snapshot) rename() {
 		l.Releasing[m.UID] = r
 	}
 	for uid, r := range s.Ledger.Returning {
-		if m := s.named(r.Machine); m != nil && m.UID != uid {
+		if m := s.machineNamed(r.Machine); m != nil && m.UID != uid {
 			delete(l.Returning, uid)
 			l.Returning[m.UID] = r
 		}
@@ -97,8 +97,8 @@ func (s *Snapshot) Lacks() bool {
 	if s.Ledger == nil {
 		return false
 	}
-	for id, named := range s.Ledger.Pending {
-		if !claims[id] || named.UID != "" && !machines[named.UID] {
+	for id, entry := range s.Ledger.Pending {
+		if !claims[id] || entry.UID != "" && !machines[entry.UID] {
 			return true
 		}
 	}

@@ -37,7 +37,7 @@ func (s *Snapshot) withCarried(id string) *Snapshot {
 func TestNothingIsConcludedWhileTheClusterIsPaused(t *testing.T) {
 	s := scene(2, &Ledger{
 		Version: 1, LastReplicas: 2,
-		Pending: map[string]Named{"gone": {}}, Releasing: map[types.UID]Release{"vanished": {Machine: "vanished", Claim: "r", Decremented: true}},
+		Pending: map[string]Assignment{"gone": {}}, Releasing: map[types.UID]Release{"vanished": {Machine: "vanished", Claim: "r", Decremented: true}},
 	}).withClaim("bound", v1alpha1.PhaseBound, "vanished-too").withClaim("r", v1alpha1.PhaseReleasing, "vanished").withClaim("new", "", "")
 	require.True(t, s.Lacks())
 	require.NotEmpty(t, Decide(s).Actions, "else the test shows nothing")
@@ -54,7 +54,7 @@ func TestNothingIsConcludedWhileTheClusterIsPaused(t *testing.T) {
 
 func TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames(t *testing.T) {
 	s := movedScene(3, &Ledger{
-		Pending: map[string]Named{"p": {Machine: "promised", UID: "old-1"}, "q": {Machine: "vanished", UID: "old-2"}},
+		Pending: map[string]Assignment{"p": {Machine: "promised", UID: "old-1"}, "q": {Machine: "vanished", UID: "old-2"}},
 		Releasing: map[types.UID]Release{
 			"old-3": {Machine: "going", Claim: "r", Drained: true},
 			"old-4": {Machine: "given-back", Claim: "b", Decremented: true, Generation: 40},
@@ -67,7 +67,7 @@ func TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames(t *testing.T) {
 		withClaim("b", v1alpha1.PhaseReleasing, "given-back").withClaim("a", v1alpha1.PhaseReleasing, "alive-again")
 	d := Decide(s)
 	require.NotNil(t, d.Ledger, "it is written for the MachineDeployment that there is now")
-	assert.Equal(t, map[string]Named{"p": {Machine: "promised", UID: "promised"}, "q": {}}, d.Ledger.Pending)
+	assert.Equal(t, map[string]Assignment{"p": {Machine: "promised", UID: "promised"}, "q": {}}, d.Ledger.Pending)
 	assert.Equal(t, map[types.UID]Release{
 		"going":       {Machine: "going", Claim: "r", Drained: true},
 		"given-back":  {Machine: "given-back", Claim: "b", Decremented: true, Generation: 3},
@@ -100,7 +100,7 @@ func TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger(t *testing.T) {
 			kind: Restore,
 		},
 		"the ledger has it": {
-			change: func(s *Snapshot) { s.Ledger.Pending = map[string]Named{"c": {}} }, kind: MarkEntered,
+			change: func(s *Snapshot) { s.Ledger.Pending = map[string]Assignment{"c": {}} }, kind: MarkEntered,
 		},
 		"nobody knows it": {
 			change: func(*Snapshot) {}, kind: End,

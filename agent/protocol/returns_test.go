@@ -125,7 +125,7 @@ func TestAReturnedMachineIsPromisedToNobody(t *testing.T) {
 	s.withClaim("next", v1alpha1.PhasePending, "")
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
-	assert.Equal(t, Named{}, d.Ledger.Pending["next"])
+	assert.Equal(t, Assignment{}, d.Ledger.Pending["next"])
 	assert.Equal(t, int32(3), d.Replicas)
 }
 
@@ -140,7 +140,7 @@ func TestAReturnWaits(t *testing.T) {
 		},
 		"until the claim's label is on": func(s *Snapshot) {
 			s.Machines[1].Labels = nil
-			s.Ledger.Pending = map[string]Named{"c": {Machine: "b", UID: "b"}}
+			s.Ledger.Pending = map[string]Assignment{"c": {Machine: "b", UID: "b"}}
 		},
 		"without room in the ledger": func(s *Snapshot) { s.LedgerBudget = 1 },
 	} {

@@ -165,8 +165,8 @@ func (s *Snapshot) MadeAgain() bool {
 
 func (s *Snapshot) machine(uid types.UID) *clusterv1.Machine { return s.byUID[uid] }
 
-// named returns the Machine of that name, or nil.
-func (s *Snapshot) named(name string) *clusterv1.Machine {
+// machineNamed returns the Machine of that name, or nil.
+func (s *Snapshot) machineNamed(name string) *clusterv1.Machine {
 	if i := slices.IndexFunc(s.Machines, func(m *clusterv1.Machine) bool { return m.Name == name }); i >= 0 {
 		return s.Machines[i]
 	}

@@ -27,7 +27,7 @@ func (b *books) releaseSpare() {
 	// A Machine without infrastructure goes even if a claim waits: no claim can have it, and
 	// Cluster API attends to no other Machine before.
 	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !b.gone(m) })
-	waits := (b.next.Unnamed() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0
+	waits := (b.next.Unassigned() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0
 	if waits && len(gone) == 0 || !b.graceOver() {
 		return
 	}

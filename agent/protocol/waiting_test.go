@@ -19,7 +19,7 @@ import (
 // waits is a group in which two claims have waited for the given time. Their deadline is five
 // minutes.
 func waits(long time.Duration) *Snapshot {
-	s := scene(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
+	s := scene(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Pending: map[string]Assignment{"a": {}, "b": {}}}).
 		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "")
 	s.Sets[0].Generation++ // Machines are still being made
 	s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
@@ -235,7 +235,7 @@ func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 	}{
 		"a group at rest": {change: func(*Snapshot) {}, only: true},
 		"the mark of the claim before is not seen yet": {change: func(s *Snapshot) {
-			s.Ledger.Pending["before"], s.Ledger.LastReplicas, s.Group.Replicas = Named{}, 2, 2
+			s.Ledger.Pending["before"], s.Ledger.LastReplicas, s.Group.Replicas = Assignment{}, 2, 2
 			s.withClaim("before", "", "")
 		}, only: true},
 		"another claim waits, too": {change: func(s *Snapshot) { s.withClaim("d", "", "") }},
@@ -246,7 +246,7 @@ func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 		"the user scaled":              {change: func(s *Snapshot) { s.Ledger.LastReplicas = 5 }},
 		"a claim gives its place back": {change: func(s *Snapshot) { s.withClaim("gone", v1alpha1.PhaseReleasing, "") }},
 		"a claim is about to be bound": {change: func(s *Snapshot) {
-			s.Ledger.Pending["p"] = Named{Machine: "own", UID: "own"}
+			s.Ledger.Pending["p"] = Assignment{Machine: "own", UID: "own"}
 			s.withClaim("p", "", "")
 		}},
 		"the max size":                         {change: func(s *Snapshot) { s.Group.Max = new(int32(1)) }},
@@ -254,7 +254,7 @@ func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 		"a MachineDeployment without a ledger": {change: func(s *Snapshot) { s.Ledger = nil }},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := scene(1, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 1, Pending: map[string]Named{}})
+			s := scene(1, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 1, Pending: map[string]Assignment{}})
 			s.withMachine("own", "", node).withClaim("c", "", "")
 			test.change(s)
 			assert.Equal(t, test.only, Decide(s).EntersOnly(s, "c"))

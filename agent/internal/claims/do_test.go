@@ -105,12 +105,12 @@ func TestAPausedStepThatSomebodyLeftIsCompleted(t *testing.T) {
 	assert.Equal(t, "replicas=2 paused=false", written[0])
 }
 
-// Promises are batched, but not where Machines then join before they are promised: each of those
+// Assignments are batched, but not where Machines then join before they are assigned: each of those
 // would be released and replaced by one that may join too soon as well.
 func TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon(t *testing.T) {
 	for _, missed := range []bool{false, true} {
 		md := groupOf("small", 2, map[string]string{
-			v1alpha1.LedgerAnnotation: (&protocol.Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]protocol.Named{"a": {}, "b": {}}}).Encode(),
+			v1alpha1.LedgerAnnotation: (&protocol.Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]protocol.Assignment{"a": {}, "b": {}}}).Encode(),
 		})
 		md.Generation = 2 // more Machines are being made, so nothing is short yet
 		joined := machineOf("joined")

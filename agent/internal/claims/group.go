@@ -112,7 +112,7 @@ func (e *Engine) group(namespace, name string) *group {
 }
 
 // enter waits until the claim is in the ledger (nil, nil) or was refused. While the ledger has no
-// room for the claim, it waits as long as ctx allows. Nothing is promised until then, and a
+// room for the claim, it waits as long as ctx allows. Nothing is guaranteed until then, and a
 // repeated call waits again.
 func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal, error) {
 	done := make(chan outcome, 1)
@@ -698,8 +698,8 @@ func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *p
 				continue
 			}
 		}
-		// A claim that was promised a Machine is bound by the next step.
-		if named, entered := d.Ledger.Pending[id]; entered && named == (protocol.Named{}) && c.Status.Phase == "" {
+		// A claim that was assigned a Machine is bound by the next step.
+		if entry, entered := d.Ledger.Pending[id]; entered && entry == (protocol.Assignment{}) && c.Status.Phase == "" {
 			marks = append(marks, s.Entered(c))
 		}
 	}
@@ -765,18 +765,18 @@ const slowest = 32
 
 // coalesce returns how long a ledger write that no call waits for is deferred; zero means write
 // now. Writes that will be followed by another back off exponentially, because each makes Cluster
-// API reconcile every Machine of the group. Promising a Machine that has its provider ID is
+// API reconcile every Machine of the group. Assigning a Machine that has its provider ID is
 // deferred only briefly: once its Node has joined, no claim can have it. If that has already
-// happened in this group, every promise is written at once.
+// happened in this group, every assignment is written at once.
 func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
 	clock := g.engine.Clock
 	switch {
 	case d.Ledger == nil:
 		g.wanted = time.Time{}
 		return 0
-	case d.Urgent, d.Unmet > 0: // at the max size no further Machine will come that the same write could promise
+	case d.Urgent, d.Unmet > 0: // at the max size no further Machine will come that the same write could assign
 		return 0
-	case d.Unusable > 0 && s.NewlyNamed(d.Ledger, false): // Machines join before they are promised: leave none to the next write
+	case d.Unusable > 0 && s.NewlyAssigned(d.Ledger, false): // Machines join before they are assigned: leave none to the next write
 		return 0
 	case g.wanted.IsZero():
 		g.wanted = clock.Now()
@@ -785,7 +785,7 @@ func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Durati
 		return max(0, g.engine.Coalesce-clock.Since(g.lastQuiet))
 	}
 	gather := g.engine.Coalesce
-	if !s.NewlyNamed(d.Ledger, true) {
+	if !s.NewlyAssigned(d.Ledger, true) {
 		gather *= time.Duration(min(1<<min(g.unfinished, 16), slowest))
 	}
 	return max(0, gather-clock.Since(g.wanted))

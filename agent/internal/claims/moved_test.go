@@ -324,7 +324,7 @@ func TestTheClusterIsReadBeforeAndAfterWhatMayBeMissing(t *testing.T) {
 // The clocks of the agent that received the last live set and of the API server that dates the
 // objects cannot show that.
 func TestALiveSetDecidesNothingOfClaimsThatItsListingDidNotHold(t *testing.T) {
-	ledger := &protocol.Ledger{Version: 1, UID: "before", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Named{"c": {}}}
+	ledger := &protocol.Ledger{Version: 1, UID: "before", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Assignment{"c": {}}}
 	md := groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger.Encode()})
 	remade := func(uid types.UID, at time.Time) *v1alpha1.MachineClaim {
 		return movingClaim("c", v1alpha1.PhasePending, "", func(c *v1alpha1.MachineClaim) {

@@ -52,7 +52,7 @@ func TestRecordedClaimsAreReadInFull(t *testing.T) {
 	}
 }
 
-// Two claims with a promised Machine, one with its own, and two releases under pause, of two
+// Two claims with an assigned Machine, one with its own, and two releases under pause, of two
 // MachineSets, right after an agent was killed.
 func TestARecordedGroupIsCarriedOnWith(t *testing.T) {
 	md := recordedAs[clusterv1.MachineDeployment](t, "MachineDeployment")[0]

@@ -120,11 +120,11 @@ var mutants = []mutant{
 			"	b.next.Floor = max(0, b.next.Floor+b.Group.Replicas-b.next.LastReplicas)\n",
 			"	b.next.Floor = 0\n" +
 				"	for _, m := range b.Machines {\n" +
-				"		if b.orphaned(ClaimOf(m)) && !b.next.Promised()[m.UID] {\n" +
+				"		if b.orphaned(ClaimOf(m)) && !b.next.Assigned()[m.UID] {\n" +
 				"			b.next.Floor++\n" +
 				"		}\n" +
 				"	}\n" +
-				"	b.next.Floor = min(max(0, b.next.Floor-clamp(b.next.Unnamed())), b.Group.Replicas)\n",
+				"	b.next.Floor = min(max(0, b.next.Floor-clamp(b.next.Unassigned())), b.Group.Replicas)\n",
 		},
 	}},
 	{name: "a human's raise is not the floor's", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0 -raises=1", violation: "I2", edits: []edit{
@@ -167,7 +167,7 @@ var mutants = []mutant{
 		{"	if size > b.left || size > *share {\n", "	if size < 0 {\n"},
 	}},
 	{name: "an entry counts with its present size", test: "TestNoLedgerOutgrowsItsAnnotation", edits: []edit{
-		{" + max(longestName, len(named.Machine)) + max(uidLength, len(named.UID))\n", " + len(named.Machine)\n"},
+		{" + max(longestName, len(entry.Machine)) + max(uidLength, len(entry.UID))\n", " + len(entry.Machine)\n"},
 		{"func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {\n", "func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {\n	limit = math.MaxInt\n"},
 		{"	\"maps\"\n	\"slices\"\n\n	\"k8s.io/apimachinery/pkg/api/validation\"\n", "	\"maps\"\n	\"math\"\n	\"slices\"\n\n	\"k8s.io/apimachinery/pkg/api/validation\"\n"},
 	}},
@@ -184,7 +184,7 @@ var mutants = []mutant{
 		{"			size++\n", "			size = b.d.Replicas\n"},
 	}},
 	{name: "spares go while claims wait for room in the ledger", test: "TestWhatTheLedgerHasNoRoomForWaitsInOrder", edits: []edit{
-		{"	waits := (b.next.Unnamed() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0\n", "	waits := b.next.Unnamed() > 0 && b.d.Unmet == 0\n"},
+		{"	waits := (b.next.Unassigned() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0\n", "	waits := b.next.Unassigned() > 0 && b.d.Unmet == 0\n"},
 	}},
 	{name: "a call whose claim waits for room in the ledger is answered", test: "TestACallWaitsUntilTheLedgerHasRoomForItsClaim", edits: []edit{
 		{"		if err == nil && g.queued[id] {\n", "		if err != nil && g.queued[id] {\n"},
@@ -277,8 +277,8 @@ var mutants = []mutant{
 			"	if err := e.Client.Patch(ctx, m, client.MergeFrom(machine), fieldOwner); err != nil {\n		return err\n	}\n	observeBound",
 		},
 		{
-			"	case named.UID != \"\" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == \"\" && !had:\n		d.Actions = append(d.Actions, Action{Kind: Bind",
-			"	case named.UID != \"\" && m != nil && Alive(m) && !Held(m) && (!had || true):\n		d.Actions = append(d.Actions, Action{Kind: Bind",
+			"	case entry.UID != \"\" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == \"\" && !had:\n		d.Actions = append(d.Actions, Action{Kind: Bind",
+			"	case entry.UID != \"\" && m != nil && Alive(m) && !Held(m) && (!had || true):\n		d.Actions = append(d.Actions, Action{Kind: Bind",
 		},
 	}},
 
@@ -339,13 +339,13 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "a dead Machine stays named", world: "-claims=1 -floor=1 -machines=3 -adopt -outsiders=1 -stale=0", violation: "I2", edits: []edit{
-		{"	b.unname()\n", ""},
+		{"	b.unassign()\n", ""},
 	}},
 	{name: "a Machine is named twice", edits: []edit{
-		{"	case b.promised[m.UID]:\n		return promised\n", ""},
+		{"	case b.assigned[m.UID]:\n		return assigned\n", ""},
 	}},
 	{name: "a Node in use is given to a claim", edits: []edit{
-		{"	case !kept && (b.nodeless(m) || b.shut(m) && !b.registered(m)):\n", "	case !kept:\n"},
+		{"	case !kept && (b.nodeless(m) || b.nodeUnregistered(m) && !b.registered(m)):\n", "	case !kept:\n"},
 	}},
 	{name: "the floor's Machines are given to claims", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0 -young", violation: "I6", edits: []edit{
 		{"	give := len(free) - int(b.floor())\n", "	give := len(free)\n"},
@@ -367,7 +367,7 @@ var mutants = []mutant{
 		{"	delete(m.Annotations, v1alpha1.FloorAnnotation) //", "	//"},
 	}},
 	{name: "the floor takes more Machines than it has use for", test: "TestTheFloorsMachinesAreMarkedByTheLedgerFirst", edits: []edit{
-		{"		return !b.shut(m) && !b.replaced(m)\n", "		return false\n"},
+		{"		return !b.nodeUnregistered(m) && !b.replaced(m)\n", "		return false\n"},
 	}},
 	{name: "the floor is not raised for a returned Machine", test: "TestAReturnedMachineIsTheFloorsInOneLedgerWrite", edits: []edit{
 		{"		b.next.Floor = b.userOwned(b.Group.Replicas) + 1\n", ""},
@@ -403,7 +403,7 @@ var mutants = []mutant{
 		{"	case s.recordsReturn(c):\n		d.end(c, ReasonReturned, returned)\n", ""},
 	}},
 	{name: "a Machine whose label was taken off is not returned", test: "TestAMachineIsReturnedWithoutItsLabel", edits: []edit{
-		{"		return !entered && !b.promised[m.UID] && !wasReturned(m)\n", "		return entered && false\n"},
+		{"		return !entered && !b.assigned[m.UID] && !wasReturned(m)\n", "		return entered && false\n"},
 	}},
 	{name: "kept Machines are the user's when another one is returned", test: "TestAReturnCountsEveryOtherReplica", edits: []edit{
 		{"	others := b.labelledAlone() + b.unreleased()\n", "	others := b.claimed(b.Ledger != nil) + b.unreleased()\n"},
@@ -442,14 +442,14 @@ var mutants = []mutant{
 		{"max(0, b.d.Unmet-b.unreleased())", "max(0, b.d.Unmet)"},
 	}},
 	{name: "an entry is dropped while its Machine has no label", edits: []edit{
-		{"			case ClaimOf(promised) == id:\n				drop(id, named)\n", "			default:\n				drop(id, named)\n"},
+		{"			case ClaimOf(assigned) == id:\n				drop(id, entry)\n", "			default:\n				drop(id, entry)\n"},
 	}},
 
 	// Cancelling and handing over.
 	{name: "cancel ignores a named Machine", edits: []edit{
 		{
-			"	case m != nil && Alive(m) && entered && named.UID == m.UID && ClaimOf(m) == \"\" && !Held(m):\n		// The label first",
-			"	case m != nil && Alive(m) && entered && named.UID == m.UID && ClaimOf(m) == \"\" && !Held(m):\n		d.end(c, ReasonCancelled, \"\")\n	case false:\n		// The label first",
+			"	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == \"\" && !Held(m):\n		// The label first",
+			"	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == \"\" && !Held(m):\n		d.end(c, ReasonCancelled, \"\")\n	case false:\n		// The label first",
 		},
 	}},
 	{name: "replicas lowered at cancel", edits: []edit{
@@ -548,7 +548,7 @@ var mutants = []mutant{
 	{name: "the floor's Machines are released as spares", edits: []edit{
 		{"	surplus := min(len(free)-int(b.floor()), int(spare))\n", "	surplus := min(len(free), int(spare)+1)\n"},
 		{"	if spare <= 0 || !b.mayShrink() {\n		return\n	}\n", ""},
-		{"	if waits && len(gone) == 0 || !b.graceOver() {\n", "	if b.next.Unnamed() > 0 || !b.graceOver() {\n"},
+		{"	if waits && len(gone) == 0 || !b.graceOver() {\n", "	if b.next.Unassigned() > 0 || !b.graceOver() {\n"},
 	}},
 	{name: "spares are never released", edits: []edit{
 		{"	b.releaseSpare()\n", ""},
@@ -797,7 +797,7 @@ var mutants = []mutant{
 		{"		if e.NoMachines != nil {\n", "		if e.NoMachines == nil && md == nil {\n"},
 	}},
 	{name: "Machines that join too soon are named as late as others", test: "TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon", edits: []edit{
-		{"	case d.Unusable > 0 && s.NewlyNamed(d.Ledger, false):", "	case d.Unusable > 0 && false:"},
+		{"	case d.Unusable > 0 && s.NewlyAssigned(d.Ledger, false):", "	case d.Unusable > 0 && false:"},
 	}},
 
 	// Sizes that cannot be used, and other writers of replicas.

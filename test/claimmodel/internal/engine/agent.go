@@ -222,7 +222,7 @@ func (w *writer) takesFloor(d *decision) string {
 	names := false
 	free := 0
 	for c, entry := range d.ledger.pending {
-		names = names || entry >= named && at.ledger.pending[c] != entry
+		names = names || entry >= assigned && at.ledger.pending[c] != entry
 	}
 	for i, m := range at.machines {
 		unclaimed := m.label == 0 || int(at.ledger.returned[m.label-1]) == i+1

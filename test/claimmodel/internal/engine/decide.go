@@ -327,12 +327,12 @@ func ledgerOf(s *snapshot) *protocol.Ledger {
 		if entry == noEntry {
 			continue
 		}
-		promised := protocol.Named{Adopted: s.ledger.adopted&bit(c) != 0}
-		if entry >= named {
-			promised.Machine = name("m", int(entry-named))
-			promised.UID = types.UID(promised.Machine)
+		assignment := protocol.Assignment{Adopted: s.ledger.adopted&bit(c) != 0}
+		if entry >= assigned {
+			assignment.Machine = name("m", int(entry-assigned))
+			assignment.UID = types.UID(assignment.Machine)
 		}
-		l.Pending[name("c", c)] = promised
+		l.Pending[name("c", c)] = assignment
 	}
 	for c, of := range s.ledger.returned {
 		if of != 0 {
@@ -410,13 +410,13 @@ func (p *Protocol) numbers(from *protocol.Ledger) ledger {
 	if from.Written != nil {
 		l.written, l.restored = uint8(from.Written.Replicas)+1, uint8(from.Written.Restored)
 	}
-	for id, promised := range from.Pending {
+	for id, assignment := range from.Pending {
 		c := number(id)
-		l.pending[c] = unnamed
-		if promised.UID != "" {
-			l.pending[c] = named + number(promised.Machine)
+		l.pending[c] = unassigned
+		if assignment.UID != "" {
+			l.pending[c] = assigned + number(assignment.Machine)
 		}
-		if promised.Adopted {
+		if assignment.Adopted {
 			l.adopted |= bit(int(c))
 		}
 	}

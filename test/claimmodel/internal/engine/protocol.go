@@ -402,7 +402,7 @@ func describeLedger(who, g int, d *decision) explore.Act {
 	entries, names := 0, 0
 	for _, entry := range d.ledger.pending {
 		entries += int(b(entry != noEntry))
-		names += int(b(entry >= named))
+		names += int(b(entry >= assigned))
 	}
 	x := int(d.replicas)&15<<12 | int(d.ledger.floor)&7<<9 | min(entries, 3)<<7 | min(names, 3)<<5 |
 		min(int(count(d.ledger.releasing)), 3)<<3 | min(int(count(d.ledger.decremented)), 3)<<1 | int(b(d.pause != protocol.PauseKeep))
