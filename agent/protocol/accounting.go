@@ -114,7 +114,7 @@ func (s *Snapshot) rebuild() *Ledger {
 	var ours int32
 	for _, m := range s.Machines {
 		switch {
-		case Held(m):
+		case HasFinalizer(m):
 			// Its release goes on. If replicas may have been decremented for it already, it is
 			// recorded so.
 			back := DeletionCompleted(m)
@@ -204,7 +204,7 @@ func (b *books) dropEntries() {
 				drop(id, entry)
 			case ClaimOf(assigned) == id:
 				drop(id, entry)
-			case ClaimOf(assigned) != "" || !Alive(assigned) || Held(assigned):
+			case ClaimOf(assigned) != "" || !Alive(assigned) || HasFinalizer(assigned):
 				drop(id, entry) // the Machine died before it was labelled
 			}
 		case v1alpha1.PhaseEnded:

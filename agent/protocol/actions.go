@@ -73,7 +73,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 						Reason: ReasonMachineDeleting, Message: "another actor is deleting its Machine",
 					}})
 				}
-			case ClaimOf(m) == "" && entered && entry.UID == m.UID && !Held(m):
+			case ClaimOf(m) == "" && entered && entry.UID == m.UID && !HasFinalizer(m):
 				d.Actions = append(d.Actions, Action{Kind: Label, Claim: c, Machine: m})
 			case ClaimOf(m) == "" && !entered && s.Ledger != nil:
 				d.end(c, ReasonMachineLost, "another actor removed the claim's label from its Machine")
@@ -153,7 +153,7 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, entry Ass
 	had = had && holder != c.Spec.ClaimID // held by a claim that hands it over and has not ended yet
 	had = had || m != nil && hasFloorMark(m) && c.Spec.Adopt == ""
 	switch {
-	case entry.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had:
+	case entry.UID != "" && m != nil && Alive(m) && !HasFinalizer(m) && ClaimOf(m) == "" && !had:
 		d.Actions = append(d.Actions, Action{Kind: Bind, Claim: c, Group: s.Deployment.UID, Machine: m})
 	case c.Spec.Adopt != "" && entry.UID == "":
 		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")
@@ -189,7 +189,7 @@ func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clus
 		} else if !entered && labelled == nil {
 			d.end(c, ReasonCancelled, "released before it had a Machine; the replica goes to the next claim or is removed")
 		}
-	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == "" && !Held(m):
+	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == "" && !HasFinalizer(m):
 		// The label first: a Machine that is released must be recognizable as this claim's.
 		d.Actions = append(d.Actions, Action{Kind: Label, Claim: c, Machine: m})
 	case m != nil && Alive(m) && !entered && ClaimOf(m) == id && s.handsOver(m) && !s.releasing(m.UID):
@@ -221,7 +221,7 @@ const slowDeletion = time.Minute
 // Cluster API, once the deletion takes long.
 func (s *Snapshot) explainDeletion(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) {
 	reason, message := DeletingReason(m), deletingMessage(m)
-	if reason == "" || Held(m) && DeletionCompleted(m) || reason == c.Status.Reason || c.Status.FailedAt != nil {
+	if reason == "" || HasFinalizer(m) && DeletionCompleted(m) || reason == c.Status.Reason || c.Status.FailedAt != nil {
 		return // the reason of the failure matters more
 	}
 	if left := slowDeletion - s.Now.Sub(m.DeletionTimestamp.Time); left > 0 {
@@ -262,25 +262,26 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 		if s.Ledger != nil {
 			r, recorded = s.Ledger.Releasing[m.UID]
 		}
-		ours := Held(m) || hooked(m)
-		stopped := Held(m) && DeletionCompleted(m) || hooked(m) && !Held(m)
+		ours := HasFinalizer(m) || hasHook(m)
+		stopped := HasFinalizer(m) && DeletionCompleted(m) || hasHook(m) && !HasFinalizer(m)
 		switch {
 		case !recorded && s.returning(m):
 			d.Actions = append(d.Actions, Action{Kind: Return, Machine: m})
-		case !recorded && s.Ledger != nil && Alive(m) && Held(m) && s.boundTo(m) != nil:
+		case !recorded && s.Ledger != nil && Alive(m) && HasFinalizer(m) && s.boundTo(m) != nil:
 			d.Actions = append(d.Actions, Action{Kind: Keep, Claim: s.boundTo(m), Machine: m})
 		case recorded && !r.Decremented && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):
-			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: r})
+			d.Actions = append(d.Actions, Action{Kind: BeginDelete, Machine: m, Release: r})
 		case recorded && r.Decremented && ours && s.reconciled(r.Generation):
-			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
+			d.Actions = append(d.Actions, Action{Kind: RemoveFinalizer, Machine: m})
 		case stopped && s.deleted():
 			// Cluster API deletes the whole group, creates no replacements, and waits for this
 			// Machine.
-			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
+			d.Actions = append(d.Actions, Action{Kind: RemoveFinalizer, Machine: m})
 		case !recorded && stopped && s.reconciled(s.Deployment.Generation):
-			// Held for a ledger that is lost. It is not known whether replicas were decremented for
-			// it, so they are not lowered. If they were not, the replacement is a spare.
-			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
+			// The ledger that the finalizer was added for is lost. It is not known whether replicas
+			// were decremented, so they are not lowered. If they were not, the replacement is a
+			// spare.
+			d.Actions = append(d.Actions, Action{Kind: RemoveFinalizer, Machine: m})
 		}
 	}
 }

@@ -22,7 +22,7 @@ func (b *books) unassign() {
 		}
 		m := b.machine(entry.UID)
 		floorMarked := m != nil && hasFloorMark(m) && b.Claim(id).Spec.Adopt == ""
-		if m == nil || !Alive(m) || Held(m) || floorMarked || ClaimOf(m) != "" && ClaimOf(m) != id {
+		if m == nil || !Alive(m) || HasFinalizer(m) || floorMarked || ClaimOf(m) != "" && ClaimOf(m) != id {
 			entry.Machine, entry.UID = "", ""
 			b.next.Pending[id] = entry
 		}

@@ -103,7 +103,7 @@ func (b *books) class(m *clusterv1.Machine) class {
 		return claimed
 	case b.assigned[m.UID]:
 		return assigned
-	case Held(m):
+	case HasFinalizer(m):
 		return stranded
 	case b.floors[m.UID]:
 		return ofFloor

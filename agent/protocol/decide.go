@@ -77,8 +77,8 @@ type Action struct {
 	Set     *clusterv1.MachineSet
 	// Group is the UID of the MachineDeployment. A claim records it when it is entered or bound.
 	Group types.UID
-	// Release is the record of the Machine to hold, or of the Machine whose claim is restored while
-	// it is being released.
+	// Release is the record of the Machine to delete, or of the Machine whose claim is restored
+	// while it is being released.
 	Release Release
 	// Remade reports that the claim was moved or restored, so that what its holder reported about
 	// the Machine's Node is lost.
@@ -141,16 +141,16 @@ const (
 	MoveOn ActionKind = "move-on"
 	// NoteMachine copies provider ID and Node name to the claim, for users.
 	NoteMachine ActionKind = "note-machine"
-	// Hold adds the finalizer to the Machine and deletes it.
-	Hold ActionKind = "hold"
-	// LetGo removes the finalizer.
-	LetGo ActionKind = "let-go"
+	// BeginDelete adds the finalizer to the Machine and deletes it.
+	BeginDelete ActionKind = "hold"
+	// RemoveFinalizer removes the finalizer.
+	RemoveFinalizer ActionKind = "let-go"
 	// Return takes the label off a Machine that its claim has returned, and marks the Machine as
 	// one of the floor's.
 	Return ActionKind = "return"
 	// MarkFloor marks the Machine as one of the floor's.
 	MarkFloor ActionKind = "mark-floor"
-	// Keep takes off what [Hold] wrote on a Machine that its claim keeps after all.
+	// Keep takes off what [BeginDelete] wrote on a Machine that its claim keeps after all.
 	Keep ActionKind = "keep"
 	// PauseMachineSet stops a MachineSet from creating Machines while replicas are lowered for
 	// those that it has not created.

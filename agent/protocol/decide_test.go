@@ -332,7 +332,7 @@ func TestAReleasedMachineWithANodeIsHeldAndItsReplicaKept(t *testing.T) {
 	assert.Equal(t, int32(1), d.Replicas)
 
 	s.Ledger = d.Ledger
-	assert.Contains(t, kinds(Decide(s)), Hold)
+	assert.Contains(t, kinds(Decide(s)), BeginDelete)
 }
 
 // remade is a Machine that was being released and that a move or a restore created again: without
@@ -356,7 +356,7 @@ func TestTheReleaseOfAMachineThatWasMadeAgainGoesOn(t *testing.T) {
 			assert.Equal(t, int32(1), d.Ledger.Floor)
 			assert.Equal(t, int32(2), d.Replicas)
 			s.Ledger = d.Ledger
-			assert.Equal(t, []ActionKind{Hold}, kinds(Decide(s)))
+			assert.Equal(t, []ActionKind{BeginDelete}, kinds(Decide(s)))
 
 			s.Ledger, s.Group = ledger, s.Group.With(&eligibility.Refusal{Reason: eligibility.Paused})
 			d = Decide(s)
@@ -384,7 +384,7 @@ func TestALedgerEditedByHandDeletesNoClaimedMachine(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
 		withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseBound, "a")
 	d := Decide(s)
-	assert.NotContains(t, kinds(d), Hold)
+	assert.NotContains(t, kinds(d), BeginDelete)
 	require.NotNil(t, d.Ledger)
 	assert.Empty(t, d.Ledger.Releasing)
 }
@@ -712,7 +712,7 @@ func TestAReplicaThatANewClaimTakesAtOnceWaitsForNoNewGeneration(t *testing.T) {
 	assert.Equal(t, int64(3), d.Ledger.Releasing["a"].Generation, "spec does not change, so no generation 4 comes")
 
 	s.Ledger = d.Ledger
-	assert.Contains(t, kinds(Decide(s)), LetGo)
+	assert.Contains(t, kinds(Decide(s)), RemoveFinalizer)
 }
 
 func TestAMachineOfAGroupThatIsBeingDeletedIsLetGo(t *testing.T) {
@@ -722,7 +722,7 @@ func TestAMachineOfAGroupThatIsBeingDeletedIsLetGo(t *testing.T) {
 			s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
 			s.Deployment.Generation = 4 // Cluster API does not observe generations of what it deletes
 			s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.Deleting}}
-			assert.Contains(t, kinds(Decide(s)), LetGo)
+			assert.Contains(t, kinds(Decide(s)), RemoveFinalizer)
 		})
 	}
 }
@@ -753,7 +753,7 @@ func TestAGroupThatIsBeingDeletedIsNotKeptPaused(t *testing.T) {
 		d := Decide(s.withMachine("a", "", completed))
 		assert.Equal(t, PauseRemove, d.Pause)
 		assert.Equal(t, int32(1), d.Replicas)
-		assert.Contains(t, kinds(d), LetGo)
+		assert.Contains(t, kinds(d), RemoveFinalizer)
 	})
 }
 
@@ -865,7 +865,7 @@ func TestAHookOfAnEarlierVersionIsTakenOff(t *testing.T) {
 				assert.Empty(t, kinds(Decide(s)))
 				return
 			}
-			assert.Equal(t, []ActionKind{LetGo}, kinds(Decide(s)))
+			assert.Equal(t, []ActionKind{RemoveFinalizer}, kinds(Decide(s)))
 		})
 	}
 }
@@ -1215,7 +1215,7 @@ func TestReleasesWaitWhileTheGroupIsPaused(t *testing.T) {
 	s.Ledger = releasingLedger(Release{Machine: "a", Claim: "c"})
 	assert.Empty(t, kinds(Decide(s)), "also when the release had begun")
 	s.Group = group
-	assert.Equal(t, []ActionKind{Hold}, kinds(Decide(s)))
+	assert.Equal(t, []ActionKind{BeginDelete}, kinds(Decide(s)))
 }
 
 func TestAReleaseWithoutRoomInTheLedgerIsExplained(t *testing.T) {

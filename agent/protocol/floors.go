@@ -72,7 +72,7 @@ func (s *Snapshot) nodeUnregistered(m *clusterv1.Machine) bool {
 // mayMark reports whether the Machine may still be marked as the floor's.
 func (s *Snapshot) mayMark(m *clusterv1.Machine) bool {
 	_, leaves := m.Annotations[clusterv1.DeleteMachineAnnotation]
-	return Alive(m) && !Held(m) && !leaves && ClaimOf(m) == "" && !hasFloorMark(m)
+	return Alive(m) && !HasFinalizer(m) && !leaves && ClaimOf(m) == "" && !hasFloorMark(m)
 }
 
 // countFloors finds the Machines that are marked as the floor's, or about to be, and that still
@@ -90,7 +90,7 @@ func (b *books) countFloors() {
 				return
 			}
 			_, releasing := b.next.Releasing[m.UID]
-			if marked(m) && Alive(m) && !Held(m) && !releasing && b.orphaned(ClaimOf(m)) && !b.assigned[m.UID] {
+			if marked(m) && Alive(m) && !HasFinalizer(m) && !releasing && b.orphaned(ClaimOf(m)) && !b.assigned[m.UID] {
 				b.floors[m.UID] = true
 			}
 		}

@@ -43,7 +43,7 @@ func DecideGone(s *Snapshot) *Decision {
 		case c.Returns() && Alive(m) && ClaimOf(m) == "":
 			d.end(c, ReasonReturned, returned)
 		case phase == v1alpha1.PhaseReleasing && Alive(m): // left behind (deleted with cascade=orphan)
-			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: Release{Drained: c.Status.Drained}})
+			d.Actions = append(d.Actions, Action{Kind: BeginDelete, Machine: m, Release: Release{Drained: c.Status.Drained}})
 		}
 	}
 	s.actOnMachines(d)

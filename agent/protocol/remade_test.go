@@ -175,7 +175,7 @@ func TestAGroupThatIsDeletedWaitsForNoHolder(t *testing.T) {
 	s.Synced, s.Claims[0].Spec.Spoke = false, "the-spoke"
 	require.True(t, Decide(s).Held, "else the test shows nothing")
 	s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
-	assert.Contains(t, kinds(Decide(s)), LetGo)
+	assert.Contains(t, kinds(Decide(s)), RemoveFinalizer)
 }
 
 // Backups may leave claims out. Those are recreated from their Machines' labels, and are not new

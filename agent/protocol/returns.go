@@ -25,7 +25,7 @@ func (b *books) startReturns() {
 			continue
 		}
 		m := b.machine(c.Status.Machine.UID)
-		if m == nil || !Alive(m) || Held(m) || b.returned(m.UID) || !b.mayReturn(c, m) {
+		if m == nil || !Alive(m) || HasFinalizer(m) || b.returned(m.UID) || !b.mayReturn(c, m) {
 			continue
 		}
 		_, releasing := b.next.Releasing[m.UID]
@@ -110,7 +110,7 @@ func (s *Snapshot) actOnReturned(d *Decision, c *v1alpha1.MachineClaim, m *clust
 		return false
 	}
 	switch {
-	case ClaimOf(m) == "" && entered && entry.UID == m.UID && !Held(m):
+	case ClaimOf(m) == "" && entered && entry.UID == m.UID && !HasFinalizer(m):
 		return false // Finish the label first; then only the Return action removes it.
 	case ClaimOf(m) == "" && wasReturned(m) && s.Ledger != nil:
 		d.end(c, ReasonReturned, returned)

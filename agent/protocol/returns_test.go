@@ -278,7 +278,7 @@ func TestAReturnedMachineIsNotReleased(t *testing.T) {
 		d := Decide(s)
 		assert.Nil(t, d.Ledger)
 		assert.Equal(t, int32(2), d.Replicas)
-		assert.NotContains(t, kinds(d), Hold)
+		assert.NotContains(t, kinds(d), BeginDelete)
 		assert.Contains(t, []ActionKind{Return, End}, kinds(d)[0])
 		if kinds(d)[0] == End {
 			assert.Equal(t, ReasonReturned, d.Actions[0].Event.Reason)

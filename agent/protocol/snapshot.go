@@ -305,14 +305,14 @@ func ClaimOf(m *clusterv1.Machine) string {
 	return m.Labels[v1alpha1.ClaimLabel]
 }
 
-// Held reports whether the agent's finalizer is on the Machine.
-func Held(m *clusterv1.Machine) bool {
+// HasFinalizer reports whether the agent's finalizer is on the Machine.
+func HasFinalizer(m *clusterv1.Machine) bool {
 	return slices.Contains(m.Finalizers, v1alpha1.ReleaseFinalizer)
 }
 
-// hooked reports whether the Machine has the pre-terminate hook that earlier versions of the agent
+// hasHook reports whether the Machine has the pre-terminate hook that earlier versions of the agent
 // put on Machines that other actors delete.
-func hooked(m *clusterv1.Machine) bool {
+func hasHook(m *clusterv1.Machine) bool {
 	_, yes := m.Annotations[v1alpha1.ReleaseHook]
 	return yes
 }

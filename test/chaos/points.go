@@ -32,7 +32,7 @@ func CorePoints() []faults.Point {
 var core = []faults.Class{
 	faults.ClaimCreated, faults.ReplicasRaised, faults.ClaimEntered, faults.MachineNamed, faults.ClaimBound, faults.MachineLabelled,
 	faults.LedgerTidied, faults.ClaimReleasing, faults.ReleaseBegun, faults.MachineHeld, faults.MachineDeleted,
-	faults.ReplicasLowered, faults.MachineLetGo, faults.ClaimEnded,
+	faults.ReplicasLowered, faults.FinalizerRemoved, faults.ClaimEnded,
 }
 
 const (

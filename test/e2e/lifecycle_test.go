@@ -377,7 +377,7 @@ func (l *life) settle(ctx context.Context, pods int) error {
 		return err
 	}
 	return world.Poll(ctx, func(ctx context.Context) (string, error) {
-		if err := errors.Join(l.start(ctx), l.letGo(ctx)); err != nil {
+		if err := errors.Join(l.start(ctx), l.unblock(ctx)); err != nil {
 			return "", err
 		}
 		if missing := l.lacks(pods); missing != "" {
@@ -430,7 +430,7 @@ func (l *life) start(ctx context.Context) error {
 	return nil
 }
 
-func (l *life) letGo(ctx context.Context) error {
+func (l *life) unblock(ctx context.Context) error {
 	for _, i := range l.instances() {
 		if i.Spec.StuckAt != "" {
 			if err := client.IgnoreNotFound(l.Hub.Patch(ctx, &i, mergePatch(`{"spec":{"stuckAt":null}}`))); err != nil {

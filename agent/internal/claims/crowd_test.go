@@ -148,7 +148,7 @@ func TestARefusedLedgerHoldsUpNothingElse(t *testing.T) {
 	require.ErrorIs(t, err, ErrWriteRefused)
 	assert.GreaterOrEqual(t, again, time.Second, "it is tried again, later")
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
-	assert.True(t, protocol.Held(m))
+	assert.True(t, protocol.HasFinalizer(m))
 	assert.False(t, protocol.Alive(m))
 }
 
@@ -280,7 +280,7 @@ func crowd(t *rapid.T, several bool) {
 		w.t.Fatalf("the ledger had up to %d bytes", most)
 	}
 	for _, m := range w.machines(group) {
-		if w.joined[m.UID] > 0 || !protocol.Alive(m) || protocol.Held(m) {
+		if w.joined[m.UID] > 0 || !protocol.Alive(m) || protocol.HasFinalizer(m) {
 			w.t.Fatalf("I6: the floor's Machines are gone\n%s", w.describe())
 		}
 	}

@@ -36,7 +36,7 @@ func TestAMachineThatIsKeptLosesWhatItsReleaseWrote(t *testing.T) {
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
 	require.NoError(t, e.do(t.Context(), protocol.Action{Kind: protocol.Keep, Machine: m.DeepCopy()}))
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
-	assert.False(t, protocol.Held(m))
+	assert.False(t, protocol.HasFinalizer(m))
 	assert.Equal(t, map[string]string{"example.com/note": "x"}, m.Annotations)
 }
 
@@ -56,7 +56,7 @@ func TestAMachineThatIsKeptMeanwhileIsNotDeleted(t *testing.T) {
 			return c.Delete(ctx, o, opts...)
 		},
 	})
-	require.Error(t, e.do(t.Context(), protocol.Action{Kind: protocol.Hold, Machine: m.DeepCopy()}))
+	require.Error(t, e.do(t.Context(), protocol.Action{Kind: protocol.BeginDelete, Machine: m.DeepCopy()}))
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
 	assert.True(t, protocol.Alive(m))
 }

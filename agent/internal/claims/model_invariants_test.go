@@ -588,7 +588,7 @@ func (w *world) checkGroupAtRest(group string) {
 	}
 	free, shut := 0, 0
 	for _, m := range w.machines(group) {
-		if protocol.Held(m) {
+		if protocol.HasFinalizer(m) {
 			w.t.Fatalf("I4: Machine %s kept our finalizer\n%s", m.Name, w.describe())
 		}
 		if protocol.ClaimOf(m) == "" {

@@ -126,9 +126,9 @@ func TestADeletionIsHeldAndMarkedBeforeItBegins(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), machineOf("m"))
 	m := &clusterv1.Machine{}
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "m"}, m))
-	require.NoError(t, e.hold(t.Context(), protocol.Action{Kind: protocol.Hold, Machine: m}))
+	require.NoError(t, e.beginDelete(t.Context(), protocol.Action{Kind: protocol.BeginDelete, Machine: m}))
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
-	assert.True(t, protocol.Held(m))
+	assert.True(t, protocol.HasFinalizer(m))
 	assert.Contains(t, m.Annotations, clusterv1.DeleteMachineAnnotation)
 	assert.False(t, protocol.Alive(m))
 }

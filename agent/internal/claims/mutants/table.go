@@ -277,8 +277,8 @@ var mutants = []mutant{
 			"	if err := e.Client.Patch(ctx, m, client.MergeFrom(machine), fieldOwner); err != nil {\n		return err\n	}\n	observeBound",
 		},
 		{
-			"	case entry.UID != \"\" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == \"\" && !had:\n		d.Actions = append(d.Actions, Action{Kind: Bind",
-			"	case entry.UID != \"\" && m != nil && Alive(m) && !Held(m) && (!had || true):\n		d.Actions = append(d.Actions, Action{Kind: Bind",
+			"	case entry.UID != \"\" && m != nil && Alive(m) && !HasFinalizer(m) && ClaimOf(m) == \"\" && !had:\n		d.Actions = append(d.Actions, Action{Kind: Bind",
+			"	case entry.UID != \"\" && m != nil && Alive(m) && !HasFinalizer(m) && (!had || true):\n		d.Actions = append(d.Actions, Action{Kind: Bind",
 		},
 	}},
 
@@ -448,8 +448,8 @@ var mutants = []mutant{
 	// Cancelling and handing over.
 	{name: "cancel ignores a named Machine", edits: []edit{
 		{
-			"	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == \"\" && !Held(m):\n		// The label first",
-			"	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == \"\" && !Held(m):\n		d.end(c, ReasonCancelled, \"\")\n	case false:\n		// The label first",
+			"	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == \"\" && !HasFinalizer(m):\n		// The label first",
+			"	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == \"\" && !HasFinalizer(m):\n		d.end(c, ReasonCancelled, \"\")\n	case false:\n		// The label first",
 		},
 	}},
 	{name: "replicas lowered at cancel", edits: []edit{
@@ -466,7 +466,7 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "a Machine with a Node is handed over", edits: []edit{
-		{"	if !Alive(m) || Held(m) || !s.nodeless(m) || Outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :=", "	if !Alive(m) || Held(m) || Outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :="},
+		{"	if !Alive(m) || HasFinalizer(m) || !s.nodeless(m) || Outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :=", "	if !Alive(m) || HasFinalizer(m) || Outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :="},
 	}},
 	{name: "unbound before its entry is dropped", test: "TestAMachineIsHandedOverOnceItsClaimsEntryIsDropped", edits: []edit{
 		{"	case m != nil && Alive(m) && !entered && ClaimOf(m) == id && s.handsOver(m)", "	case m != nil && Alive(m) && ClaimOf(m) == id && s.handsOver(m)"},
@@ -641,7 +641,7 @@ var mutants = []mutant{
 		{"	if !b.mayShrink() {\n		return\n	}\n	for _, m := range b.Machines {\n", "	for _, m := range b.Machines {\n"},
 	}},
 	{name: "a claim's Machine that was made again stays marked", test: "TestAClaimKeepsItsMachineThatWasMadeAgainDuringItsRelease", edits: []edit{
-		{"Alive(m) && Held(m) && s.boundTo(m) != nil:\n", "false && s.boundTo(m) != nil:\n"},
+		{"Alive(m) && HasFinalizer(m) && s.boundTo(m) != nil:\n", "false && s.boundTo(m) != nil:\n"},
 	}},
 	{name: "a Machine is deleted though its finalizer was taken off", test: "TestAMachineThatIsKeptMeanwhileIsNotDeleted", edits: []edit{
 		{"		version = m.ResourceVersion // the patch did not test that the finalizer stays\n", "		_ = m\n"},

@@ -124,7 +124,7 @@ func TestWrongOutcomesAreRefused(t *testing.T) {
 		},
 		{
 			"another dies for one that is held",
-			engine.Script{Machines: []int{2}, Phases: []phase{{hold(0), remove(0)}, {replicas(1)}}},
+			engine.Script{Machines: []int{2}, Phases: []phase{{addFinalizer(0), remove(0)}, {replicas(1)}}},
 			outcome(1, held, alive),
 			[]engine.Outcome{outcome(1, held, gone), outcome(1, gone, alive), outcome(2, held, alive)},
 		},

@@ -42,7 +42,8 @@ func (p *Protocol) staleAgent(s *State, a int, emit explore.Emit[State]) {
 			w.follow(&late, checked)
 		}
 	}
-	// The second writes of a binding and of a hold, which follow the first without another reading.
+	// The second writes of a binding and of a deletion, which follow the first without another
+	// reading.
 	for c := range p.Claims {
 		if v.labels&bit(c) != 0 {
 			w.label(c, int(s.claims[c].machine)-1, true)
@@ -257,16 +258,16 @@ func (w *writer) perform(a action) {
 			m.label, m.flags = 0, m.flags|floors
 			w.emit(&next, act(w.id, w.g, doReturn, i, 0), "")
 		}
-	case hold:
-		w.hold(i)
+	case beginDelete:
+		w.beginDelete(i)
 	case keep:
 		if w.machineFresh(i) {
 			next := *w.s
 			next.groups[w.g].machines[i].flags &^= finalized
 			w.emit(&next, act(w.id, w.g, doKeep, i, 0), "")
 		}
-	case letGo:
-		w.letGo(i)
+	case removeFinalizer:
+		w.removeFinalizer(i)
 	case pauseMachineSet, unpauseMachineSet, lowerSet:
 		w.changeSet(a)
 	}
@@ -350,7 +351,7 @@ func (w *writer) label(c, i int, second bool) {
 	w.emit(&next, act(w.id, w.g, doLabel, c, i), violation)
 }
 
-func (w *writer) hold(i int) {
+func (w *writer) beginDelete(i int) {
 	m := w.s.groups[w.g].machines[i]
 	if !w.machineFresh(i) {
 		return
@@ -367,7 +368,7 @@ func (w *writer) hold(i int) {
 	w.delete(i)
 }
 
-// delete is the second write of a hold. Its only precondition is the UID.
+// delete is the second write of a deletion. Its only precondition is the UID.
 func (w *writer) delete(i int) {
 	at := &w.s.groups[w.g]
 	m := at.machines[i]
@@ -418,7 +419,7 @@ func (w *writer) deletesOthers(i int) string {
 	return ""
 }
 
-func (w *writer) letGo(i int) {
+func (w *writer) removeFinalizer(i int) {
 	if !w.machineFresh(i) {
 		return
 	}
@@ -428,7 +429,7 @@ func (w *writer) letGo(i int) {
 	if m.phase == held {
 		*m = machine{phase: gone, set: m.set}
 	}
-	w.emit(&next, act(w.id, w.g, doLetGo, i, 0), "")
+	w.emit(&next, act(w.id, w.g, doFinalizerOff, i, 0), "")
 }
 
 func (w *writer) changeSet(a action) {

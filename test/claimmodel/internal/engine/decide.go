@@ -49,9 +49,9 @@ const (
 	label
 	unbind
 	end
-	hold
+	beginDelete
 	keep
-	letGo
+	removeFinalizer
 	pauseMachineSet
 	unpauseMachineSet
 	lowerSet
@@ -64,8 +64,8 @@ var kinds = map[protocol.ActionKind]kind{
 	protocol.MarkEntered: markEntered, protocol.Bind: bind, protocol.Restore: restore, protocol.Label: label, protocol.Unbind: unbind,
 	protocol.End: end,
 	// In the model, only calls move claims.
-	protocol.MoveOn: end,
-	protocol.Hold:   hold, protocol.Keep: keep, protocol.LetGo: letGo, protocol.PauseMachineSet: pauseMachineSet,
+	protocol.MoveOn:      end,
+	protocol.BeginDelete: beginDelete, protocol.Keep: keep, protocol.RemoveFinalizer: removeFinalizer, protocol.PauseMachineSet: pauseMachineSet,
 	protocol.UnpauseMachineSet: unpauseMachineSet, protocol.LowerSet: lowerSet, protocol.Return: markReturned,
 }
 

@@ -337,7 +337,7 @@ const (
 	doFinalizer
 	doDelete
 	doKeep
-	doLetGo
+	doFinalizerOff
 	doPauseSet
 	doUnpauseSet
 	doLowerSet
@@ -366,7 +366,7 @@ var wording = [...]string{
 	checkLedger: "reads the ledger again, unchanged", writeLedger: "writes the ledger", showDeployment: "its cache shows a newer MachineDeployment",
 	refuse: "refuses c%x", doMark: "c%x Pending",
 	doBind: "c%x Bound to m%y", doRestore: "c%x restored to m%y", doLabel: "labels m%y for c%x", doUnbind: "takes the label of c%x off m%y",
-	doEnd: "c%x Ended", doFinalizer: "finalizer on m%x", doDelete: "DELETE m%x", doKeep: "keeps m%x: finalizer off", doLetGo: "lets m%x go",
+	doEnd: "c%x Ended", doFinalizer: "finalizer on m%x", doDelete: "DELETE m%x", doKeep: "keeps m%x: finalizer off", doFinalizerOff: "finalizer off m%x",
 	doPauseSet: "pauses set %x", doUnpauseSet: "un-pauses set %x", doLowerSet: "lowers set %x to %y",
 	doNoteReleased: "notes on set %x what it was lowered for", doReturn: "returns m%x: label off",
 }
