@@ -389,7 +389,7 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 		return refuse("has a claim already")
 	case releasing, decremented, going, stranded:
 		return refuse("is being deleted")
-	case fresh, suspect, hopeless, inhabited, ofFloor:
+	case fresh, suspect, failed, inhabited, ofFloor:
 	}
 	if _, deleteRequested := m.Annotations[clusterv1.DeleteMachineAnnotation]; deleteRequested && c.Spec.AdoptAboveMinSize {
 		return refuse("is to be removed next; take the annotation " + clusterv1.DeleteMachineAnnotation + " off first")

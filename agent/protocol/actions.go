@@ -84,7 +84,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 					Reason: ReasonNodeJoined, Message: "Node " + m.Status.NodeRef.Name + " joined",
 				}})
 			default:
-				s.judge(d, c, m)
+				s.checkDeadlines(d, c, m)
 			}
 		case v1alpha1.PhaseReleasing:
 			s.actOnReleasing(d, c, m, entry, entered)
@@ -157,7 +157,7 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, entry Ass
 		d.Actions = append(d.Actions, Action{Kind: Bind, Claim: c, Group: s.Deployment.UID, Machine: m})
 	case c.Spec.Adopt != "" && entry.UID == "":
 		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")
-	case c.Status.Phase == v1alpha1.PhasePending && entry.UID == "" && s.judge(d, c, nil):
+	case c.Status.Phase == v1alpha1.PhasePending && entry.UID == "" && s.checkDeadlines(d, c, nil):
 		// It waited long enough.
 	case c.Status.Phase == "":
 		s.markEntered(d, c)

@@ -30,14 +30,14 @@ func (b *books) unassign() {
 }
 
 // assign assigns free Machines to the waiting claims, oldest first, and leaves the floor as many as
-// it owns. If no usable Machine is left, the claim is assigned a hopeless one that was made after
+// it owns. If no usable Machine is left, the claim is assigned a failed one that was made after
 // the claim, so that it fails now rather than at its own deadline.
 func (b *books) assign() {
 	free := b.free()
 	give := len(free) - int(b.floor())
 	usable := lo.Filter(free, func(m *clusterv1.Machine, _ int) bool { return b.class(m) == fresh })
 	useless := lo.Filter(free, func(m *clusterv1.Machine, _ int) bool {
-		return b.class(m) == hopeless && ClaimOf(m) == "" && !Outdated(m)
+		return b.class(m) == failed && ClaimOf(m) == "" && !Outdated(m)
 	})
 	// The one that has progressed furthest comes first.
 	slices.SortStableFunc(usable, func(x, y *clusterv1.Machine) int {

@@ -60,8 +60,8 @@ const (
 	// suspect means that Cluster API has not seen the Machine's Node, but does not state that there
 	// is none.
 	suspect
-	// hopeless means that the Machine is known not to come.
-	hopeless
+	// failed means that the Machine is known not to come.
+	failed
 	// inhabited means that something may run on the Machine, or that it is about to be replaced.
 	inhabited
 	// ofFloor means that the Machine is the floor's and is marked so, or about to be. Pods may run
@@ -123,8 +123,8 @@ func (b *books) condition(m *clusterv1.Machine) class {
 	switch {
 	case hasFloorMark(m), slices.Contains(b.next.Marking, m.UID): // more than the floor has now
 		return inhabited
-	case b.hopeless(m):
-		return hopeless
+	case b.hasFailed(m):
+		return failed
 	case !kept && (b.nodeless(m) || b.nodeUnregistered(m) && !b.registered(m)):
 		return fresh
 	case !HasNode(m) && m.Spec.ProviderID != "" && !b.registered(m):

@@ -642,8 +642,8 @@ func TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines(t *testing.T
 	late := at(6*time.Minute - time.Second)
 	require.NotNil(t, late.Ledger)
 	assert.Equal(t, "a", late.Ledger.Pending["c"].Machine)
-	if hopeless := at(6 * time.Minute); hopeless.Ledger != nil {
-		assert.Empty(t, hopeless.Ledger.Pending["c"].Machine)
+	if failed := at(6 * time.Minute); failed.Ledger != nil {
+		assert.Empty(t, failed.Ledger.Pending["c"].Machine)
 	}
 }
 

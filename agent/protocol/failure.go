@@ -119,18 +119,18 @@ func missing(m *clusterv1.Machine) (what string, since time.Time) {
 	return "", time.Time{}
 }
 
-// gone reports whether the Machine's infrastructure object has been missing for so long that the
-// Machine will not come.
-func (s *Snapshot) gone(m *clusterv1.Machine) bool {
+// infrastructureGone reports whether the Machine's infrastructure object has been missing for so
+// long that the Machine will not come.
+func (s *Snapshot) infrastructureGone(m *clusterv1.Machine) bool {
 	what, since := missing(m)
 	return what != "" && s.nodeless(m) && s.ago(since) >= missingAfter
 }
 
-// judge releases the claim if its Machine failed or is late, and reports whether it did. m is nil
-// if there is no Machine yet. A claim that only waits gets an explanation if Cluster API gives one.
-// A late Machine goes to the next claim. A Machine object that was never created is a failure,
-// because there is nothing to hand over.
-func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
+// checkDeadlines releases the claim if its Machine failed or is late, and reports whether it did. m
+// is nil if there is no Machine yet. A claim that only waits gets an explanation if Cluster API
+// gives one. A late Machine goes to the next claim. A Machine object that was never created is a
+// failure, because there is nothing to hand over.
+func (s *Snapshot) checkDeadlines(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
 	if m != nil && HasNode(m) || s.paused(m) {
 		return false
 	}
@@ -144,7 +144,7 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 			why += ": " + blocked
 			class = classOfBlocked(blocked)
 		}
-	case s.gone(m):
+	case s.infrastructureGone(m):
 		why, _ = missing(m)
 		class = failures.GivenUp
 	default:
@@ -162,10 +162,10 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 		trouble, message := s.trouble(m)
 		what, option := s.awaited(m)
 		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), s.failsAfter(option)
-		if why = s.late(d, since, given, what); why == "" {
+		if why = s.overdue(d, since, given, what); why == "" {
 			verdict, reason = TimeOut, ReasonLate
 			since, given = waitsSince(c, m), lateAfter(s.Group.MaxNodeProvisionTime, c, option)
-			why = s.late(d, since, given, what)
+			why = s.overdue(d, since, given, what)
 		}
 		if unseen := s.unseen(c, m, since.Add(given)); why != "" && unseen != "" {
 			if c.Status.Reason != ReasonOwnerMissing { // whose message also reports that the Machine is kept, and each live set renews it
@@ -264,7 +264,7 @@ func (b *books) keepFailed() map[string]bool {
 			return false
 		}
 		m := b.machine(c.Status.Machine.UID)
-		return m != nil && Alive(m) && !b.gone(m) && left(c) > 0
+		return m != nil && Alive(m) && !b.infrastructureGone(m) && left(c) > 0
 	})
 	slices.SortStableFunc(failed, func(x, y *v1alpha1.MachineClaim) int { return x.Status.FailedAt.Compare(y.Status.FailedAt.Time) })
 	kept := map[string]bool{}
@@ -275,12 +275,12 @@ func (b *books) keepFailed() map[string]bool {
 	return kept
 }
 
-// hopeless reports whether the Machine is known not to come. No claim should be given it.
-func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
+// hasFailed reports whether the Machine is known not to come. No claim should be given it.
+func (s *Snapshot) hasFailed(m *clusterv1.Machine) bool {
 	switch {
 	case m.Spec.ProviderID != "" && !s.nodeless(m):
 		return false
-	case s.gone(m):
+	case s.infrastructureGone(m):
 		return true
 	}
 	_, option := s.awaited(m)
@@ -291,9 +291,9 @@ func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	return why != ""
 }
 
-// late returns a message if the time for what is awaited is over. Otherwise it returns "" and asks
-// to be woken when it is.
-func (s *Snapshot) late(d *Decision, since time.Time, deadline time.Duration, what string) string {
+// overdue returns a message if the time for what is awaited is over. Otherwise it returns "" and
+// asks to be woken when it is.
+func (s *Snapshot) overdue(d *Decision, since time.Time, deadline time.Duration, what string) string {
 	if deadline == 0 {
 		return ""
 	}

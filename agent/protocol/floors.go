@@ -55,7 +55,7 @@ func (b *books) takesPods(m *clusterv1.Machine) bool {
 		return true
 	case suspect, inhabited:
 		return !b.nodeUnregistered(m) && !b.replaced(m)
-	case claimed, assigned, releasing, decremented, going, stranded, fresh, hopeless:
+	case claimed, assigned, releasing, decremented, going, stranded, fresh, failed:
 	}
 	return false
 }

@@ -176,11 +176,11 @@ func TestTheTimeOfAPauseMakesNoMachineHopeless(t *testing.T) {
 	m := s.Machines[0]
 	m.CreationTimestamp = metav1.NewTime(s.Now.Add(-time.Hour))
 	s.prepare()
-	require.True(t, s.hopeless(m))
+	require.True(t, s.hasFailed(m))
 	m.Status.Conditions = []metav1.Condition{{
 		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(s.Now.Add(-time.Minute)),
 	}}
-	assert.False(t, s.hopeless(m), "it was paused until a minute ago")
+	assert.False(t, s.hasFailed(m), "it was paused until a minute ago")
 }
 
 // A kept claim reports that its owner is missing, and each live set renews that.

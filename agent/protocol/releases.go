@@ -75,7 +75,7 @@ func (b *books) resumeReleases() {
 // handsOver reports whether a released claim's Machine is kept for the next claim: it is on its way
 // and certainly has no Node yet. A drained Node proves that there is one.
 func (s *Snapshot) handsOver(m *clusterv1.Machine) bool {
-	if !Alive(m) || HasFinalizer(m) || !s.nodeless(m) || Outdated(m) || s.hopeless(m) {
+	if !Alive(m) || HasFinalizer(m) || !s.nodeless(m) || Outdated(m) || s.hasFailed(m) {
 		return false
 	}
 	if c := s.Claim(ClaimOf(m)); c != nil && (c.Status.FailedAt != nil || c.Status.Drained) {

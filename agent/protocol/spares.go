@@ -26,7 +26,7 @@ func (b *books) releaseSpare() {
 	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == ofFloor })
 	// A Machine without infrastructure goes even if a claim waits: no claim can have it, and
 	// Cluster API attends to no other Machine before.
-	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !b.gone(m) })
+	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !b.infrastructureGone(m) })
 	waits := (b.next.Unassigned() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0
 	if waits && len(gone) == 0 || !b.graceOver() {
 		return

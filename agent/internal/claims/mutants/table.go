@@ -466,7 +466,7 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "a Machine with a Node is handed over", edits: []edit{
-		{"	if !Alive(m) || HasFinalizer(m) || !s.nodeless(m) || Outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :=", "	if !Alive(m) || HasFinalizer(m) || Outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :="},
+		{"	if !Alive(m) || HasFinalizer(m) || !s.nodeless(m) || Outdated(m) || s.hasFailed(m) {\n		return false\n	}\n	if c :=", "	if !Alive(m) || HasFinalizer(m) || Outdated(m) || s.hasFailed(m) {\n		return false\n	}\n	if c :="},
 	}},
 	{name: "unbound before its entry is dropped", test: "TestAMachineIsHandedOverOnceItsClaimsEntryIsDropped", edits: []edit{
 		{"	case m != nil && Alive(m) && !entered && ClaimOf(m) == id && s.handsOver(m)", "	case m != nil && Alive(m) && ClaimOf(m) == id && s.handsOver(m)"},
@@ -716,7 +716,7 @@ var mutants = []mutant{
 		{"given > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= given", "given > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= given/Patience"},
 	}},
 	{name: "a Machine that never comes is always late", test: "TestAMachineThatNeverComesIsGivenUpInTheEnd", edits: []edit{
-		{"if why = s.late(d, since, given, what); why == \"\" {", "{"},
+		{"if why = s.overdue(d, since, given, what); why == \"\" {", "{"},
 		{">= given {", "< 0 {"},
 	}},
 	{name: "a spare has the grace period of the one before it", test: "TestASpareHasAGracePeriodOfItsOwn", edits: []edit{
