@@ -61,7 +61,7 @@ const (
 type Engine interface {
 	Create(ctx context.Context, request claims.Request) (*v1alpha1.MachineClaim, error)
 	Release(ctx context.Context, key claims.Key, options claims.ReleaseOptions) (*v1alpha1.MachineClaim, error)
-	Whole(ctx context.Context, cluster types.NamespacedName) (*clusterv1.Cluster, error)
+	UnpausedCluster(ctx context.Context, cluster types.NamespacedName) (*clusterv1.Cluster, error)
 }
 
 // Config configures a [Scaler].
@@ -172,10 +172,10 @@ type Size struct {
 }
 
 // Check returns nil if the Cluster exists and is not paused, and the views can be relied upon. It
-// asks the API server. Errors: those of [claims.Engine.Whole], [feed.ErrNotReady],
+// asks the API server. Errors: those of [claims.Engine.UnpausedCluster], [feed.ErrNotReady],
 // [feed.ErrClosed].
 func (s *Scaler) Check(ctx context.Context, name types.NamespacedName) error {
-	if _, err := s.config.Engine.Whole(ctx, name); err != nil {
+	if _, err := s.config.Engine.UnpausedCluster(ctx, name); err != nil {
 		return err
 	}
 	return s.read(name, func(*cluster) error { return nil })

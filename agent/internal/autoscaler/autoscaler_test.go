@@ -67,7 +67,7 @@ func (e *engine) Release(_ context.Context, key claims.Key, o claims.ReleaseOpti
 	return &v1alpha1.MachineClaim{}, nil
 }
 
-func (e *engine) Whole(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
+func (e *engine) UnpausedCluster(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
 	return nil, e.whole
 }
 

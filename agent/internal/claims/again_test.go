@@ -50,7 +50,7 @@ func groupWith(uid types.UID, replicas int32, ledger *protocol.Ledger) *clusterv
 
 func readSmall(t *testing.T, objects ...client.Object) *protocol.Snapshot {
 	t.Helper()
-	s, err := engineWith(t, objects...).read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+	s, err := engineWith(t, objects...).read(t.Context(), uncached, client.ObjectKey{Namespace: namespace, Name: "small"})
 	require.NoError(t, err)
 	s.Sets = []*clusterv1.MachineSet{{
 		ObjectMeta: metav1.ObjectMeta{Name: "small-a"}, Spec: clusterv1.MachineSetSpec{Replicas: &s.Group.Replicas},
@@ -122,7 +122,7 @@ func TestWhatWasDecidedForAMachineDeploymentIsNotDoneToTheNextOne(t *testing.T) 
 	}
 	t.Run("its ledger", func(t *testing.T) {
 		e := engineWith(t, groupWith("old", 1, ledger))
-		s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+		s, err := e.read(t.Context(), uncached, client.ObjectKey{Namespace: namespace, Name: "small"})
 		require.NoError(t, err)
 		again(t, e)
 		_, err = e.writeLedger(t.Context(), s, &protocol.Decision{Ledger: s.Ledger.Clone(), Replicas: 1})
@@ -164,7 +164,7 @@ func TestAClaimKnowsTheMachineDeploymentThatItWasEnteredFor(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(c), c))
 	assert.Equal(t, types.UID("uid"), c.Status.NodeGroupUID)
-	s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+	s, err := e.read(t.Context(), uncached, client.ObjectKey{Namespace: namespace, Name: "small"})
 	require.NoError(t, err)
 	assert.Equal(t, types.UID("uid"), s.Ledger.UID)
 }

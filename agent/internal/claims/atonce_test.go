@@ -378,7 +378,7 @@ func TestAClaimThatIsReleasedWhileItIsEnteredIsNotMarked(t *testing.T) {
 	_, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
 	assert.True(t, released)
-	c, err := e.stored(t.Context(), key)
+	c, err := e.getUncached(t.Context(), key)
 	require.NoError(t, err)
 	assert.Equal(t, v1alpha1.PhaseEnded, c.Status.Phase)
 }

@@ -204,13 +204,13 @@ func TestAnEndedClaimKeepsTheEndOfItsHistory(t *testing.T) {
 	for before, kept := range map[int]int{0: 0, endedHistory - 1: endedHistory - 1, endedHistory: endedHistory - 1, historyLength: endedHistory - 1} {
 		c := heldClaim("a", newTestTime())
 		e, _ := bounded(t, Bounds{}, c)
-		c, err := e.stored(t.Context(), keyOf("a"))
+		c, err := e.getUncached(t.Context(), keyOf("a"))
 		require.NoError(t, err)
 		for i := range before {
 			e.note(c, v1alpha1.Event{Reason: "Happened", Message: strconv.Itoa(i)})
 		}
 		require.NoError(t, e.endClaim(t.Context(), c, v1alpha1.Event{Reason: "Over", Message: "it is"}))
-		ended, err := e.stored(t.Context(), keyOf("a"))
+		ended, err := e.getUncached(t.Context(), keyOf("a"))
 		require.NoError(t, err)
 		require.Len(t, ended.Status.History, kept+1)
 		assert.Equal(t, "Over", ended.Status.History[kept].Reason)

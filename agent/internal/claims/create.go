@@ -79,7 +79,7 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 		return nil, err
 	}
 	if open.none() || r.ValidateOnly {
-		existing, err := e.stored(ctx, key)
+		existing, err := e.getUncached(ctx, key)
 		switch {
 		case err == nil && r.ValidateOnly:
 			if err := r.Holders.check(existing); err != nil {
@@ -120,7 +120,7 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 	}
 	switch {
 	case full != nil || apierrors.IsAlreadyExists(err):
-		existing, err := e.stored(ctx, key)
+		existing, err := e.getUncached(ctx, key)
 		switch gone := errors.Is(err, ErrNotFound); {
 		case gone && full != nil:
 			return nil, full
@@ -247,7 +247,7 @@ func (e *Engine) refusal(
 	// decide as if the claim existed already.
 	s, err := e.read(ctx, cached, key)
 	if err == nil && s == nil {
-		s, err = e.read(ctx, live, key)
+		s, err = e.read(ctx, uncached, key)
 	}
 	if err != nil {
 		return nil, err

@@ -121,7 +121,7 @@ func TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon(t *testing.T) {
 		}
 		e := engineWith(t, objects...)
 		e.Coalesce = time.Second
-		s, err := e.read(t.Context(), live, client.ObjectKeyFromObject(md))
+		s, err := e.read(t.Context(), uncached, client.ObjectKeyFromObject(md))
 		require.NoError(t, err)
 		d := protocol.Decide(s)
 		require.NotNil(t, d.Ledger)

@@ -78,9 +78,9 @@ type Config struct {
 	Reader client.Reader
 	// Indexes are the indexes of the caches behind Client.
 	Indexes Indexes
-	// Live excludes ended claims from lists that Reader answers. Nil includes them, which is only
-	// slower.
-	Live client.ListOption
+	// NotEnded excludes ended claims from lists that Reader answers. Nil includes them, which is
+	// only slower.
+	NotEnded client.ListOption
 	// Recorder records events for users. Nil means none.
 	Recorder events.EventRecorder
 	// Clock is the source of time. Nil means the real clock.

@@ -804,7 +804,7 @@ func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 // look again. The calls in asked waited before that.
 func (g *group) readOrSettle(ctx context.Context, asked map[string][]chan outcome) (*protocol.Snapshot, time.Duration, error) {
 	for range maxConflicts {
-		s, err := g.engine.read(ctx, live, g.key)
+		s, err := g.engine.read(ctx, uncached, g.key)
 		if s != nil || err != nil {
 			return s, 0, err
 		}
@@ -823,7 +823,7 @@ func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome)
 	e := g.engine
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
 	s := &protocol.Snapshot{Deployment: md, Now: e.Clock.Now()}
-	if err := e.readParts(ctx, live, g.key, s); err != nil {
+	if err := e.readParts(ctx, uncached, g.key, s); err != nil {
 		return 0, false, err
 	}
 	held, err := g.holdMoved(ctx, s)
@@ -853,7 +853,7 @@ func (g *group) holdMoved(ctx context.Context, s *protocol.Snapshot) (bool, erro
 	for _, c := range s.Claims {
 		name := c.Spec.ClusterName
 		if _, asked := held[name]; !asked {
-			cluster, err := g.engine.Whole(ctx, types.NamespacedName{Namespace: g.key.Namespace, Name: name})
+			cluster, err := g.engine.UnpausedCluster(ctx, types.NamespacedName{Namespace: g.key.Namespace, Name: name})
 			switch {
 			case errors.Is(err, ErrUnknownCluster), errors.Is(err, ErrClusterPaused):
 			case err != nil:

@@ -88,7 +88,7 @@ func (w *slowWorld) report() {
 			return err
 		}
 		r := SyncRequest{
-			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, Live: []string{w.claim}, NodesComplete: true,
+			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, LiveIDs: []string{w.claim}, NodesComplete: true,
 		}
 		for _, m := range w.machines(w.groups[0]) {
 			if protocol.HasNode(m) {

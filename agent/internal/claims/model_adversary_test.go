@@ -400,7 +400,7 @@ func (w *world) sync(e int) {
 	s := w.session
 	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		result, err := agent.Sync(ctx, SyncRequest{
-			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: s.token, Live: s.live, Nodes: s.nodes, NodesComplete: true,
+			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: s.token, LiveIDs: s.live, Nodes: s.nodes, NodesComplete: true,
 			Spoke: spoke,
 		})
 		for _, id := range result.Kept {

@@ -156,7 +156,7 @@ func TestAMachineThatVanishesUnderAPauseThatTheCacheDoesNotShowIsNotLost(t *test
 	step := func() v1alpha1.Phase {
 		_, err := e.group(namespace, "small").run(t.Context())
 		require.NoError(t, err)
-		c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 		require.NoError(t, err)
 		return c.CurrentPhase()
 	}
@@ -174,7 +174,7 @@ func TestTheClaimsOfAMachineDeploymentThatVanishesUnderAPauseDoNotEnd(t *testing
 	again, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
 	assert.NotZero(t, again)
-	c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+	c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 	require.NoError(t, err)
 	assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
 }
@@ -195,7 +195,7 @@ func TestAReleaseGoesOnAfterAMove(t *testing.T) {
 	e.synced[speaker{clusterKey, holder}] = map[types.UID]bool{"": true}
 	_, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
-	c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+	c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 	require.NoError(t, err)
 	assert.Equal(t, v1alpha1.PhaseReleasing, c.CurrentPhase())
 	assert.True(t, c.Status.Drained)
@@ -241,10 +241,10 @@ func TestAClaimThatWasMovedIsNotCollectedAndGoesWithItsCluster(t *testing.T) {
 		m.Spec.ProviderID = "sim://m"
 		e := engineWith(t, m, movingClaim("c", "", "", nil))
 		setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
-		c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 		require.NoError(t, err)
 		require.NoError(t, e.do(t.Context(), protocol.Action{Kind: protocol.Restore, Claim: c, Machine: m, Remade: remade}))
-		c, err = e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		c, err = e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 		require.NoError(t, err)
 		assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
 		assert.Equal(t, remade, c.Status.NodeRegisteredAt != nil)
@@ -289,10 +289,10 @@ func TestAClaimThatWasMovedDoesNotMoveOn(t *testing.T) {
 	}))
 	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
 	key := Key{Namespace: namespace, Cluster: clusterName, ID: "c"}
-	c, err := e.stored(t.Context(), key)
+	c, err := e.getUncached(t.Context(), key)
 	require.NoError(t, err)
 	require.NoError(t, e.do(t.Context(), protocol.Action{Kind: protocol.MoveOn, Claim: c}))
-	c, err = e.stored(t.Context(), key)
+	c, err = e.getUncached(t.Context(), key)
 	require.NoError(t, err)
 	assert.Equal(t, "small", c.Spec.NodeGroup)
 	assert.Equal(t, protocol.ReasonStateLost, c.Status.Reason)
@@ -344,11 +344,11 @@ func TestALiveSetDecidesNothingOfClaimsThatItsListingDidNotHold(t *testing.T) {
 	synced := func(token string, alive ...string) bool {
 		if token != "" {
 			_, err := e.Sync(t.Context(), SyncRequest{
-				Namespace: namespace, Cluster: clusterName, Holder: holder, Spoke: spoke, Token: token, Live: alive,
+				Namespace: namespace, Cluster: clusterName, Holder: holder, Spoke: spoke, Token: token, LiveIDs: alive,
 			})
 			require.NoError(t, err)
 		}
-		s, err := e.read(t.Context(), live, smallKey)
+		s, err := e.read(t.Context(), uncached, smallKey)
 		require.NoError(t, err)
 		return s.Synced
 	}

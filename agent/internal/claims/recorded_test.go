@@ -66,7 +66,7 @@ func TestARecordedGroupIsCarriedOnWith(t *testing.T) {
 	for _, set := range recordedAs[clusterv1.MachineSet](t, "MachineSet") {
 		objects = append(objects, set)
 	}
-	s, err := engineWith(t, objects...).read(t.Context(), live, client.ObjectKeyFromObject(md))
+	s, err := engineWith(t, objects...).read(t.Context(), uncached, client.ObjectKeyFromObject(md))
 	require.NoError(t, err)
 	require.NotNil(t, s.Ledger, "the ledger is this MachineDeployment's")
 

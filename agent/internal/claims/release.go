@@ -54,7 +54,7 @@ func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 		if err := e.recreate(ctx, m); err != nil && !apierrors.IsAlreadyExists(err) {
 			return nil, fmt.Errorf("making the claim again from its Machine: %w", err)
 		}
-		return e.stored(ctx, key)
+		return e.getUncached(ctx, key)
 	}
 	return nil, ErrNotFound
 }

@@ -68,7 +68,7 @@ func TestALiveSetLeavesAClaimAloneThatReturnsItsMachine(t *testing.T) {
 				c.Status.NodeRegisteredAt = &metav1.Time{Time: newTestTime()}
 			}
 		}, spoke, spoke)
-		result, err := sync(SyncRequest{Spoke: spoke, Live: []string{"b"}})
+		result, err := sync(SyncRequest{Spoke: spoke, LiveIDs: []string{"b"}})
 		require.NoError(t, err)
 		assert.Empty(t, result.Collected)
 		assert.Empty(t, result.Kept)
@@ -100,7 +100,7 @@ func TestAClaimThatCannotAdoptLeavesItsID(t *testing.T) {
 	_, err := e.enter(t.Context(), stored)
 	var full *NoRoomError
 	require.ErrorAs(t, err, &full)
-	_, err = e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
+	_, err = e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
 	require.ErrorIs(t, err, ErrNotFound)
 
 	md := groupOf("small", 1, nil)

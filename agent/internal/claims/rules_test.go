@@ -39,7 +39,7 @@ func TestTheLedgerIsReadFirstAndAllElseAfterItFromTheAPIServer(t *testing.T) {
 	hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
 	e.Client, e.Reader = interceptor.NewClient(hub, note("cache:")), interceptor.NewClient(hub, note("hub:"))
 
-	s, err := e.read(t.Context(), live, types.NamespacedName{Namespace: namespace, Name: "small"})
+	s, err := e.read(t.Context(), uncached, types.NamespacedName{Namespace: namespace, Name: "small"})
 
 	require.NoError(t, err)
 	require.Len(t, s.Machines, 1)

@@ -19,8 +19,8 @@ type SyncRequest struct {
 	Namespace, Cluster, Holder string
 	// Token is from [Engine.List]; only claims older than it can be collected.
 	Token string
-	// Live are the ids of the claims whose owner lives.
-	Live []string
+	// LiveIDs are the ids of the claims whose owner lives.
+	LiveIDs []string
 	// Spoke is the cluster that the set was read in. It is empty when unknown, and then nothing is
 	// collected.
 	Spoke string
@@ -111,7 +111,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 			result.Collected = append(result.Collected, id)
 		}
 	}
-	for _, id := range r.Live {
+	for _, id := range r.LiveIDs {
 		if !known[id] {
 			result.Unknown = append(result.Unknown, id)
 		}
@@ -159,8 +159,8 @@ type liveSet struct {
 }
 
 func newLiveSet(r SyncRequest, claims []v1alpha1.MachineClaim) *liveSet {
-	s := &liveSet{SyncRequest: r, live: make(map[string]bool, len(r.Live))}
-	for _, id := range r.Live {
+	s := &liveSet{SyncRequest: r, live: make(map[string]bool, len(r.LiveIDs))}
+	for _, id := range r.LiveIDs {
 		s.live[id] = true
 	}
 	for i := range claims {

@@ -131,7 +131,7 @@ func (f failing) Sync(context.Context, claims.SyncRequest) (claims.SyncResult, e
 	return claims.SyncResult{}, f.err()
 }
 
-func (f failing) Whole(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
+func (f failing) UnpausedCluster(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
 	return nil, f.err()
 }
 

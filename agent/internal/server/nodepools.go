@@ -36,7 +36,7 @@ func (s *nodePoolService) whole(ctx context.Context, ref *agentv1alpha1.ClusterR
 	if err := s.usable(ref); err != nil {
 		return nil, err
 	}
-	cluster, err := s.config.Engine.Whole(ctx, clusterName(ref))
+	cluster, err := s.config.Engine.UnpausedCluster(ctx, clusterName(ref))
 	return cluster, s.answer(ctx, err, keyOf(ref, ""))
 }
 

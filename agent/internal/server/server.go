@@ -49,7 +49,7 @@ type Engine interface {
 	Get(ctx context.Context, key claims.Key) (*v1alpha1.MachineClaim, error)
 	List(ctx context.Context, options claims.ListOptions) ([]v1alpha1.MachineClaim, string, error)
 	Sync(ctx context.Context, request claims.SyncRequest) (claims.SyncResult, error)
-	Whole(ctx context.Context, cluster types.NamespacedName) (*clusterv1.Cluster, error)
+	UnpausedCluster(ctx context.Context, cluster types.NamespacedName) (*clusterv1.Cluster, error)
 }
 
 // Config configures a [Server].

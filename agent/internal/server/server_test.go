@@ -125,7 +125,7 @@ func (e *engine) List(context.Context, claims.ListOptions) ([]v1alpha1.MachineCl
 	return nil, "token", e.error()
 }
 
-func (e *engine) Whole(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
+func (e *engine) UnpausedCluster(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
 	return &clusterv1.Cluster{}, e.error()
 }
 
