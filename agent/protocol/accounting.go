@@ -263,9 +263,9 @@ func (b *books) readmit() {
 	}
 }
 
-// enter accounts for the claims that have no entry yet, oldest first: from the spare, otherwise by
-// raising replicas.
-func (b *books) enter() {
+// admitWaiting accounts for the claims that have no entry yet, oldest first: from the spare,
+// otherwise by raising replicas.
+func (b *books) admitWaiting() {
 	refusal := b.refusal()
 	spendable := b.spare() - b.unusable()
 	size := b.d.Replicas // including those that the ledger has no room for yet

@@ -222,7 +222,7 @@ func Decide(s *Snapshot) *Decision {
 	b.raiseToOwned()
 	b.readmit()
 	b.adopt()
-	b.enter()
+	b.admitWaiting()
 	b.assign()
 	b.markFloors()
 	b.coverShortage()

@@ -19,9 +19,9 @@ const (
 	// remadeSettles is how long objects of a Cluster that is not paused may still be arriving after
 	// the youngest of them was created again.
 	remadeSettles = 30 * time.Second
-	// SuspendedLook is how soon a held group is read again, because the end of a pause need not
+	// SuspendedDelay is how soon a held group is read again, because the end of a pause need not
 	// change any of the group's objects.
-	SuspendedLook = 10 * time.Second
+	SuspendedDelay = 10 * time.Second
 )
 
 // Carried reports whether a claim was created again together with its Cluster, and lost its status
@@ -149,7 +149,7 @@ func (s *Snapshot) remade(and string) *eligibility.Refusal {
 // its objects need to be there.
 func (s *Snapshot) wait(why *eligibility.Refusal) *Decision {
 	d := &Decision{Refused: map[string]eligibility.Refusal{}, Queued: map[string]bool{}, Held: true}
-	d.Wake(SuspendedLook)
+	d.Wake(SuspendedDelay)
 	if !s.Group.Suspended {
 		s.recreate(d)
 	}

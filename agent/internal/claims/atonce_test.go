@@ -615,7 +615,7 @@ func TestEventsAreNotPutOffForLong(t *testing.T) {
 		require.NoError(t, err)
 		return result
 	}
-	assert.Equal(t, occupiedLook, reconcile().RequeueAfter)
+	assert.Equal(t, occupiedDelay, reconcile().RequeueAfter)
 	_, l := small(t, e)
 	assert.Nil(t, l)
 	clock.Step(longestOccupied)

@@ -26,9 +26,9 @@ import (
 const concurrentGroups = 16
 
 const (
-	// occupiedLook is the delay of an event for a node group that a run or a call of this process
+	// occupiedDelay is the delay of an event for a node group that a run or a call of this process
 	// is writing to.
-	occupiedLook = 100 * time.Millisecond
+	occupiedDelay = 100 * time.Millisecond
 	// longestOccupied bounds that delay: writes may hang, and calls may follow each other without a
 	// pause.
 	longestOccupied = time.Second
@@ -101,7 +101,7 @@ func groupOfMember(_ context.Context, object client.Object) []reconcile.Request 
 // server only if they show something to do.
 func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.Result, error) {
 	g := e.group(r.Namespace, r.Name)
-	d, err := g.glance(ctx)
+	d, err := g.plan(ctx)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
@@ -109,7 +109,7 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 		return reconcile.Result{RequeueAfter: d.Again}, nil
 	}
 	if d != nil && g.occupied() {
-		return reconcile.Result{RequeueAfter: occupiedLook}, nil // what is due may already be in progress
+		return reconcile.Result{RequeueAfter: occupiedDelay}, nil // what is due may already be in progress
 	}
 	again, err := g.run(ctx)
 	if err != nil && again > 0 {
@@ -120,24 +120,24 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 		return reconcile.Result{}, err
 	}
 	if d == nil {
-		e.forget(g)
+		e.dropGroup(g)
 	}
 	return reconcile.Result{RequeueAfter: again}, nil
 }
 
-// glance decides from a cached snapshot what this agent has to do now, without doing it. It returns
+// plan decides from a cached snapshot what this agent has to do now, without doing it. It returns
 // nil if the caches show no such group.
-func (g *group) glance(ctx context.Context) (*protocol.Decision, error) {
+func (g *group) plan(ctx context.Context) (*protocol.Decision, error) {
 	if err := g.acquire(ctx); err != nil {
 		return nil, err
 	}
 	defer func() { <-g.lock }()
-	return g.look(ctx)
+	return g.planLocked(ctx)
 }
 
-// look is [group.glance] for a caller that holds lock. It decides from the caches and this
+// planLocked is [group.plan] for a caller that holds lock. It decides from the caches and this
 // process's own writes.
-func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
+func (g *group) planLocked(ctx context.Context) (*protocol.Decision, error) {
 	s, err := g.engine.read(ctx, cached, g.key)
 	if s == nil || err != nil {
 		return nil, err
@@ -145,7 +145,7 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	g.belongsTo(s)
 	g.answerEntered(s) // whichever agent entered them
 	s.SpareSince = g.spareSince
-	if left, _ := g.rest(); left > 0 {
+	if left, _ := g.panicBackoff(); left > 0 {
 		return &protocol.Decision{Again: left}, nil
 	}
 	var d *protocol.Decision
@@ -174,8 +174,8 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	return d, nil
 }
 
-// forget drops the state of a group that is gone, unless a call waits for it or a run is due.
-func (e *Engine) forget(g *group) {
+// dropGroup drops the state of a group that is gone, unless a call waits for it or a run is due.
+func (e *Engine) dropGroup(g *group) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	g.mu.Lock()

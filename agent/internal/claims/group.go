@@ -42,8 +42,8 @@ const (
 	maxActions = 64
 	// maxConflicts is how many lost races in a row end a run.
 	maxConflicts = 8
-	// failedLook is after how long a node group is looked at again whose run for a call failed.
-	failedLook = time.Second
+	// failedDelay is after how long a node group is looked at again whose run for a call failed.
+	failedDelay = time.Second
 )
 
 // group is the process's state about one MachineDeployment: a lock, the waiting calls, and times.
@@ -111,10 +111,10 @@ func (e *Engine) group(namespace, name string) *group {
 	return g
 }
 
-// enter waits until the claim is in the ledger (nil, nil) or was refused. While the ledger has no
-// room for the claim, it waits as long as ctx allows. Nothing is guaranteed until then, and a
+// awaitEntry waits until the claim is in the ledger (nil, nil) or was refused. While the ledger has
+// no room for the claim, it waits as long as ctx allows. Nothing is guaranteed until then, and a
 // repeated call waits again.
-func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal, error) {
+func (g *group) awaitEntry(ctx context.Context, claimID string) (*eligibility.Refusal, error) {
 	done := make(chan outcome, 1)
 	g.mu.Lock()
 	g.waiters[claimID] = append(g.waiters[claimID], done)
@@ -174,9 +174,9 @@ const (
 	// mostAtOnce is the maximum number of entries of a ledger to which a claim is added at once.
 	// More are a crowd, and the write carries the ledger three times.
 	mostAtOnce = 256
-	// glanceTakes is how long [group.enterAtOnce] waits for the lock. A look at the caches holds it
+	// planTakes is how long [group.enterAtOnce] waits for the lock. A look at the caches holds it
 	// for less.
-	glanceTakes = 20 * time.Millisecond
+	planTakes = 20 * time.Millisecond
 )
 
 // enterAtOnce enters a claim without listing anything from the API server first, and reports
@@ -203,7 +203,7 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 		<-g.lock
 		free()
 	}
-	if left, _ := g.rest(); left > 0 {
+	if left, _ := g.panicBackoff(); left > 0 {
 		end()
 		return false
 	}
@@ -359,7 +359,7 @@ func (g *group) kick(ctx context.Context) { //nolint:contextcheck // a run serve
 		again, err := g.run(ctx)
 		if err != nil {
 			log.FromContext(ctx).V(1).Info("node group not brought forward; it is tried again", "cause", err.Error())
-			again = cmp.Or(again, failedLook)
+			again = cmp.Or(again, failedDelay)
 		}
 		if again > 0 {
 			g.engine.wake(g.key, again)
@@ -414,7 +414,7 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 // guardedSteps is [group.steps] with panics turned into an error that leaves this group alone for a
 // while. lock is held.
 func (g *group) guardedSteps(ctx context.Context) (again time.Duration, err error) {
-	if left, err := g.rest(); left > 0 {
+	if left, err := g.panicBackoff(); left > 0 {
 		return left, err
 	}
 	err = recovered(ctx, func() (err error) {
@@ -433,14 +433,14 @@ func (g *group) context() context.Context {
 	return log.IntoContext(context.Background(), log.Log.WithName("claims").WithValues("nodeGroup", g.key))
 }
 
-// acquireSoon takes the lock if it is free or becomes free within [glanceTakes].
+// acquireSoon takes the lock if it is free or becomes free within [planTakes].
 func (g *group) acquireSoon() bool {
 	select {
 	case g.lock <- struct{}{}:
 		return true
 	default:
 	}
-	timer := time.NewTimer(glanceTakes)
+	timer := time.NewTimer(planTakes)
 	defer timer.Stop()
 	select {
 	case g.lock <- struct{}{}:
@@ -542,7 +542,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		g.answerFrom(s, d, s.Ledger)
 		g.leaveToCalls(asked, d)
 		if len(d.Actions) == 0 {
-			return g.rests(d, wait, refused)
+			return g.idle(d, wait, refused)
 		}
 		if g.overtaken(s, &yields) {
 			continue
@@ -578,16 +578,16 @@ func (g *group) finished(ctx context.Context) (again time.Duration, yes bool) {
 	if g.awaited() {
 		return 0, false
 	}
-	d, err := g.look(ctx)
+	d, err := g.planLocked(ctx)
 	if err != nil || d == nil || d.Ledger != nil || len(d.Actions) > 0 {
 		return 0, false
 	}
 	return d.Again, true
 }
 
-// rests returns when to look again at a group for which nothing is to be written now: its ledger
+// idle returns when to run again a group for which nothing is to be written now: its ledger
 // needs no change or was refused, or its write is deferred for wait.
-func (g *group) rests(d *protocol.Decision, wait time.Duration, refused error) (time.Duration, error) {
+func (g *group) idle(d *protocol.Decision, wait time.Duration, refused error) (time.Duration, error) {
 	if refused != nil {
 		return g.retry(d, 0), refused
 	}
@@ -838,7 +838,7 @@ func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome)
 	g.refuse(asked, d.Refused)
 	g.leaveToCalls(asked, d)
 	if held {
-		d.Wake(protocol.SuspendedLook)
+		d.Wake(protocol.SuspendedDelay)
 	}
 	_, err = e.perform(ctx, s, d.Actions)
 	return d.Again, true, err

@@ -68,7 +68,7 @@ func TestARunForACallIsContinuedByTheController(t *testing.T) {
 			},
 		})
 		e.group(key.Namespace, key.Name).kick(t.Context())
-		assert.Equal(t, map[string]time.Duration{"small": failedLook}, recorded.after)
+		assert.Equal(t, map[string]time.Duration{"small": failedDelay}, recorded.after)
 	})
 	t.Run("at the earliest of all times", func(t *testing.T) {
 		clock := clocktesting.NewFakeClock(newTestTime())

@@ -192,7 +192,7 @@ func TestAReleaseGoesOnAfterAMove(t *testing.T) {
 	m.Labels[v1alpha1.ClaimLabel] = "c"
 	e := engineWith(t, md, m, movingClaim("c", "", "", func(c *v1alpha1.MachineClaim) { c.Spec.ClusterUID = "before" }))
 	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
-	e.synced[speaker{clusterKey, holder}] = map[types.UID]bool{"": true}
+	e.synced[holderKey{clusterKey, holder}] = map[types.UID]bool{"": true}
 	_, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
 	c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})

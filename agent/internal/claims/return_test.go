@@ -97,7 +97,7 @@ func TestAClaimThatCannotAdoptLeavesItsID(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, sizes), m, c)
 	e.spawn = func(run func()) { run() }
 	stored := claimNamed(t, e, "a")
-	_, err := e.enter(t.Context(), stored)
+	_, err := e.enterOrMoveOn(t.Context(), stored)
 	var full *NoRoomError
 	require.ErrorAs(t, err, &full)
 	_, err = e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})

@@ -130,7 +130,7 @@ func TestARefusalAnswersTheCallsThatWaitedForIt(t *testing.T) {
 	enter := func() chan answer {
 		answered := make(chan answer, 1)
 		go func() {
-			refusal, err := g.enter(ctx, "a")
+			refusal, err := g.awaitEntry(ctx, "a")
 			answered <- answer{refusal, err}
 		}()
 		return answered

@@ -58,7 +58,7 @@ func (e *Engine) find(ctx context.Context, key Key) (*v1alpha1.MachineClaim, err
 	if _, err := e.UnpausedCluster(ctx, cluster); err != nil {
 		return nil, err
 	}
-	return e.remember(ctx, key)
+	return e.restoreFromLabel(ctx, key)
 }
 
 // known returns [ErrRestoring] if the claim was moved or restored without its status.
@@ -101,8 +101,8 @@ func (e *Engine) uncachedCluster(ctx context.Context, key types.NamespacedName) 
 	return &cluster, nil
 }
 
-// speaker is a holder of claims of one Cluster.
-type speaker struct {
+// holderKey names a holder of claims of one Cluster.
+type holderKey struct {
 	cluster types.NamespacedName
 	holder  string
 }
@@ -114,7 +114,7 @@ func (e *Engine) decided(cluster types.NamespacedName, claims []*v1alpha1.Machin
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return !slices.ContainsFunc(claims, func(c *v1alpha1.MachineClaim) bool {
-		return protocol.Reported(c) && !e.synced[speaker{cluster, c.Spec.Holder}][c.UID]
+		return protocol.Reported(c) && !e.synced[holderKey{cluster, c.Spec.Holder}][c.UID]
 	})
 }
 

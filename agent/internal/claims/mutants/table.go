@@ -15,7 +15,7 @@ var mutants = []mutant{
 				"		moved.Spec.NodeGroup = c.Spec.Candidates[len(c.Spec.Candidates)-1]\n" +
 				"		moved.Labels[v1alpha1.NodeGroupLabel] = moved.Spec.NodeGroup\n" +
 				"		_ = e.Client.Update(ctx, moved)\n" +
-				"		if true {\n			return e.enter(ctx, moved)\n		}\n",
+				"		if true {\n			return e.enterOrMoveOn(ctx, moved)\n		}\n",
 		},
 	}},
 	{name: "an ended id is used again", edits: []edit{
@@ -69,7 +69,7 @@ var mutants = []mutant{
 		{"c.Status.Phase == v1alpha1.PhasePending && b.leaves():", "c.Status.Phase == v1alpha1.PhasePending && b.leaves() && false:"},
 	}},
 	{name: "a claim whose entry was removed comes after others", test: "TestAClaimWhoseEntryWasRemovedComesBeforeOthers", edits: []edit{
-		{"	b.readmit()\n	b.adopt()\n	b.enter()\n", "	b.adopt()\n	b.enter()\n	b.readmit()\n"},
+		{"	b.readmit()\n	b.adopt()\n	b.admitWaiting()\n", "	b.adopt()\n	b.admitWaiting()\n	b.readmit()\n"},
 	}},
 	{name: "a lone claim does not wait for what is due before it", test: "TestADecisionThatOnlyEntersAClaim", edits: []edit{
 		{"	if d.Ledger == nil || more || len", "	_ = more\n	if d.Ledger == nil || len"},
@@ -683,7 +683,7 @@ var mutants = []mutant{
 		{"case !listed(c) || ", "case listed == nil || "},
 	}},
 	{name: "a live set decides claims that its listing did not hold", test: "TestALiveSetDecidesNothingOfClaimsThatItsListingDidNotHold", edits: []edit{
-		{"		return protocol.Reported(c) && !e.synced[speaker{cluster, c.Spec.Holder}][c.UID]\n", "		return protocol.Reported(c) && len(e.synced[speaker{cluster, c.Spec.Holder}]) == 0\n"},
+		{"		return protocol.Reported(c) && !e.synced[holderKey{cluster, c.Spec.Holder}][c.UID]\n", "		return protocol.Reported(c) && len(e.synced[holderKey{cluster, c.Spec.Holder}]) == 0\n"},
 	}},
 	{name: "what one agent listed is of the future for the other", test: "TestTokensAreBoundToTheirHolderAndTime", edits: []edit{
 		{"	if t.Time.After(now) { // by", "	if false { // by"},
@@ -695,8 +695,8 @@ var mutants = []mutant{
 		{"	if left := deadline - s.Now.Sub(since); left > 0 {\n", "	if left := deadline/4 - s.Now.Sub(since); left > 0 {\n"},
 	}},
 	{name: "collection by the set of another cluster", edits: []edit{
-		{"	case !s.speaksFor(c) && c.Spec.Spoke != \"\":\n", "	case false:\n"},
-		{"	case !s.speaksFor(c):\n", "	case false:\n"},
+		{"	case !s.covers(c) && c.Spec.Spoke != \"\":\n", "	case false:\n"},
+		{"	case !s.covers(c):\n", "	case false:\n"},
 		{"s.Spoke == \"\" || s.matched || s.own || s.others == \"\" {", "true {"},
 	}},
 	{name: "collection of claims whose Nodes were registered", edits: []edit{

@@ -293,7 +293,7 @@ const (
 	repeatCreate
 	releaseClaim
 	returnMachine
-	buryClaim
+	makeTombstone
 	outsiderDeletes
 	humanRaises
 	humanLowers
@@ -349,7 +349,7 @@ const (
 var wording = [...]string{
 	createClaim: "CreateClaim c%x (group %g)", repeatCreate: "CreateClaim c%x once more (group %g)", releaseClaim: "ReleaseClaim c%x",
 	returnMachine: "ReturnMachine c%x",
-	buryClaim:     "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "another actor deletes m%x", humanRaises: "a human raises replicas to %x",
+	makeTombstone: "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "another actor deletes m%x", humanRaises: "a human raises replicas to %x",
 	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", userWipes: "a user wipes the ledger",
 	humanThaws:  "a human clears the freeze",
 	humanPauses: "a human pauses the MachineDeployment", humanUnpauses: "the human un-pauses it",

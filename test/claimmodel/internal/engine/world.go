@@ -366,7 +366,7 @@ func (p *Protocol) calls(s *State, move func(next *State, g, what, x, y int)) {
 				if !p.without(Tombstone) {
 					next.claims[c].phase = ended
 				}
-				move(&next, 0, buryClaim, c, 0)
+				move(&next, 0, makeTombstone, c, 0)
 			}
 		case x.phase == unmade && s.repeat&bit(c) != 0:
 			p.make(s, c, repeatCreate, move)
