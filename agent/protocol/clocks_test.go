@@ -29,7 +29,7 @@ func TestAClockThatIsAheadConcludesNothingEarly(t *testing.T) {
 			})
 		d := Decide(late(s))
 		assert.Empty(t, kinds(d))
-		assert.Positive(t, d.Again)
+		assert.Positive(t, d.RequeueAfter)
 	})
 	t.Run("what Cluster API stated before a pause is not stated", func(t *testing.T) {
 		s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "", booting)
@@ -48,7 +48,7 @@ func TestAClockThatIsAheadConcludesNothingEarly(t *testing.T) {
 		}
 		d := Decide(late(s))
 		assert.Empty(t, kinds(d))
-		assert.Positive(t, d.Again)
+		assert.Positive(t, d.RequeueAfter)
 	})
 	t.Run("and all of it comes in the end", func(t *testing.T) {
 		s := movedScene(1, &Ledger{Floor: 1}).withMachine("floor", "", node).withCarried("c")

@@ -51,8 +51,8 @@ type Decision struct {
 	Unusable int32
 	// Unmet is how many waiting claims get no further replica because of the max size or a quota.
 	Unmet int32
-	// Again is after how long to look again if no event comes; zero means never.
-	Again time.Duration
+	// RequeueAfter is after how long to look again if no event comes; zero means never.
+	RequeueAfter time.Duration
 }
 
 // PauseChange is the change that a ledger write makes to Cluster API's paused annotation of the
@@ -255,8 +255,8 @@ func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
 // Wake asks for another look after the given time, unless an earlier one was asked for.
 func (d *Decision) Wake(after time.Duration) {
 	after = max(after, 10*time.Millisecond)
-	if d.Again == 0 || after < d.Again {
-		d.Again = after
+	if d.RequeueAfter == 0 || after < d.RequeueAfter {
+		d.RequeueAfter = after
 	}
 }
 

@@ -110,7 +110,7 @@ func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 		d := Decide(s)
 		assert.Nil(t, d.Ledger)
 		assert.True(t, d.HasSpare, "or the grace period would never begin")
-		assert.Equal(t, s.SpareGrace, d.Again)
+		assert.Equal(t, s.SpareGrace, d.RequeueAfter)
 	})
 	t.Run("one for each claim that waits", func(t *testing.T) {
 		s := full(2, 0, "a", "b").withMachine("x", "", node).withMachine("y", "", node)
@@ -277,7 +277,7 @@ func TestAClaimWithoutRoomWhoseCallIsGoneMovesOn(t *testing.T) {
 	s.Group.Max = &one
 	young := Decide(s)
 	assert.NotContains(t, kinds(young), MoveOn, "its call may still be there")
-	assert.Positive(t, young.Again)
+	assert.Positive(t, young.RequeueAfter)
 	s.Now = s.Now.Add(2 * AbandonedAfter)
 	assert.Contains(t, kinds(Decide(s)), MoveOn)
 }
@@ -445,7 +445,7 @@ func TestAMachineIsGivenUpForWhatIsKnownOfItsProvider(t *testing.T) {
 	s = report("Metal3Machine", "NotReady", "* AssociateBareMetalHost: no available host found", 4*time.Minute)
 	d = Decide(s)
 	assert.Empty(t, kinds(d), "a host may come back")
-	assert.Equal(t, 6*time.Minute, d.Again)
+	assert.Equal(t, 6*time.Minute, d.RequeueAfter)
 	s.Now = s.Now.Add(6 * time.Minute)
 	assert.Equal(t, []ActionKind{Fail}, kinds(Decide(s)))
 	s.Machines[0].Spec.ProviderID = "metal3://a"
@@ -505,12 +505,12 @@ func TestWhereTheMachineSaysNothingItsInfrastructureIsAsked(t *testing.T) {
 	assert.Equal(t, "InstanceReady", s.Failure.See(m))
 	d := Decide(s)
 	assert.Empty(t, kinds(d))
-	assert.Equal(t, reportSoon, d.Again, "it is being asked")
+	assert.Equal(t, reportSoon, d.RequeueAfter, "it is being asked")
 
 	s.Reports = map[types.UID]Report{m.UID: {Reason: "InstanceProvisionFailed", Message: "api error RequestLimitExceeded"}}
 	d = Decide(s)
 	assert.Empty(t, kinds(d))
-	assert.Equal(t, ReportLife, d.Again)
+	assert.Equal(t, ReportLife, d.RequeueAfter)
 	s.Reports[m.UID] = Report{Reason: "InstanceProvisionFailed", Message: "api error InsufficientInstanceCapacity: none left"}
 	d = Decide(s)
 	require.Equal(t, []ActionKind{Fail}, kinds(d))
@@ -565,7 +565,7 @@ func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T
 			s.Now = s.Now.Add(test.at - time.Second)
 			early := Decide(s)
 			assert.Empty(t, kinds(early))
-			assert.Equal(t, time.Second, early.Again, "and is looked at again in time")
+			assert.Equal(t, time.Second, early.RequeueAfter, "and is looked at again in time")
 			s.Now = s.Now.Add(time.Second)
 			assert.Equal(t, []ActionKind{test.then}, kinds(Decide(s)))
 		})
@@ -667,7 +667,7 @@ func TestABlockedMachineSetIsExplainedOnTheClaim(t *testing.T) {
 	s.Sets[0].Status.Conditions[0].Message = "Scaling up from 0 to 200 replicas is blocked because:\n* KubeadmBootstrapTemplate does not exist"
 	d = Decide(s)
 	assert.Empty(t, kinds(d), "nor more than once a minute")
-	assert.Equal(t, explainEvery, d.Again)
+	assert.Equal(t, explainEvery, d.RequeueAfter)
 	s.Now = s.Now.Add(explainEvery)
 	assert.Equal(t, []ActionKind{Explain}, kinds(Decide(s)))
 }
@@ -876,7 +876,7 @@ func TestADeletionThatTakesLongIsExplained(t *testing.T) {
 	s.Machines[0].Finalizers = []string{clusterv1.MachineFinalizer, v1alpha1.ReleaseFinalizer}
 	d := Decide(s)
 	assert.Empty(t, d.Actions)
-	assert.Equal(t, slowDeletion, d.Again)
+	assert.Equal(t, slowDeletion, d.RequeueAfter)
 	s.Now = s.Now.Add(slowDeletion)
 	d = Decide(s)
 	require.Equal(t, []ActionKind{Explain}, kinds(d))
@@ -1049,8 +1049,8 @@ func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
 			d := Decide(s)
 			assert.Equal(t, since == time.Hour, slices.Contains(kinds(d), Fail), since)
 			if since < missingAfter {
-				assert.LessOrEqual(t, d.Again, missingAfter+skew, "it is looked at again")
-				assert.Positive(t, d.Again)
+				assert.LessOrEqual(t, d.RequeueAfter, missingAfter+skew, "it is looked at again")
+				assert.Positive(t, d.RequeueAfter)
 			}
 		}
 	})

@@ -48,7 +48,7 @@ func TestAMachineThatFailedIsKeptForAsLongAsItsGroupSays(t *testing.T) {
 	d := Decide(failed(time.Hour, 20*time.Minute, nil))
 	assert.Nil(t, d.Ledger, "it keeps its replica, and takes no room in the ledger")
 	assert.Empty(t, d.Actions)
-	assert.Equal(t, 40*time.Minute+skew, d.Again)
+	assert.Equal(t, 40*time.Minute+skew, d.RequeueAfter)
 
 	assert.NotEmpty(t, released(Decide(failed(time.Hour, time.Hour+skew, nil))), "its time is over")
 	s := failed(time.Hour, time.Minute, node)

@@ -49,7 +49,7 @@ func TestNothingIsConcludedWhileTheClusterIsPaused(t *testing.T) {
 	assert.Nil(t, d.Ledger)
 	assert.Empty(t, d.Actions)
 	assert.Equal(t, eligibility.Paused, d.Refused["new"].Reason)
-	assert.NotZero(t, d.Again)
+	assert.NotZero(t, d.RequeueAfter)
 }
 
 func TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames(t *testing.T) {
@@ -129,7 +129,7 @@ func TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger(t *testing.T) {
 				assert.Nil(t, d.Ledger, "which may know more of it than is known yet")
 				if test.kind == "" {
 					assert.Empty(t, d.Actions)
-					assert.NotZero(t, d.Again)
+					assert.NotZero(t, d.RequeueAfter)
 					return
 				}
 				require.Equal(t, []ActionKind{test.kind}, kinds(d)[:1])

@@ -45,7 +45,7 @@ func TestADeadlineThatPassedWhileNoAgentLookedBeginsAnew(t *testing.T) {
 	}
 	d := Decide(s)
 	assert.Empty(t, kinds(d), "another agent sees it as well")
-	assert.Equal(t, 5*time.Minute, d.Again)
+	assert.Equal(t, 5*time.Minute, d.RequeueAfter)
 	s.Now = s.Now.Add(5 * time.Minute)
 	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)))
 }
@@ -55,7 +55,7 @@ func TestAnAgentThatJustStartedLetsNoClaimFail(t *testing.T) {
 	s.Started = s.Now.Add(-time.Minute)
 	d := Decide(s)
 	assert.Empty(t, kinds(d), "its holder has not reported yet which Nodes a claim may have")
-	assert.Equal(t, time.Minute, d.Again)
+	assert.Equal(t, time.Minute, d.RequeueAfter)
 	s.Now = s.Now.Add(time.Minute)
 	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)), "it has now")
 }
@@ -76,7 +76,7 @@ func TestTheTimeOfAPauseIsNotTimeForAMachine(t *testing.T) {
 	}}
 	d := Decide(s)
 	assert.Empty(t, kinds(d), "it was paused until a minute ago")
-	assert.Equal(t, 4*time.Minute, d.Again)
+	assert.Equal(t, 4*time.Minute, d.RequeueAfter)
 	s.Now = s.Now.Add(4 * time.Minute)
 	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)))
 }
@@ -89,7 +89,7 @@ func TestAClaimsWaitCountsFromWhenItWasEntered(t *testing.T) {
 	}
 	d := Decide(s)
 	assert.Empty(t, kinds(d))
-	assert.Equal(t, 4*time.Minute, d.Again)
+	assert.Equal(t, 4*time.Minute, d.RequeueAfter)
 }
 
 // Two hundred claims that arrive one after another while a MachineSet is blocked are explained once
@@ -138,7 +138,7 @@ func TestABoundClaimThatWaitsForLongShowsWhatItsInfrastructureReports(t *testing
 	condition := &s.Machines[0].Status.Conditions[0]
 	d := Decide(s)
 	require.Empty(t, kinds(d), "most Machines come before that")
-	require.Equal(t, slowInfrastructure, d.Again)
+	require.Equal(t, slowInfrastructure, d.RequeueAfter)
 
 	writes := 0
 	for attempt := range 30 {

@@ -476,14 +476,14 @@ func TestAGroupIsLeftForAsLongAsLedgersAreWritten(t *testing.T) {
 			for range c.bound / time.Second {
 				d := &protocol.Decision{Ledger: s.Ledger.Clone()} // a different one each time
 				d.Ledger.Seq = clock.Now().Unix()
-				left = g.leave(s, d)
+				left = g.deferToOther(s, d)
 				require.NotZero(t, left)
 				if clock.Step(time.Second); c.writes {
 					s.Ledger.Seq++
 				}
 			}
 			assert.Equal(t, time.Second, left)
-			assert.Zero(t, g.leave(s, &protocol.Decision{Ledger: s.Ledger.Clone()}))
+			assert.Zero(t, g.deferToOther(s, &protocol.Decision{Ledger: s.Ledger.Clone()}))
 		})
 	}
 }

@@ -106,15 +106,15 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 		return reconcile.Result{}, err
 	}
 	if d != nil && d.Ledger == nil && len(d.Actions) == 0 {
-		return reconcile.Result{RequeueAfter: d.Again}, nil
+		return reconcile.Result{RequeueAfter: d.RequeueAfter}, nil
 	}
 	if d != nil && g.occupied() {
 		return reconcile.Result{RequeueAfter: occupiedDelay}, nil // what is due may already be in progress
 	}
-	again, err := g.run(ctx)
-	if err != nil && again > 0 {
-		log.FromContext(ctx).Error(err, "some writes failed; they are tried again", "in", again)
-		return reconcile.Result{RequeueAfter: again}, nil
+	requeueAfter, err := g.run(ctx)
+	if err != nil && requeueAfter > 0 {
+		log.FromContext(ctx).Error(err, "some writes failed; they are tried again", "in", requeueAfter)
+		return reconcile.Result{RequeueAfter: requeueAfter}, nil
 	}
 	if err != nil {
 		return reconcile.Result{}, err
@@ -122,7 +122,7 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 	if d == nil {
 		e.dropGroup(g)
 	}
-	return reconcile.Result{RequeueAfter: again}, nil
+	return reconcile.Result{RequeueAfter: requeueAfter}, nil
 }
 
 // plan decides from a cached snapshot what this agent has to do now, without doing it. It returns
@@ -146,7 +146,7 @@ func (g *group) planLocked(ctx context.Context) (*protocol.Decision, error) {
 	g.answerEntered(s) // whichever agent entered them
 	s.SpareSince = g.spareSince
 	if left, _ := g.panicBackoff(); left > 0 {
-		return &protocol.Decision{Again: left}, nil
+		return &protocol.Decision{RequeueAfter: left}, nil
 	}
 	var d *protocol.Decision
 	err = recovered(ctx, func() error {
@@ -155,7 +155,7 @@ func (g *group) planLocked(ctx context.Context) (*protocol.Decision, error) {
 		return nil
 	})
 	if bug, panicked := errors.AsType[*panicError](err); panicked {
-		return &protocol.Decision{Again: g.notePanic(bug)}, nil
+		return &protocol.Decision{RequeueAfter: g.notePanic(bug)}, nil
 	}
 	// A lagging cache must not restart the grace period of a spare. A cache that shows a later
 	// ledger does not lag, unless that ledger is this agent's own: the spare went to a claim, which
@@ -167,7 +167,7 @@ func (g *group) planLocked(ctx context.Context) (*protocol.Decision, error) {
 		d.Ledger = nil
 		d.Wake(wait)
 	}
-	if left := g.leave(s, d); left > 0 {
+	if left := g.deferToOther(s, d); left > 0 {
 		d.Ledger, d.Actions = nil, nil
 		d.Wake(left)
 	}

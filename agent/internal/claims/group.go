@@ -306,11 +306,11 @@ const (
 	longestDeference = 5 * time.Minute
 )
 
-// leave returns how long due work is still left to the agent that last wrote the ledger, or that
-// serves the call that begins one. It is zero if the work is this agent's or if none is due. Two
-// agents that do it at the same time do no harm, but they double the reads and lose every other
+// deferToOther returns how long due work is still left to the agent that last wrote the ledger, or
+// that serves the call that begins one. It is zero if the work is this agent's or if none is due.
+// Two agents that do it at the same time do no harm, but they double the reads and lose every other
 // write. While the due work changes, the other agent is likely to be active.
-func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
+func (g *group) deferToOther(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
 	mine := s.Ledger != nil && (s.Ledger.By == "" || s.Ledger.By == g.engine.id) || s.Seq()+1 == g.takenOver
 	if mine || d.Ledger == nil && len(d.Actions) == 0 {
 		g.due = 0
@@ -356,13 +356,13 @@ func (g *group) kick(ctx context.Context) { //nolint:contextcheck // a run serve
 		defer g.engine.turns.take(g.owner())()
 		// Not the caller's context: others' claims are in the same run.
 		ctx := g.context()
-		again, err := g.run(ctx)
+		requeueAfter, err := g.run(ctx)
 		if err != nil {
 			log.FromContext(ctx).V(1).Info("node group not brought forward; it is tried again", "cause", err.Error())
-			again = cmp.Or(again, failedDelay)
+			requeueAfter = cmp.Or(requeueAfter, failedDelay)
 		}
-		if again > 0 {
-			g.engine.wake(g.key, again)
+		if requeueAfter > 0 {
+			g.engine.wake(g.key, requeueAfter)
 		}
 	})
 }
@@ -397,7 +397,7 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 	g.mu.Unlock()
 	asked := g.waiting()
 
-	again, err := g.guardedSteps(ctx)
+	requeueAfter, err := g.guardedSteps(ctx)
 	unanswered := err
 	if unanswered == nil {
 		unanswered = ErrConflict // the claim moved elsewhere during the run
@@ -408,24 +408,24 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 		}
 		g.answerThese(id, waiters, outcome{err: unanswered})
 	}
-	return again, err
+	return requeueAfter, err
 }
 
 // guardedSteps is [group.steps] with panics turned into an error that leaves this group alone for a
 // while. lock is held.
-func (g *group) guardedSteps(ctx context.Context) (again time.Duration, err error) {
+func (g *group) guardedSteps(ctx context.Context) (requeueAfter time.Duration, err error) {
 	if left, err := g.panicBackoff(); left > 0 {
 		return left, err
 	}
 	err = recovered(ctx, func() (err error) {
-		again, err = g.steps(ctx)
+		requeueAfter, err = g.steps(ctx)
 		return err
 	})
 	if bug, panicked := errors.AsType[*panicError](err); panicked {
 		return g.notePanic(bug), err
 	}
 	g.panics = 0
-	return again, err
+	return requeueAfter, err
 }
 
 // context returns the context for work on the group that is not done for one call.
@@ -498,16 +498,16 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	defer func() { trace.SpanFromContext(ctx).End() }()
 	for step := 0; step < maxSteps && e.Clock.Since(began) < longestRun; step++ {
 		if step > 0 && !raced {
-			if again, yes := g.finished(ctx); yes {
-				return again, nil
+			if requeueAfter, yes := g.finished(ctx); yes {
+				return requeueAfter, nil
 			}
 		}
 		raced = true
 		ctx = g.traceStep(ctx) //nolint:fatcontext // a run has one span at most
 		asked := g.waiting()
-		s, again, err := g.readOrSettle(ctx, asked)
+		s, requeueAfter, err := g.readOrSettle(ctx, asked)
 		if s == nil || err != nil {
-			return again, err
+			return requeueAfter, err
 		}
 		s.SpareSince = g.spareSince
 		d := e.decide(s)
@@ -574,7 +574,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 
 // finished reports whether the caches show nothing left to do after a step, and when to look again.
 // If the caches lag, their events start another run.
-func (g *group) finished(ctx context.Context) (again time.Duration, yes bool) {
+func (g *group) finished(ctx context.Context) (requeueAfter time.Duration, yes bool) {
 	if g.awaited() {
 		return 0, false
 	}
@@ -582,7 +582,7 @@ func (g *group) finished(ctx context.Context) (again time.Duration, yes bool) {
 	if err != nil || d == nil || d.Ledger != nil || len(d.Actions) > 0 {
 		return 0, false
 	}
-	return d.Again, true
+	return d.RequeueAfter, true
 }
 
 // idle returns when to run again a group for which nothing is to be written now: its ledger
@@ -594,7 +594,7 @@ func (g *group) idle(d *protocol.Decision, wait time.Duration, refused error) (t
 	if d.Ledger != nil {
 		d.Wake(wait)
 	}
-	return d.Again, nil
+	return d.RequeueAfter, nil
 }
 
 // keepClaimed has the present ledger written again if the number of claims in the annotation beside
@@ -627,7 +627,7 @@ func (g *group) retry(d *protocol.Decision, wait time.Duration) time.Duration {
 	if d.Ledger != nil && wait > 0 {
 		d.Wake(wait)
 	}
-	return d.Again
+	return d.RequeueAfter
 }
 
 // waiting returns the calls that wait now, by claim id.
@@ -808,9 +808,9 @@ func (g *group) readOrSettle(ctx context.Context, asked map[string][]chan outcom
 		if s != nil || err != nil {
 			return s, 0, err
 		}
-		again, gone, err := g.settleGone(ctx, asked)
+		requeueAfter, gone, err := g.settleGone(ctx, asked)
 		if gone || err != nil {
-			return nil, again, err
+			return nil, requeueAfter, err
 		}
 	}
 	return nil, 0, ErrConflict // it is deleted and created again and again
@@ -819,7 +819,7 @@ func (g *group) readOrSettle(ctx context.Context, asked map[string][]chan outcom
 // settleGone ends the claims of a MachineDeployment that no longer exists, and returns when to look
 // again. Cluster API removes its Machines. The calls in asked waited before it was read. If it was
 // created meanwhile, settleGone does nothing and reports that it is not gone.
-func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome) (again time.Duration, gone bool, err error) {
+func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome) (requeueAfter time.Duration, gone bool, err error) {
 	e := g.engine
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
 	s := &protocol.Snapshot{Deployment: md, Now: e.Clock.Now()}
@@ -841,7 +841,7 @@ func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome)
 		d.Wake(protocol.SuspendedDelay)
 	}
 	_, err = e.perform(ctx, s, d.Actions)
-	return d.Again, true, err
+	return d.RequeueAfter, true, err
 }
 
 // holdMoved removes from the snapshot the claims whose Cluster is paused or does not exist, and

@@ -171,9 +171,9 @@ func TestAMachineThatVanishesUnderAPauseThatTheCacheDoesNotShowIsNotLost(t *test
 func TestTheClaimsOfAMachineDeploymentThatVanishesUnderAPauseDoNotEnd(t *testing.T) {
 	e := engineWith(t, movingClaim("c", v1alpha1.PhaseBound, "vanished", nil))
 	setCluster(t, e, pause)
-	again, err := e.group(namespace, "small").run(t.Context())
+	requeueAfter, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
-	assert.NotZero(t, again)
+	assert.NotZero(t, requeueAfter)
 	c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 	require.NoError(t, err)
 	assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
