@@ -19,8 +19,8 @@ import (
 // trouble is that they do not.
 type course struct {
 	*world
-	trouble trouble
-	feeds   []*follower
+	trouble   trouble
+	followers []*follower
 	// ticks bounds how long an expected result may take.
 	ticks int
 	// given is the number of revisions at the start.
@@ -113,7 +113,7 @@ func newCourse(t failer, o worldOptions, trouble trouble) *course {
 	c.chosen = c.fate
 	for e := range c.agents {
 		c.agents[e] = c.newProcess(e)
-		c.feeds = append(c.feeds, &follower{})
+		c.followers = append(c.followers, &follower{})
 		c.relist(e)
 	}
 	if len(trouble.blind) == len(c.agents) {
@@ -137,12 +137,12 @@ func (c *course) relist(e int) {
 	for _, k := range allKinds {
 		c.agents[e].caches[k] = c.hub.snapshot(k)
 	}
-	*c.feeds[e] = follower{read: len(c.hub.history), dirty: true}
+	*c.followers[e] = follower{read: len(c.hub.history), dirty: true}
 }
 
 // tell brings an agent's caches up to date, as far as the trouble allows.
 func (c *course) tell(e int) {
-	f := c.feeds[e]
+	f := c.followers[e]
 	for ; f.read < len(c.hub.history); f.read++ {
 		r := c.hub.history[f.read]
 		if f.behind[r.kind] {
@@ -175,7 +175,7 @@ func (c *course) do(e int, what func()) {
 		c.landOne()
 		c.tell(e)
 	}
-	if f := c.feeds[e]; c.trouble.once && f.behind != nil {
+	if f := c.followers[e]; c.trouble.once && f.behind != nil {
 		c.relist(e)
 	}
 	if len(c.trouble.past) > 0 && n == c.trouble.act {
@@ -204,7 +204,7 @@ func (c *course) restarted() *process {
 // goBack gives the agent caches of the past.
 func (c *course) goBack(e int) {
 	c.met = true
-	f := c.feeds[e]
+	f := c.followers[e]
 	if !c.trouble.running {
 		c.agents[e] = c.restarted()
 		*f = follower{read: len(c.hub.history), dirty: true}
@@ -219,7 +219,7 @@ func (c *course) goBack(e int) {
 // tick does everything that is due once, and advances the time.
 func (c *course) tick() {
 	before, acted := c.hub.version, false
-	for e, f := range c.feeds {
+	for e, f := range c.followers {
 		c.tell(e)
 		if !f.dirty && (f.due.IsZero() || c.clock.Now().Before(f.due)) {
 			continue
@@ -237,7 +237,7 @@ func (c *course) tick() {
 	step := 100 * time.Millisecond
 	if !acted && c.hub.version == before {
 		step = time.Minute
-		for _, f := range c.feeds {
+		for _, f := range c.followers {
 			if !f.due.IsZero() {
 				step = min(step, f.due.Sub(c.clock.Now()))
 			}
@@ -247,7 +247,7 @@ func (c *course) tick() {
 }
 
 func (c *course) reconcileAs(e int) {
-	f := c.feeds[e]
+	f := c.followers[e]
 	c.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		result, err := agent.Reconcile(ctx, ctrl.Request{NamespacedName: types.NamespacedName{Namespace: namespace, Name: c.groups[0]}})
 		switch {
