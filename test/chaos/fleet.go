@@ -112,7 +112,7 @@ func (s *stage) build(ctx context.Context, groups ...*group) error {
 	s.groups = append(s.groups, groups...)
 	s.mu.Unlock()
 	for _, g := range groups {
-		s.people.share(g.name, g.own, 0)
+		s.intent.share(g.name, g.own, 0)
 		if err := s.Hub.Create(ctx, g.machineTemplate()); err != nil {
 			return err
 		}
@@ -133,9 +133,9 @@ func (s *stage) build(ctx context.Context, groups ...*group) error {
 		if err != nil {
 			return err
 		}
-		s.people.update(func() {
+		s.intent.update(func() {
 			for i := range machines {
-				s.people.own[machines[i].UID] = g.name
+				s.intent.own[machines[i].UID] = g.name
 			}
 		})
 	}
@@ -162,7 +162,7 @@ func (s *stage) machines(ctx context.Context, g *group) ([]clusterv1.Machine, er
 
 // machineOf returns the Machine that a claim is bound to, or nil if it is gone.
 func (s *stage) machineOf(ctx context.Context, claimID string) (*clusterv1.Machine, error) {
-	record := s.witness.Claim(claimID)
+	record := s.auditor.Claim(claimID)
 	if record == nil || record.Machine.Name == "" {
 		return nil, nil
 	}
@@ -177,10 +177,10 @@ func (s *stage) machineOf(ctx context.Context, claimID string) (*clusterv1.Machi
 // raze deletes node groups whose claims have been released, and waits until nothing is left of
 // them.
 func (s *stage) raze(ctx context.Context, groups ...*group) error {
-	s.people.update(func() {
+	s.intent.update(func() {
 		for _, g := range groups {
-			s.people.torn[g.name] = true
-			delete(s.people.shares, g.name)
+			s.intent.torn[g.name] = true
+			delete(s.intent.shares, g.name)
 		}
 	})
 	bounded, cancel := context.WithTimeout(ctx, goneWithin)
@@ -217,8 +217,8 @@ func (s *stage) raze(ctx context.Context, groups ...*group) error {
 
 // clear removes what a failed scenario has left, so that it does not affect the next one.
 func (s *stage) clear(ctx context.Context) error {
-	for _, id := range s.calls.wanted() {
-		s.calls.drop(id)
+	for _, id := range s.holders.wanted() {
+		s.holders.drop(id)
 	}
 	for _, component := range []string{sandbox.ClusterAPI, sandbox.ClusterAPIWebhooks} {
 		if err := s.Sandbox.Resume(component); err != nil {
@@ -262,7 +262,7 @@ func (s *stage) scale(ctx context.Context, g *group, by int32) error {
 	return s.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
 		replicas := ptr.Deref(md.Spec.Replicas, 0)
 		now := max(0, replicas+by)
-		switch repeated := s.people.repeats(g.name, now); {
+		switch repeated := s.intent.repeats(g.name, now); {
 		case repeated && by > 0:
 			now++
 		case repeated:
@@ -273,17 +273,17 @@ func (s *stage) scale(ctx context.Context, g *group, by int32) error {
 			patch: []operation{test("/spec/replicas", replicas), replace("/spec/replicas", now)},
 			// Cluster API may act on it before the answer arrives.
 			begin: func() {
-				s.people.update(func() { s.people.lowered[g.name] += lowered })
+				s.intent.update(func() { s.intent.lowered[g.name] += lowered })
 				if lowered > 0 {
-					s.people.disown(g.name)
+					s.intent.disown(g.name)
 				}
 			},
 			end: func(applied bool) {
 				if applied {
-					s.people.update(func() { s.people.wrote[g.name] = now })
-					s.people.share(g.name, now-replicas, 0)
+					s.intent.update(func() { s.intent.wrote[g.name] = now })
+					s.intent.share(g.name, now-replicas, 0)
 				} else {
-					s.people.update(func() { s.people.lowered[g.name] -= lowered })
+					s.intent.update(func() { s.intent.lowered[g.name] -= lowered })
 				}
 			},
 		}

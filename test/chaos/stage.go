@@ -34,9 +34,9 @@ const (
 // stage is a sandbox whose agents reach the hub through proxies, with everyone who acts on it.
 type stage struct {
 	*world.World
-	calls   *callers
-	people  *people
-	witness *invariants.Witness
+	holders *holders
+	intent  *intent
+	auditor *invariants.Auditor
 	watched *watchers
 	points  *faults.Points
 	proxies map[string]*faults.Proxy
@@ -59,9 +59,9 @@ type stage struct {
 
 // newStage starts everything, with the first agent running.
 func newStage(ctx context.Context, o Options) (*stage, error) {
-	calls := newCallers()
+	holders := newHolders()
 	s := &stage{
-		calls: calls, people: newPeople(calls), points: faults.NewPoints(1500 * time.Millisecond),
+		holders: holders, intent: newIntent(holders), points: faults.NewPoints(1500 * time.Millisecond),
 		proxies: map[string]*faults.Proxy{}, clients: map[string]*client.Client{}, journal: &journal{}, memory: &faults.Memory{},
 	}
 	starting, cancel := context.WithTimeout(ctx, startWithin)
@@ -89,7 +89,7 @@ func newStage(ctx context.Context, o Options) (*stage, error) {
 	s.mu.Lock()
 	s.box = w.Sandbox
 	s.mu.Unlock()
-	if err := s.dress(ctx); err != nil {
+	if err := s.setUp(ctx); err != nil {
 		s.stop()
 		return nil, err
 	}
@@ -130,8 +130,8 @@ func (s *stage) proxy(agent string, hub sandbox.Endpoint) (*faults.Proxy, error)
 	return proxy, nil
 }
 
-// dress adds what the sandbox lacks, and stops what only some scenarios need.
-func (s *stage) dress(ctx context.Context) error {
+// setUp adds what the sandbox lacks, and stops what only some scenarios need.
+func (s *stage) setUp(ctx context.Context) error {
 	state := s.Sandbox.State()
 	if err := s.journal.open(filepath.Join(state.Paths.Logs, "journal.log")); err != nil {
 		return err
@@ -147,14 +147,14 @@ func (s *stage) dress(ctx context.Context) error {
 		}
 		s.clients[sandbox.AgentName(i)] = c
 	}
-	s.people.update(func() { s.people.spoke = s.Spoke })
+	s.intent.update(func() { s.intent.spoke = s.Spoke })
 	s.watched = watchAgents(ctx, s.clients)
 	var err error
-	s.witness, err = invariants.Watch(ctx, s.Sandbox.HubConfig(), s.Hub, world.Scheme(), sandbox.ClusterNamespace, s.people)
+	s.auditor, err = invariants.Watch(ctx, s.Sandbox.HubConfig(), s.Hub, world.Scheme(), sandbox.ClusterNamespace, s.intent)
 	if err != nil {
 		return err
 	}
-	s.Checker.Expected = s.people.expected
+	s.Checker.Expected = s.intent.expected
 	// Only the scenarios with Karpenter run something on the machines.
 	for _, component := range karpenter {
 		if err := s.Sandbox.StopComponent(component); err != nil {
@@ -186,7 +186,7 @@ func (s *stage) useAgents(ctx context.Context, n int) error {
 		}
 		called = append(called, s.clients[name])
 	}
-	s.calls.use(called...)
+	s.holders.use(called...)
 	return nil
 }
 
@@ -225,7 +225,7 @@ func (s *stage) see(agent string, r *faults.Request) {
 	}
 	if r.Class == faults.MachineDeleted {
 		if uid := uidIn(r.Body); uid != "" {
-			s.people.update(func() { s.people.asked[uid] = true })
+			s.intent.update(func() { s.intent.asked[uid] = true })
 		}
 	}
 	s.journal.add("%s: %s %s %s %.1500s", agent, r.Class, r.Resource, r.Name, r.Body)
@@ -262,8 +262,8 @@ func (s *stage) stop() {
 	for _, c := range s.clients {
 		_ = c.Close()
 	}
-	if s.witness != nil {
-		s.witness.Stop()
+	if s.auditor != nil {
+		s.auditor.Stop()
 	}
 	s.Stop()
 	s.closeProxies()

@@ -162,7 +162,7 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 	if _, err := peer.AnotherMachine(ctx, r.World, "east"); err != nil { // forgotten, and therefore the user's from now on
 		return nil, err
 	}
-	r.people.share("east", 1, 0)
+	r.intent.share("east", 1, 0)
 	shared := before.Claims[0].Status.Machine.Name
 	var m clusterv1.Machine
 	if err := r.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: shared}, &m); err != nil {

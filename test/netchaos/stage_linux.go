@@ -107,14 +107,14 @@ func newStage(ctx context.Context, o Options) (*stage, error) {
 	s.Checker.Expected = func() invariants.Expected {
 		return invariants.Expected{Shares: map[string]invariants.Share{crowd: {}}}
 	}
-	if err := s.dress(starting); err != nil {
+	if err := s.setUp(starting); err != nil {
 		return nil, errors.Join(err, s.stop())
 	}
 	return s, nil
 }
 
-// dress puts the link between shim and agents, and creates the objects that stay throughout.
-func (s *stage) dress(ctx context.Context) error {
+// setUp puts the link between shim and agents, and creates the objects that stay throughout.
+func (s *stage) setUp(ctx context.Context) error {
 	if err := s.lead(0); err != nil {
 		return err
 	}
