@@ -21,7 +21,7 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const (
@@ -107,7 +107,7 @@ func (g *group) deployment() *clusterv1.MachineDeployment {
 }
 
 // build creates node groups and waits until the users' own machines run.
-func (s *stage) build(ctx context.Context, groups ...*group) error {
+func (s *environment) build(ctx context.Context, groups ...*group) error {
 	s.mu.Lock()
 	s.groups = append(s.groups, groups...)
 	s.mu.Unlock()
@@ -143,8 +143,8 @@ func (s *stage) build(ctx context.Context, groups ...*group) error {
 }
 
 // awaitNodes waits until n Machines of a group have a Node.
-func (s *stage) awaitNodes(ctx context.Context, g *group, n int) error {
-	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+func (s *environment) awaitNodes(ctx context.Context, g *group, n int) error {
+	return testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		machines, err := s.machines(ctx, g)
 		if err != nil {
 			return "", err
@@ -154,14 +154,14 @@ func (s *stage) awaitNodes(ctx context.Context, g *group, n int) error {
 	})
 }
 
-func (s *stage) machines(ctx context.Context, g *group) ([]clusterv1.Machine, error) {
+func (s *environment) machines(ctx context.Context, g *group) ([]clusterv1.Machine, error) {
 	var list clusterv1.MachineList
 	err := s.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: g.name})
 	return list.Items, err
 }
 
 // machineOf returns the Machine that a claim is bound to, or nil if it is gone.
-func (s *stage) machineOf(ctx context.Context, claimID string) (*clusterv1.Machine, error) {
+func (s *environment) machineOf(ctx context.Context, claimID string) (*clusterv1.Machine, error) {
 	record := s.auditor.Claim(claimID)
 	if record == nil || record.Machine.Name == "" {
 		return nil, nil
@@ -176,7 +176,7 @@ func (s *stage) machineOf(ctx context.Context, claimID string) (*clusterv1.Machi
 
 // raze deletes node groups whose claims have been released, and waits until nothing is left of
 // them.
-func (s *stage) raze(ctx context.Context, groups ...*group) error {
+func (s *environment) raze(ctx context.Context, groups ...*group) error {
 	s.intent.update(func() {
 		for _, g := range groups {
 			s.intent.torn[g.name] = true
@@ -192,7 +192,7 @@ func (s *stage) raze(ctx context.Context, groups ...*group) error {
 		}
 	}
 	for _, g := range groups {
-		if err := world.Poll(bounded, func(ctx context.Context) (string, error) {
+		if err := testenv.Poll(bounded, func(ctx context.Context) (string, error) {
 			machines, err := s.machines(ctx, g)
 			if err != nil || len(machines) > 0 {
 				return fmt.Sprintf("%d Machines of %s to go", len(machines), g.name), err
@@ -216,7 +216,7 @@ func (s *stage) raze(ctx context.Context, groups ...*group) error {
 }
 
 // clear removes what a failed scenario has left, so that it does not affect the next one.
-func (s *stage) clear(ctx context.Context) error {
+func (s *environment) clear(ctx context.Context) error {
 	for _, id := range s.holders.wanted() {
 		s.holders.drop(id)
 	}
@@ -236,7 +236,7 @@ func (s *stage) clear(ctx context.Context) error {
 
 // rollOut gives the group a new template. Under OnDelete its next Machines belong to a new
 // MachineSet.
-func (s *stage) rollOut(ctx context.Context, g *group) error {
+func (s *environment) rollOut(ctx context.Context, g *group) error {
 	g.revision++
 	if err := s.Hub.Create(ctx, g.machineTemplate()); err != nil {
 		return err
@@ -244,7 +244,7 @@ func (s *stage) rollOut(ctx context.Context, g *group) error {
 	return s.useTemplate(ctx, g, g.template())
 }
 
-func (s *stage) useTemplate(ctx context.Context, g *group, template string) error {
+func (s *environment) useTemplate(ctx context.Context, g *group, template string) error {
 	patch, err := json.Marshal([]map[string]any{
 		{"op": "replace", "path": "/spec/template/spec/infrastructureRef/name", "value": template},
 	})
@@ -258,7 +258,7 @@ func (s *stage) useTemplate(ctx context.Context, g *group, template string) erro
 // scale changes replicas like a user who reads them and writes another number, and records to whom
 // they belong. It writes only if the number is still the one that was read, so that the number that
 // the user requested is known exactly.
-func (s *stage) scale(ctx context.Context, g *group, by int32) error {
+func (s *environment) scale(ctx context.Context, g *group, by int32) error {
 	return s.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
 		replicas := ptr.Deref(md.Spec.Replicas, 0)
 		now := max(0, replicas+by)
@@ -310,7 +310,7 @@ type edit struct {
 }
 
 // rewrite changes a group's MachineDeployment based on its current state, and retries on conflicts.
-func (s *stage) rewrite(ctx context.Context, g *group, change func(*clusterv1.MachineDeployment) edit) error {
+func (s *environment) rewrite(ctx context.Context, g *group, change func(*clusterv1.MachineDeployment) edit) error {
 	for {
 		var md clusterv1.MachineDeployment
 		if err := s.Hub.Get(ctx, g.key(), &md); err != nil {

@@ -13,7 +13,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // karpenterFor is how long Karpenter scales up and down.
@@ -133,7 +133,7 @@ func (r *run) runPods(ctx context.Context, pods map[string]int32) error {
 func (r *run) awaitPods(ctx context.Context, total int) error {
 	waiting, cancel := context.WithTimeout(ctx, podsWithin)
 	defer cancel()
-	err := world.Poll(waiting, func(ctx context.Context) (string, error) {
+	err := testenv.Poll(waiting, func(ctx context.Context) (string, error) {
 		var nodeClaims karpenterv1.NodeClaimList
 		if err := r.Spoke.List(ctx, &nodeClaims); err != nil {
 			return "", err

@@ -85,7 +85,7 @@ type scenario struct {
 
 // run is one run of one scenario.
 type run struct {
-	*stage
+	*environment
 	options  Options
 	scenario *scenario
 	row      *Row
@@ -240,7 +240,7 @@ type counts struct {
 	kills, faults, claims, releases, violations, odd, strange, mistold int
 }
 
-func (s *stage) counts() counts {
+func (s *environment) counts() counts {
 	_, mistold := s.watched.check()
 	return counts{
 		kills: int(s.kills.Load()), faults: int(s.count.Load()),
@@ -276,7 +276,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		return nil, err
 	}
 	began := time.Now()
-	s, err := newStage(ctx, o)
+	s, err := newEnvironment(ctx, o)
 	if err != nil {
 		return nil, err
 	}
@@ -328,7 +328,7 @@ func choose(o Options) ([]*scenario, error) {
 }
 
 // play runs one scenario as often as requested.
-func (s *stage) play(ctx context.Context, o Options, scenario *scenario) *Row {
+func (s *environment) play(ctx context.Context, o Options, scenario *scenario) *Row {
 	row := &Row{Scenario: scenario.name}
 	began, before := time.Now(), s.counts()
 	o.Say("chaos: %s: %s", scenario.name, scenario.about)
@@ -339,7 +339,7 @@ func (s *stage) play(ctx context.Context, o Options, scenario *scenario) *Row {
 		if o.Short {
 			do = scenario.short
 		}
-		r := &run{stage: s, options: o, scenario: scenario, row: row, short: o.Short}
+		r := &run{environment: s, options: o, scenario: scenario, row: row, short: o.Short}
 		err := do(bounded, r)
 		if cause := context.Cause(bounded); err != nil && cause != nil {
 			err = errors.Join(err, cause)

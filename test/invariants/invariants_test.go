@@ -22,7 +22,7 @@ import (
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 var cluster = types.NamespacedName{Namespace: "fleet", Name: "spoke"}
@@ -103,7 +103,7 @@ func (s *scene) clients() (hub, spoke client.WithWatch) {
 	present := func(objects ...client.Object) []client.Object {
 		return lo.Filter(objects, func(o client.Object, _ int) bool { return !isNil(o) })
 	}
-	scheme := world.Scheme()
+	scheme := testenv.Scheme()
 	hub = fake.NewClientBuilder().WithScheme(scheme).
 		WithObjects(present(append(s.hub, s.group, s.own, s.claimed, s.claim)...)...).Build()
 	spoke = fake.NewClientBuilder().WithScheme(scheme).

@@ -115,7 +115,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		return nil, errors.New("there have to be pods, and what periods are divided by is at least 1")
 	}
 	began := time.Now()
-	s, err := newStage(ctx, o)
+	s, err := newEnvironment(ctx, o)
 	if err != nil {
 		return nil, err
 	}
@@ -124,7 +124,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	random := rand.New(rand.NewPCG(o.Seed, o.Seed))
 	for _, scenario := range chosen {
 		o.Say("netchaos: %s: %s", scenario.name, scenario.about)
-		row := (&run{stage: s, options: o, random: random}).play(ctx, scenario)
+		row := (&run{environment: s, options: o, random: random}).play(ctx, scenario)
 		report.Rows = append(report.Rows, row)
 		o.Say("  %s", row)
 		if row.Err != nil {
@@ -140,7 +140,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 
 // run is one run of one scenario.
 type run struct {
-	*stage
+	*environment
 
 	options Options
 	random  *rand.Rand
@@ -221,7 +221,7 @@ func (r *run) endure(ctx context.Context, o *outage) error {
 	if err := r.scaleAndWait(ctx, r.options.Pods/2); err != nil {
 		return err
 	}
-	if err := o.begin(ctx, r.stage); err != nil {
+	if err := o.begin(ctx, r.environment); err != nil {
 		return err
 	}
 	began := time.Now()
