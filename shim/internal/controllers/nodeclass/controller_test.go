@@ -50,7 +50,7 @@ func (f *fit) Verdict() connectivity.Verdict { return f.verdict }
 func (f *fit) Changes() <-chan struct{} { return nil }
 
 type env struct {
-	*shimtest.World
+	*shimtest.Env
 	t          *testing.T
 	clock      *clocktesting.FakeClock
 	connection *connection
@@ -64,7 +64,7 @@ func setUp(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *env {
 	t.Helper()
 	w := shimtest.New(t, groups)
 	e := &env{
-		World:      w,
+		Env:      w,
 		t:          t,
 		clock:      clocktesting.NewFakeClock(time.Now()),
 		connection: &connection{agentclient.State{Synced: true, Connected: true}},
