@@ -22,7 +22,7 @@ func TestAClockThatIsAheadConcludesNothingEarly(t *testing.T) {
 		return s
 	}
 	t.Run("infrastructure that Cluster API's cache does not show yet is not gone", func(t *testing.T) {
-		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withClaim("a", v1alpha1.PhaseBound, "m").
+		s := atRest(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withClaim("a", v1alpha1.PhaseBound, "m").
 			withMachine("m", "a", func(m *clusterv1.Machine) {
 				infrastructure(clusterv1.MachineInfrastructureDoesNotExistReason)(m)
 				m.CreationTimestamp, m.Status.Conditions[0].LastTransitionTime = written, written
@@ -32,7 +32,7 @@ func TestAClockThatIsAheadConcludesNothingEarly(t *testing.T) {
 		assert.Positive(t, d.RequeueAfter)
 	})
 	t.Run("what Cluster API stated before a pause is not stated", func(t *testing.T) {
-		s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "", booting)
+		s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "", booting)
 		m := s.Machines[0]
 		m.CreationTimestamp = metav1.NewTime(written.Add(-time.Hour))
 		m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{

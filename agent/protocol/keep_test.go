@@ -39,7 +39,7 @@ func released(d *Decision) []types.UID {
 
 func TestAMachineThatFailedIsKeptForAsLongAsItsGroupSays(t *testing.T) {
 	failed := func(keep, ago time.Duration, change func(*clusterv1.Machine)) *Snapshot {
-		s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withFailed("c", ago, change)
+		s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withFailed("c", ago, change)
 		s.Group.KeepFailed = keep
 		return s
 	}
@@ -63,7 +63,7 @@ func TestAMachineThatFailedIsKeptForAsLongAsItsGroupSays(t *testing.T) {
 }
 
 func TestTheFirstFewMachinesThatFailedAreKept(t *testing.T) {
-	s := scene(5, &Ledger{Version: 1, LastReplicas: 5})
+	s := atRest(5, &Ledger{Version: 1, LastReplicas: 5})
 	s.Group.KeepFailed = time.Hour
 	for i := range 5 {
 		s.withFailed(strconv.Itoa(i), time.Duration(10+i)*time.Minute, nil)

@@ -18,7 +18,7 @@ import (
 // and the holder has reported its live claims since.
 func movedScene(replicas int32, ledger *Ledger) *Snapshot {
 	ledger.Version, ledger.UID, ledger.LastReplicas = 1, "before", replicas
-	s := scene(replicas, ledger)
+	s := atRest(replicas, ledger)
 	s.Deployment.UID, s.ClusterUID, s.Synced = "after", "cluster-after", true
 	s.Deployment.CreationTimestamp = metav1.NewTime(s.Now.Add(-time.Hour))
 	return s
@@ -35,7 +35,7 @@ func (s *Snapshot) withCarried(id string) *Snapshot {
 
 // A paused Cluster may be on its way to another hub. Its Machines go first, then its claims.
 func TestNothingIsConcludedWhileTheClusterIsPaused(t *testing.T) {
-	s := scene(2, &Ledger{
+	s := atRest(2, &Ledger{
 		Version: 1, LastReplicas: 2,
 		Pending: map[string]Assignment{"gone": {}}, Releasing: map[types.UID]Release{"vanished": {Machine: "vanished", Claim: "r", Decremented: true}},
 	}).withClaim("bound", v1alpha1.PhaseBound, "vanished-too").withClaim("r", v1alpha1.PhaseReleasing, "vanished").withClaim("new", "", "")

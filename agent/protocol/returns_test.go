@@ -19,7 +19,7 @@ import (
 // returning is a group in which the user owns one of two Machines, and the claim of the other one
 // returns it.
 func returning() *Snapshot {
-	s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Floor: 1}).
+	s := atRest(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Floor: 1}).
 		withMachine("mine", "", node).withMachine("b", "c", node).withClaim("c", v1alpha1.PhaseBound, "b")
 	s.Claims[0].Status.Machine.NodeName = "node-b"
 	s.Claims[0].Status.Returned = true
@@ -198,7 +198,7 @@ func TestAReturnedMachineThatIsGoneTakesNoPlaceOfTheFloor(t *testing.T) {
 // The holder was promised that its Machine stays. If the floor has fewer Machines than there are
 // marks, an older one goes.
 func TestAReturnedMachineStaysBeforeOlderOnesOfTheFloor(t *testing.T) {
-	s := scene(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Floor: 2}).
+	s := atRest(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Floor: 2}).
 		withMachine("y1", "", node).withMachine("y2", "", node).withMachine("c", "", node)
 	s.SpareSince = s.Now.Add(-time.Hour)
 	for i, value := range []string{"true", "true", v1alpha1.FloorReturned} {
@@ -314,7 +314,7 @@ func TestAMachineThatIsBeingReturnedIsNotAdopted(t *testing.T) {
 // The mark shows which Machine a person or the cluster-autoscaler is about to remove.
 func TestAMachineThatIsToBeRemovedIsAdoptedOnlyByAClaimThatNeedsIt(t *testing.T) {
 	for _, spare := range []bool{true, false} {
-		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Floor: 1}).withMachine("m", "", node).withClaim("c", v1alpha1.PhasePending, "")
+		s := atRest(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Floor: 1}).withMachine("m", "", node).withClaim("c", v1alpha1.PhasePending, "")
 		s.Machines[0].Annotations = map[string]string{clusterv1.DeleteMachineAnnotation: ""}
 		s.Claims[0].Spec.Adopt, s.Claims[0].Spec.AdoptAboveMinSize = "m", spare
 		_, refused := Decide(s).Refused["c"]

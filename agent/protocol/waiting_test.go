@@ -19,7 +19,7 @@ import (
 // waits is a group in which two claims have waited for the given time. Their deadline is five
 // minutes.
 func waits(long time.Duration) *Snapshot {
-	s := scene(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Pending: map[string]Assignment{"a": {}, "b": {}}}).
+	s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Pending: map[string]Assignment{"a": {}, "b": {}}}).
 		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "")
 	s.Sets[0].Generation++ // Machines are still being made
 	s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
@@ -124,7 +124,7 @@ func explained(t *testing.T, s *Snapshot) int {
 // troubled is a group with a claim that was bound just now, to a Machine whose infrastructure
 // reports something that passes.
 func troubled() (*Snapshot, *v1alpha1.MachineClaim) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 		withMachine("m", "c", infrastructure("RequestLimited")).withClaim("c", v1alpha1.PhaseBound, "m")
 	bound := metav1.NewTime(s.Now)
 	c := s.Claims[0]
@@ -254,7 +254,7 @@ func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 		"a MachineDeployment without a ledger": {change: func(s *Snapshot) { s.Ledger = nil }},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := scene(1, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 1, Pending: map[string]Assignment{}})
+			s := atRest(1, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 1, Pending: map[string]Assignment{}})
 			s.withMachine("own", "", node).withClaim("c", "", "")
 			test.change(s)
 			assert.Equal(t, test.only, Decide(s).EntersOnly(s, "c"))

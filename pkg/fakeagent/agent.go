@@ -65,7 +65,7 @@ type Agent struct {
 	expired  map[clusterKey]int64
 	unsynced bool
 	steps    Infrastructure
-	changed  dirt
+	changed  unpublished
 
 	groupView   *view[*agentv1alpha1.NodeGroup]
 	claimView   *view[*agentv1alpha1.Claim]
@@ -102,7 +102,7 @@ func New(options ...Option) *Agent {
 		onboardings:   map[clusterKey]string{},
 		reports:       map[clusterKey][]*agentv1alpha1.NodeReport{},
 		steps:         s.infrastructure,
-		changed:       newDirt(),
+		changed:       newUnpublished(),
 		groupView:     newView[*agentv1alpha1.NodeGroup](),
 		claimView:     newView[*agentv1alpha1.Claim](),
 		machineView:   newView[*agentv1alpha1.Machine](),

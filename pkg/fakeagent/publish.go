@@ -1,15 +1,15 @@
 package fakeagent
 
-// dirt is what has changed since it was last published.
-type dirt struct {
+// unpublished is what has changed since it was last published.
+type unpublished struct {
 	groups   map[*group]struct{}
 	machines map[*machine]struct{}
 	claims   map[*claim]struct{}
 	clusters map[clusterKey]struct{}
 }
 
-func newDirt() dirt {
-	return dirt{
+func newUnpublished() unpublished {
+	return unpublished{
 		groups:   map[*group]struct{}{},
 		machines: map[*machine]struct{}{},
 		claims:   map[*claim]struct{}{},
@@ -68,5 +68,5 @@ func (a *Agent) publish() {
 			a.clusterView.remove(clusterKey{}, key.String())
 		}
 	}
-	a.changed = newDirt()
+	a.changed = newUnpublished()
 }

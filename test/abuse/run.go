@@ -269,7 +269,7 @@ func (r *run) attack(ctx context.Context, a *attack) *Row {
 		row.Ended, err = r.ended(ctx)
 		return err
 	}()
-	r.judge(a, row)
+	r.evaluate(a, row)
 	return row
 }
 
@@ -346,8 +346,8 @@ func (r *run) ended(ctx context.Context) (int, error) {
 	return lo.CountBy(list.Items, func(c agentv1.MachineClaim) bool { return c.CurrentPhase() == agentv1.PhaseEnded }), err
 }
 
-// judge records the violations.
-func (r *run) judge(a *attack, row *Row) {
+// evaluate records the violations.
+func (r *run) evaluate(a *attack, row *Row) {
 	row.MemoryBound = min(memoryLimit, row.MemoryBefore+heapShare*a.holds)
 	row.EtcdBound = etcdSlack
 	if a.writes {

@@ -106,7 +106,7 @@ func run(ctx context.Context, s settings) error {
 		specs = lo.Reject(specs, func(sp coresuites.Spec, _ int) bool { return sp.State == "skipped" })
 		all = nil
 	}
-	return tell(coresuites.Judge(specs, all), violations, time.Since(began))
+	return tell(coresuites.Evaluate(specs, all), violations, time.Since(began))
 }
 
 // runPart runs a part of a suite without its exceptions. The returned specs are those of the whole
