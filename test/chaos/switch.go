@@ -18,7 +18,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/bystander"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/peer"
+	"github.com/karpenter-capi/karpenter-capi/test/migration"
 	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
@@ -80,7 +80,7 @@ func (r *run) switchOver(ctx context.Context) error {
 		return fmt.Errorf("%d things happened to what ran in the spoke, such as: %s", len(incidents), incidents[0])
 	}
 	// Two Nodes are empty, and are removed once the user allows it.
-	if err := peer.AllowDisruption(ctx, r.Env); err != nil {
+	if err := migration.AllowDisruption(ctx, r.Env); err != nil {
 		return err
 	}
 	if err := r.runPods(ctx, map[string]int32{"east": 0, "west": 0}); err != nil {
@@ -123,7 +123,7 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 	for i := range before.Claims {
 		r.watched.excuse(before.Claims[i].Spec.ClaimID)
 	}
-	if err := peer.Disguise(ctx, r.Env); err != nil {
+	if err := migration.Strip(ctx, r.Env); err != nil {
 		return nil, err
 	}
 	l := &leavings{machines: map[string]types.NamespacedName{}}
@@ -137,20 +137,20 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 		}
 	}
 	add := func(name, group string, change func(*clusterv1.Machine) func(*karpenterv1.NodeClaim)) (*karpenterv1.NodeClaim, *clusterv1.Machine, error) {
-		m, err := peer.AnotherMachine(ctx, r.Env, group)
+		m, err := migration.AnotherMachine(ctx, r.Env, group)
 		if err != nil {
 			return nil, nil, err
 		}
-		nc, err := peer.AddNodeClaim(ctx, r.Env, models[group], name, m, change(m))
+		nc, err := migration.AddNodeClaim(ctx, r.Env, models[group], name, m, change(m))
 		return nc, m, err
 	}
 	for i := range unfinished {
-		begun, m, err := add(fmt.Sprintf("begun-%d", i), "west", peer.NotLaunched)
+		begun, m, err := add(fmt.Sprintf("begun-%d", i), "west", migration.NotLaunched)
 		if err != nil {
 			return nil, err
 		}
 		l.machines[m.Name] = types.NamespacedName{Name: begun.Name, Namespace: string(begun.UID)}
-		leaving, m, err := add(fmt.Sprintf("leaving-%d", i), "east", func(*clusterv1.Machine) func(*karpenterv1.NodeClaim) { return peer.Terminating })
+		leaving, m, err := add(fmt.Sprintf("leaving-%d", i), "east", func(*clusterv1.Machine) func(*karpenterv1.NodeClaim) { return migration.Terminating })
 		if err != nil {
 			return nil, err
 		}
@@ -159,7 +159,7 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 			return nil, err
 		}
 	}
-	if _, err := peer.AnotherMachine(ctx, r.Env, "east"); err != nil { // forgotten, and therefore the user's from now on
+	if _, err := migration.AnotherMachine(ctx, r.Env, "east"); err != nil { // forgotten, and therefore the user's from now on
 		return nil, err
 	}
 	r.intent.share("east", 1, 0)
@@ -168,7 +168,7 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 	if err := r.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: shared}, &m); err != nil {
 		return nil, err
 	}
-	l.second, err = peer.AddNodeClaim(ctx, r.Env, models[before.Claims[0].Spec.NodeGroup], "second", &m, func(*karpenterv1.NodeClaim) {})
+	l.second, err = migration.AddNodeClaim(ctx, r.Env, models[before.Claims[0].Spec.NodeGroup], "second", &m, func(*karpenterv1.NodeClaim) {})
 	if err != nil {
 		return nil, err
 	}

@@ -21,9 +21,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/cost"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/peer"
-	"github.com/karpenter-capi/karpenter-capi/test/timeline"
+	"github.com/karpenter-capi/karpenter-capi/test/migration"
 	"github.com/karpenter-capi/karpenter-capi/test/testenv"
+	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
 // many is the number of Nodes of each of two node groups.
@@ -92,7 +92,7 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
 		require.NoError(t, h.source.Sandbox.StopComponent(component))
 	}
-	require.NoError(t, peer.Disguise(within(t, 10*time.Minute), h.source))
+	require.NoError(t, migration.Strip(within(t, 10*time.Minute), h.source))
 	left, err := invariants.Read(within(t, soon), h.source.Hub, h.source.Spoke, testenv.Cluster)
 	require.NoError(t, err)
 	for i := range left.Nodes {

@@ -1,6 +1,6 @@
-// Package peer transforms the work of agent and shim into what karpenter-provider-cluster-api would
+// Package migration transforms the work of agent and shim into what karpenter-provider-cluster-api would
 // have left behind.
-package peer
+package migration
 
 import (
 	"context"
@@ -29,21 +29,21 @@ import (
 // namespace/name.
 const MachineAnnotation = "cluster.x-k8s.io/machine"
 
-// Disguise removes what belongs to this project: MachineClaims, ledgers, labels and annotations,
+// Strip removes what belongs to this project: MachineClaims, ledgers, labels and annotations,
 // and the protection of adopted Nodes. Neither agent nor shim may be running.
-func Disguise(ctx context.Context, w *testenv.Env) error {
-	machines, err := disguiseHub(ctx, w)
+func Strip(ctx context.Context, w *testenv.Env) error {
+	machines, err := stripHub(ctx, w)
 	if err != nil {
-		return fmt.Errorf("disguising the hub: %w", err)
+		return fmt.Errorf("stripping the hub: %w", err)
 	}
-	if err := disguiseSpoke(ctx, w, machines); err != nil {
-		return fmt.Errorf("disguising the spoke: %w", err)
+	if err := stripSpoke(ctx, w, machines); err != nil {
+		return fmt.Errorf("stripping the spoke: %w", err)
 	}
 	return nil
 }
 
-// disguiseHub returns the Machines that had claims, as namespace/name, by provider ID.
-func disguiseHub(ctx context.Context, w *testenv.Env) (map[string]string, error) {
+// stripHub returns the Machines that had claims, as namespace/name, by provider ID.
+func stripHub(ctx context.Context, w *testenv.Env) (map[string]string, error) {
 	in := client.InNamespace(sandbox.ClusterNamespace)
 	var claims agentv1.MachineClaimList
 	if err := w.Hub.List(ctx, &claims, in); err != nil {
@@ -87,7 +87,7 @@ func disguiseHub(ctx context.Context, w *testenv.Env) (map[string]string, error)
 	return claimed, nil
 }
 
-func disguiseSpoke(ctx context.Context, w *testenv.Env, machines map[string]string) error {
+func stripSpoke(ctx context.Context, w *testenv.Env, machines map[string]string) error {
 	var nodeClaims karpenterv1.NodeClaimList
 	if err := w.Spoke.List(ctx, &nodeClaims); err != nil {
 		return err
@@ -95,7 +95,7 @@ func disguiseSpoke(ctx context.Context, w *testenv.Env, machines map[string]stri
 	for i := range nodeClaims.Items {
 		nc := &nodeClaims.Items[i]
 		stored := nc.DeepCopy()
-		disguise(nc)
+		strip(nc)
 		nc.Annotations[MachineAnnotation] = machines[nc.Status.ProviderID]
 		if err := w.Spoke.Patch(ctx, nc, client.MergeFrom(stored)); err != nil {
 			return err
@@ -111,7 +111,7 @@ func disguiseSpoke(ctx context.Context, w *testenv.Env, machines map[string]stri
 			continue
 		}
 		stored := n.DeepCopy()
-		disguise(n)
+		strip(n)
 		if err := w.Spoke.Patch(ctx, n, client.MergeFrom(stored)); err != nil {
 			return err
 		}
@@ -119,8 +119,8 @@ func disguiseSpoke(ctx context.Context, w *testenv.Env, machines map[string]stri
 	return nil
 }
 
-// disguise makes a NodeClaim or a Node look like one that the shim has never seen.
-func disguise(object client.Object) {
+// strip makes a NodeClaim or a Node look like one that the shim has never seen.
+func strip(object client.Object) {
 	class := karpenterv1.NodeClassLabelKey(schema.GroupKind{Group: shimv1.Group, Kind: "ClusterAPINodeClass"}) // set by core, with that provider too
 	labels := object.GetLabels()
 	kept := lo.PickByKeys(labels, []string{class})
