@@ -297,7 +297,8 @@ func (s *Env) AwaitServed(ctx context.Context, requested []ClaimRequest) error {
 	// The hub's Machines first: watching them does not cost the agent anything.
 	err := s.AwaitMachines(ctx, func(machines []Machine) string {
 		served := lo.CountBy(machines, func(m Machine) bool { return wanted[m.Claim] && m.ProviderID != "" })
-		return lo.Ternary(served == len(requested), "", fmt.Sprintf("every claim to have a Machine with a provider ID: %d of %d have", served, len(requested)))
+		missing := fmt.Sprintf("every claim to have a Machine with a provider ID: %d of %d have", served, len(requested))
+		return lo.Ternary(served == len(requested), "", missing)
 	})
 	if err != nil {
 		return err

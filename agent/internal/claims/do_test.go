@@ -110,7 +110,9 @@ func TestAPausedStepThatSomebodyLeftIsCompleted(t *testing.T) {
 func TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon(t *testing.T) {
 	for _, missed := range []bool{false, true} {
 		md := groupOf("small", 2, map[string]string{
-			v1alpha1.LedgerAnnotation: (&protocol.Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]protocol.Assignment{"a": {}, "b": {}}}).Encode(),
+			v1alpha1.LedgerAnnotation: (&protocol.Ledger{
+				Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]protocol.Assignment{"a": {}, "b": {}},
+			}).Encode(),
 		})
 		md.Generation = 2 // more Machines are being made, so nothing is short yet
 		joined := machineOf("joined")

@@ -78,7 +78,8 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	}
 	// Machines vanish while a Cluster is moved, after it was paused. Before anything is concluded
 	// from a missing one, read from the API server whether the Cluster is paused.
-	if from == uncached && cluster != nil && !eligibility.ClusterPaused(cluster) && (s.Lacks() || slices.ContainsFunc(s.Claims, ofAnotherLife(cluster))) {
+	if from == uncached && cluster != nil &&
+		!eligibility.ClusterPaused(cluster) && (s.Lacks() || slices.ContainsFunc(s.Claims, ofAnotherLife(cluster))) {
 		if cluster, err = e.uncachedCluster(ctx, types.NamespacedName{Namespace: key.Namespace, Name: md.Spec.ClusterName}); err != nil {
 			return nil, err
 		}

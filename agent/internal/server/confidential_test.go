@@ -256,7 +256,9 @@ func TestWhatTheHubAnswersStaysInTheHub(t *testing.T) {
 		require.NoError(t, err)
 		c.Authorizer, err = authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
 		require.NoError(t, err)
-		held := watchcache.New(watchcache.Options[nodegroup.NodeGroup]{Equal: func(_, _ nodegroup.NodeGroup) bool { return false }, Buffer: 1, Heartbeat: time.Minute})
+		held := watchcache.New(watchcache.Options[nodegroup.NodeGroup]{
+			Equal: func(_, _ nodegroup.NodeGroup) bool { return false }, Buffer: 1, Heartbeat: time.Minute,
+		})
 		held.SetReady()
 		held.Set(spoke, "fleet/scaled", nodegroup.NodeGroup{
 			Key: types.NamespacedName{Namespace: "fleet", Name: "scaled"}, Cluster: spoke, Limits: eligibility.Group{Holder: autoscaler.Holder, Replicas: 2},
