@@ -13,15 +13,15 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// fold begins the next ledger as a copy of the one that was read and folds in changes that others
-// made to replicas. If a user (or GitOps) raised replicas, the floor rises; if they lowered
-// replicas, the floor falls. If replicas went below what is claimed, or a writer keeps setting the
-// same number, the group is frozen.
-func (b *books) fold() {
-	marked := b.Group.Has(eligibility.ReplicasLowered)
+// absorbUserScale begins the next ledger as a copy of the one that was read, and accounts for the
+// changes that others made to replicas. If a user (or GitOps) raised replicas, the floor rises; if
+// they lowered replicas, the floor falls. If replicas went below what is claimed, or a writer keeps
+// setting the same number, the group is frozen.
+func (b *books) absorbUserScale() {
+	lowered := b.Group.Has(eligibility.ReplicasLowered)
 	if b.Ledger == nil {
 		b.next = b.rebuild()
-		b.next.Lowered = marked
+		b.next.Lowered = lowered
 	} else {
 		b.next = b.Ledger.Clone()
 	}
@@ -29,7 +29,7 @@ func (b *books) fold() {
 		b.next.Min = b.Group.Min
 	}
 	switch {
-	case marked:
+	case lowered:
 		b.next.Lowered = true
 		return
 	case b.next.Lowered:
@@ -47,15 +47,15 @@ func (b *books) fold() {
 	}
 	if b.Group.Replicas > b.next.LastReplicas {
 		// The user asks for more than they have already.
-		b.next.Floor = b.users(b.next.LastReplicas)
+		b.next.Floor = b.userOwned(b.next.LastReplicas)
 	}
 	b.next.Floor = max(0, b.next.Floor+b.Group.Replicas-b.next.LastReplicas)
 	b.next.LastReplicas = b.Group.Replicas
 }
 
-// users returns how many of the given replicas belong to the user: the floor, or the min size as
-// far as there are enough replicas for it.
-func (b *books) users(replicas int32) int32 {
+// userOwned returns how many of the given replicas belong to the user: the floor, or the min size
+// as far as there are enough replicas for it.
+func (b *books) userOwned(replicas int32) int32 {
 	others := b.labelledAlone() + b.unreleased()
 	for id := range b.next.Pending {
 		if b.keeps(id) { // the replica of any other entry becomes a spare
@@ -114,11 +114,11 @@ func (s *Snapshot) rebuild() *Ledger {
 	var ours int32
 	for _, m := range s.Machines {
 		switch {
-		case Held(m):
-			// Its release goes on. If its replica may have been given back already, it is recorded
-			// as given back.
+		case HasFinalizer(m):
+			// Its release goes on. If replicas may have been decremented for it already, it is
+			// recorded so.
 			back := DeletionCompleted(m)
-			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), GivenBack: back}); room.release(m.UID, r) {
+			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), Decremented: back}); room.release(m.UID, r) {
 				l.Releasing[m.UID] = r
 			}
 			if !back {
@@ -129,7 +129,7 @@ func (s *Snapshot) rebuild() *Ledger {
 		case !Alive(m) && !s.keeps(ClaimOf(m)):
 			// Replicas may have been lowered for it. Counting it could leave the user with fewer
 			// replicas.
-			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), GivenBack: true}); r.Claim != "" && room.release(m.UID, r) {
+			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), Decremented: true}); r.Claim != "" && room.release(m.UID, r) {
 				l.Releasing[m.UID] = r
 			}
 		default:
@@ -143,19 +143,19 @@ func (s *Snapshot) rebuild() *Ledger {
 		if !entered || s.labelled(c.Spec.ClaimID) != nil {
 			continue
 		}
-		named := Named{}
+		entry := Assignment{}
 		if ref := c.Status.Machine; ref != nil {
 			m := s.machine(ref.UID)
 			_, releasing := l.Releasing[ref.UID]
 			if m == nil || !Alive(m) || ClaimOf(m) != "" || releasing {
 				continue
 			}
-			named = Named{Machine: ref.Name, UID: ref.UID}
-		} else if m := s.named(c.Spec.Adopt); m != nil {
-			named = Named{Machine: m.Name, UID: m.UID, Adopted: true}
+			entry = Assignment{Machine: ref.Name, UID: ref.UID}
+		} else if m := s.machineNamed(c.Spec.Adopt); m != nil {
+			entry = Assignment{Machine: m.Name, UID: m.UID, Adopted: true}
 		}
-		if room.claim(c.Spec.ClaimID, named) {
-			l.Pending[c.Spec.ClaimID] = named
+		if room.claim(c.Spec.ClaimID, entry) {
+			l.Pending[c.Spec.ClaimID] = entry
 		}
 		ours++
 	}
@@ -177,38 +177,38 @@ func (s *Snapshot) keeps(claimID string) bool {
 // dropEntries removes pending entries that are no longer needed: the claim's Machine is labelled,
 // or the claim needs no Machine any more. In the latter case, accounting makes the replica a spare.
 func (b *books) dropEntries() {
-	drop := func(id string, named Named) {
+	drop := func(id string, entry Assignment) {
 		delete(b.next.Pending, id)
-		if named.Adopted && b.labelled(id) == nil {
+		if entry.Adopted && b.labelled(id) == nil {
 			b.next.Floor++ // the claim never got the user's Machine: it, or its replacement, is the user's again
 		}
 	}
-	for id, named := range b.next.Pending {
+	for id, entry := range b.next.Pending {
 		c := b.Claim(id)
 		if c == nil {
-			drop(id, named)
+			drop(id, entry)
 			continue
 		}
-		var promised *clusterv1.Machine
+		var assigned *clusterv1.Machine
 		if c.Status.Machine != nil {
-			promised = b.machine(c.Status.Machine.UID)
+			assigned = b.machine(c.Status.Machine.UID)
 		}
 		switch c.CurrentPhase() {
 		case v1alpha1.PhasePending:
 			// Still waiting.
 		case v1alpha1.PhaseBound, v1alpha1.PhaseReleasing:
 			switch {
-			case promised == nil:
-				drop(id, named) // cancelled before it had a Machine, or its Machine is gone
-			case named.UID != promised.UID:
-				drop(id, named)
-			case ClaimOf(promised) == id:
-				drop(id, named)
-			case ClaimOf(promised) != "" || !Alive(promised) || Held(promised):
-				drop(id, named) // the Machine died before it was labelled
+			case assigned == nil:
+				drop(id, entry) // cancelled before it had a Machine, or its Machine is gone
+			case entry.UID != assigned.UID:
+				drop(id, entry)
+			case ClaimOf(assigned) == id:
+				drop(id, entry)
+			case ClaimOf(assigned) != "" || !Alive(assigned) || HasFinalizer(assigned):
+				drop(id, entry) // the Machine died before it was labelled
 			}
 		case v1alpha1.PhaseEnded:
-			drop(id, named)
+			drop(id, entry)
 		}
 	}
 	b.next.Marking = lo.Filter(b.next.Marking, func(uid types.UID, _ int) bool {
@@ -222,8 +222,9 @@ func Count[T any](items []T) int32 { return clamp(len(items)) }
 
 func clamp(n int) int32 { return int32(max(math.MinInt32, min(math.MaxInt32, n))) }
 
-// meet raises replicas when owners own more of them than there are. It never lowers replicas.
-func (b *books) meet() {
+// raiseToOwned raises replicas when owners own more of them than there are. It never lowers
+// replicas.
+func (b *books) raiseToOwned() {
 	b.labelOnly = b.labelledAlone()
 	if owed := b.used(); owed > b.d.Replicas && b.mayGrow() {
 		if b.Group.Max != nil {
@@ -257,14 +258,14 @@ func (b *books) readmit() {
 			continue
 		}
 		if b.spare() > 0 && !b.next.Lowered {
-			b.admit(c.Spec.ClaimID, Named{})
+			b.admit(c.Spec.ClaimID, Assignment{})
 		}
 	}
 }
 
-// enter accounts for the claims that have no entry yet, oldest first: from the spare, otherwise by
-// raising replicas.
-func (b *books) enter() {
+// admitWaiting accounts for the claims that have no entry yet, oldest first: from the spare,
+// otherwise by raising replicas.
+func (b *books) admitWaiting() {
 	refusal := b.refusal()
 	spendable := b.spare() - b.unusable()
 	size := b.d.Replicas // including those that the ledger has no room for yet
@@ -286,10 +287,10 @@ func (b *books) enter() {
 			continue
 		case spendable > 0:
 			spendable--
-			b.admit(id, Named{})
+			b.admit(id, Assignment{})
 		case b.room(size):
 			size++
-			if b.admit(id, Named{}) {
+			if b.admit(id, Assignment{}) {
 				b.d.Replicas++
 			}
 		case c.Status.Phase == v1alpha1.PhasePending && b.leaves():
@@ -321,7 +322,7 @@ func (b *books) refusal() *eligibility.Refusal {
 	return b.Group.Refusal()
 }
 
-// adopt enters the claims that take over an existing Machine, and promises it to them in the same
+// adopt enters the claims that take over an existing Machine, and assigns it to them in the same
 // write. The replica comes from a spare if there is one, otherwise from the floor, which falls by
 // one. If the floor is at the min size, replicas are raised instead.
 func (b *books) adopt() {
@@ -338,13 +339,13 @@ func (b *books) adopt() {
 			b.d.Refused[id] = *refusal
 			continue
 		}
-		named := Named{Machine: m.Name, UID: m.UID}
+		entry := Assignment{Machine: m.Name, UID: m.UID}
 		switch {
 		case b.spare() > 0:
-			b.admit(id, named)
+			b.admit(id, entry)
 		case b.next.Floor > b.next.Min:
-			named.Adopted = true
-			if b.admit(id, named) {
+			entry.Adopted = true
+			if b.admit(id, entry) {
 				b.next.Floor--
 			}
 		case c.Spec.AdoptAboveMinSize:
@@ -354,7 +355,7 @@ func (b *books) adopt() {
 					m.Name, b.next.Min, clusterv1.AutoscalerMinSizeAnnotation),
 			}
 		case b.room(b.d.Replicas):
-			if b.admit(id, named) {
+			if b.admit(id, entry) {
 				b.d.Replicas++ // the user keeps the min size
 			}
 		default:
@@ -379,18 +380,18 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 			NodeGroup: b.Deployment.Name, Reason: eligibility.NotAdoptable, Message: "Machine " + c.Spec.Adopt + " " + why,
 		}
 	}
-	m := b.named(c.Spec.Adopt)
+	m := b.machineNamed(c.Spec.Adopt)
 	if m == nil {
 		return refuse("does not exist in this node group")
 	}
 	switch b.class(m) {
-	case claimed, promised:
+	case claimed, assigned:
 		return refuse("has a claim already")
-	case releasing, givenBack, going, stranded:
+	case releasing, decremented, going, stranded:
 		return refuse("is being deleted")
-	case fresh, suspect, hopeless, inhabited, ofFloor:
+	case fresh, suspect, failed, inhabited, ofFloor:
 	}
-	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked && c.Spec.AdoptAboveMinSize {
+	if _, deleteRequested := m.Annotations[clusterv1.DeleteMachineAnnotation]; deleteRequested && c.Spec.AdoptAboveMinSize {
 		return refuse("is to be removed next; take the annotation " + clusterv1.DeleteMachineAnnotation + " off first")
 	}
 	if b.returned(m.UID) {
@@ -412,7 +413,7 @@ func FullGroup(name string, size int32) eligibility.Refusal {
 }
 
 // coverShortage raises replicas when Cluster API has made every Machine that was ordered and claims
-// still wait: the Machine meant for them joined before it could be promised, so no claim may have
+// still wait: the Machine meant for them joined before it could be assigned, so no claim may have
 // it.
 func (b *books) coverShortage() {
 	waiting := b.waiting()

@@ -33,12 +33,12 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 			continue
 		}
 		id := c.Spec.ClaimID
-		named, entered := ledger.Pending[id]
+		entry, entered := ledger.Pending[id]
 		var m *clusterv1.Machine
 		if c.Status.Machine != nil {
 			m = s.machine(c.Status.Machine.UID)
 		}
-		if s.actOnReturned(d, c, m, named, entered) {
+		if s.actOnReturned(d, c, m, entry, entered) {
 			continue
 		}
 		switch c.Status.Phase {
@@ -47,7 +47,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 				// Its status was lost, possibly before its entry was dropped.
 				d.Actions = append(d.Actions, s.restore(c))
 			} else if entered {
-				s.actOnPending(d, c, named)
+				s.actOnPending(d, c, entry)
 			} else if refusal, refused := d.Refused[id]; refused {
 				reason := ReasonRefused
 				if refusal.Reason == eligibility.AtMaxSize || refusal.Reason == eligibility.CoolingDown {
@@ -73,7 +73,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 						Reason: ReasonMachineDeleting, Message: "another actor is deleting its Machine",
 					}})
 				}
-			case ClaimOf(m) == "" && entered && named.UID == m.UID && !Held(m):
+			case ClaimOf(m) == "" && entered && entry.UID == m.UID && !HasFinalizer(m):
 				d.Actions = append(d.Actions, Action{Kind: Label, Claim: c, Machine: m})
 			case ClaimOf(m) == "" && !entered && s.Ledger != nil:
 				d.end(c, ReasonMachineLost, "another actor removed the claim's label from its Machine")
@@ -84,10 +84,10 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 					Reason: ReasonNodeJoined, Message: "Node " + m.Status.NodeRef.Name + " joined",
 				}})
 			default:
-				s.judge(d, c, m)
+				s.checkDeadlines(d, c, m)
 			}
 		case v1alpha1.PhaseReleasing:
-			s.actOnReleasing(d, c, m, named, entered)
+			s.actOnReleasing(d, c, m, entry, entered)
 		case v1alpha1.PhaseEnded:
 		}
 	}
@@ -147,17 +147,17 @@ func (s *Snapshot) moveOn(d *Decision, c *v1alpha1.MachineClaim, reason, message
 	d.Actions = append(d.Actions, Action{Kind: MoveOn, Claim: c, Event: v1alpha1.Event{Reason: reason, Message: message}})
 }
 
-func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Named) {
-	m := s.machine(named.UID)
-	holder, had := s.holders[named.UID]
+func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, entry Assignment) {
+	m := s.machine(entry.UID)
+	holder, had := s.holders[entry.UID]
 	had = had && holder != c.Spec.ClaimID // held by a claim that hands it over and has not ended yet
 	had = had || m != nil && hasFloorMark(m) && c.Spec.Adopt == ""
 	switch {
-	case named.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had:
+	case entry.UID != "" && m != nil && Alive(m) && !HasFinalizer(m) && ClaimOf(m) == "" && !had:
 		d.Actions = append(d.Actions, Action{Kind: Bind, Claim: c, Group: s.Deployment.UID, Machine: m})
-	case c.Spec.Adopt != "" && named.UID == "":
+	case c.Spec.Adopt != "" && entry.UID == "":
 		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")
-	case c.Status.Phase == v1alpha1.PhasePending && named.UID == "" && s.judge(d, c, nil):
+	case c.Status.Phase == v1alpha1.PhasePending && entry.UID == "" && s.checkDeadlines(d, c, nil):
 		// It waited long enough.
 	case c.Status.Phase == "":
 		s.markEntered(d, c)
@@ -177,7 +177,7 @@ func (s *Snapshot) Entered(c *v1alpha1.MachineClaim) Action {
 	}}
 }
 
-func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, named Named, entered bool) {
+func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, entry Assignment, entered bool) {
 	id := c.Spec.ClaimID
 	labelled := s.labelled(id)
 	switch {
@@ -189,7 +189,7 @@ func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clus
 		} else if !entered && labelled == nil {
 			d.end(c, ReasonCancelled, "released before it had a Machine; the replica goes to the next claim or is removed")
 		}
-	case m != nil && Alive(m) && entered && named.UID == m.UID && ClaimOf(m) == "" && !Held(m):
+	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == "" && !HasFinalizer(m):
 		// The label first: a Machine that is released must be recognizable as this claim's.
 		d.Actions = append(d.Actions, Action{Kind: Label, Claim: c, Machine: m})
 	case m != nil && Alive(m) && !entered && ClaimOf(m) == id && s.handsOver(m) && !s.releasing(m.UID):
@@ -221,7 +221,7 @@ const slowDeletion = time.Minute
 // Cluster API, once the deletion takes long.
 func (s *Snapshot) explainDeletion(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) {
 	reason, message := DeletingReason(m), deletingMessage(m)
-	if reason == "" || Held(m) && DeletionCompleted(m) || reason == c.Status.Reason || c.Status.FailedAt != nil {
+	if reason == "" || HasFinalizer(m) && DeletionCompleted(m) || reason == c.Status.Reason || c.Status.FailedAt != nil {
 		return // the reason of the failure matters more
 	}
 	if left := slowDeletion - s.Now.Sub(m.DeletionTimestamp.Time); left > 0 {
@@ -262,25 +262,26 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 		if s.Ledger != nil {
 			r, recorded = s.Ledger.Releasing[m.UID]
 		}
-		ours := Held(m) || hooked(m)
-		stopped := Held(m) && DeletionCompleted(m) || hooked(m) && !Held(m)
+		ours := HasFinalizer(m) || hasHook(m)
+		stopped := HasFinalizer(m) && DeletionCompleted(m) || hasHook(m) && !HasFinalizer(m)
 		switch {
 		case !recorded && s.returning(m):
 			d.Actions = append(d.Actions, Action{Kind: Return, Machine: m})
-		case !recorded && s.Ledger != nil && Alive(m) && Held(m) && s.boundTo(m) != nil:
+		case !recorded && s.Ledger != nil && Alive(m) && HasFinalizer(m) && s.boundTo(m) != nil:
 			d.Actions = append(d.Actions, Action{Kind: Keep, Claim: s.boundTo(m), Machine: m})
-		case recorded && !r.GivenBack && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):
-			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: r})
-		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):
-			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
+		case recorded && !r.Decremented && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):
+			d.Actions = append(d.Actions, Action{Kind: BeginDelete, Machine: m, Release: r})
+		case recorded && r.Decremented && ours && s.reconciled(r.Generation):
+			d.Actions = append(d.Actions, Action{Kind: RemoveFinalizer, Machine: m})
 		case stopped && s.deleted():
 			// Cluster API deletes the whole group, creates no replacements, and waits for this
 			// Machine.
-			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
-		case !recorded && stopped && s.carriedThrough(s.Deployment.Generation):
-			// Held for a ledger that is lost. It is not known whether the replica was given back,
-			// so replicas are not lowered. If it was not, the replacement is a spare.
-			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
+			d.Actions = append(d.Actions, Action{Kind: RemoveFinalizer, Machine: m})
+		case !recorded && stopped && s.reconciled(s.Deployment.Generation):
+			// The ledger that the finalizer was added for is lost. It is not known whether replicas
+			// were decremented, so they are not lowered. If they were not, the replacement is a
+			// spare.
+			d.Actions = append(d.Actions, Action{Kind: RemoveFinalizer, Machine: m})
 		}
 	}
 }

@@ -18,15 +18,15 @@ type books struct {
 	d      *Decision
 	next   *Ledger
 	budget *budget
-	// promised holds the Machines that the next ledger promises to pending claims.
-	promised map[types.UID]bool
+	// assigned holds the Machines that the next ledger assigns to pending claims.
+	assigned map[types.UID]bool
 	// conditions caches the classes of free Machines, which do not change once the books are open.
 	conditions map[types.UID]class
 	// floors holds the Machines that are marked as the floor's or about to be: the oldest ones, at
 	// most as many as the floor has.
 	floors map[types.UID]bool
 	// labelOnly counts the Machines that own a replica by their label alone. It does not change
-	// after [books.meet].
+	// after [books.raiseToOwned].
 	labelOnly int32
 	// covering is how many replicas this decision adds for claims whose Machines have become
 	// unusable. They are not spare.
@@ -39,14 +39,14 @@ type class int
 const (
 	// claimed means that the label names a claim with a right to the Machine.
 	claimed class = iota
-	// promised means that the ledger names the Machine for a claim that waits.
-	promised
-	// releasing means that the ledger records the release, and the replica has not been given back
-	// yet.
+	// assigned means that the ledger names the Machine for a claim that waits.
+	assigned
+	// releasing means that the ledger records the release, and replicas have not been decremented
+	// for it yet.
 	releasing
-	// givenBack means that the ledger records the release, the replica has been given back, and
-	// nothing replaces the Machine.
-	givenBack
+	// decremented means that the ledger records the release, replicas have been decremented for it,
+	// and nothing replaces the Machine.
+	decremented
 	// going means that the Machine is being deleted and the ledger has no record of its release.
 	going
 	// stranded means that the Machine lives, has no owner, and carries the finalizer of a release
@@ -60,8 +60,8 @@ const (
 	// suspect means that Cluster API has not seen the Machine's Node, but does not state that there
 	// is none.
 	suspect
-	// hopeless means that the Machine is known not to come.
-	hopeless
+	// failed means that the Machine is known not to come.
+	failed
 	// inhabited means that something may run on the Machine, or that it is about to be replaced.
 	inhabited
 	// ofFloor means that the Machine is the floor's and is marked so, or about to be. Pods may run
@@ -69,19 +69,19 @@ const (
 	ofFloor
 )
 
-// open begins the books of a decision: it folds in what others changed, drops entries that are no
-// longer needed, and takes back promises that cannot be kept.
+// open begins the books of a decision: it absorbs what others changed, drops entries that are no
+// longer needed, and takes back assignments that cannot be kept.
 func (s *Snapshot) open() *books {
 	b := &books{
 		Snapshot:   s,
 		d:          &Decision{Replicas: s.Group.Replicas, Refused: map[string]eligibility.Refusal{}, Queued: map[string]bool{}},
 		conditions: make(map[types.UID]class),
 	}
-	b.fold()
+	b.absorbUserScale()
 	b.dropEntries()
 	b.dropReturns()
-	b.unname()
-	b.promised = b.next.Promised()
+	b.unassign()
+	b.assigned = b.next.Assigned()
 	b.countFloors()
 	b.budget = s.newBudget(b.next, cmp.Or(s.LedgerBudget, LedgerBudget))
 	return b
@@ -91,8 +91,8 @@ func (s *Snapshot) open() *books {
 func (b *books) class(m *clusterv1.Machine) class {
 	r, recorded := b.next.Releasing[m.UID]
 	switch {
-	case recorded && r.GivenBack:
-		return givenBack
+	case recorded && r.Decremented:
+		return decremented
 	case recorded:
 		return releasing
 	case !Alive(m):
@@ -101,9 +101,9 @@ func (b *books) class(m *clusterv1.Machine) class {
 		return ofFloor
 	case !b.orphaned(ClaimOf(m)):
 		return claimed
-	case b.promised[m.UID]:
-		return promised
-	case Held(m):
+	case b.assigned[m.UID]:
+		return assigned
+	case HasFinalizer(m):
 		return stranded
 	case b.floors[m.UID]:
 		return ofFloor
@@ -118,14 +118,14 @@ func (b *books) class(m *clusterv1.Machine) class {
 
 // condition returns the class of a free Machine that is not the floor's.
 func (b *books) condition(m *clusterv1.Machine) class {
-	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
-	kept := marked || ClaimOf(m) != "" || Outdated(m)
+	_, deleteRequested := m.Annotations[clusterv1.DeleteMachineAnnotation]
+	kept := deleteRequested || ClaimOf(m) != "" || Outdated(m)
 	switch {
 	case hasFloorMark(m), slices.Contains(b.next.Marking, m.UID): // more than the floor has now
 		return inhabited
-	case b.hopeless(m):
-		return hopeless
-	case !kept && (b.nodeless(m) || b.shut(m) && !b.registered(m)):
+	case b.hasFailed(m):
+		return failed
+	case !kept && (b.nodeless(m) || b.nodeUnregistered(m) && !b.registered(m)):
 		return fresh
 	case !HasNode(m) && m.Spec.ProviderID != "" && !b.registered(m):
 		return suspect
@@ -150,17 +150,17 @@ func (b *books) floor() int32 {
 	return max(b.next.Floor, b.next.Min)
 }
 
-// used counts the replicas that have an owner: the floor, the claims, and the releases that have
-// not given theirs back.
+// used counts the replicas that have an owner: the floor, the claims, and the releases for which
+// replicas have not been decremented.
 func (b *books) used() int32 {
 	return b.floor() + clamp(len(b.next.Pending)) + b.labelOnly + b.unreleased()
 }
 
-// unreleased counts the recorded releases that have not given their replica back.
+// unreleased counts the recorded releases for which replicas have not been decremented.
 func (b *books) unreleased() int32 {
 	var n int32
 	for _, r := range b.next.Releasing {
-		if !r.GivenBack {
+		if !r.Decremented {
 			n++
 		}
 	}
@@ -188,11 +188,11 @@ func (b *books) unusable() int32 {
 	return max(0, n-b.floor())
 }
 
-// waiting counts the claims that have been promised no Machine yet.
+// waiting counts the claims that have been assigned no Machine yet.
 func (b *books) waiting() int {
 	n := 0
-	for id, named := range b.next.Pending {
-		if c := b.Claim(id); named.UID == "" && c != nil && c.Spec.Adopt == "" {
+	for id, entry := range b.next.Pending {
+		if c := b.Claim(id); entry.UID == "" && c != nil && c.Spec.Adopt == "" {
 			n++
 		}
 	}
@@ -200,21 +200,21 @@ func (b *books) waiting() int {
 }
 
 // admit enters a claim and reports true, or queues it and reports false if the ledger has no room.
-func (b *books) admit(claimID string, named Named) bool {
-	if !b.budget.claim(claimID, named) {
+func (b *books) admit(claimID string, entry Assignment) bool {
+	if !b.budget.claim(claimID, entry) {
 		b.d.Queued[claimID] = true
 		return false
 	}
-	b.promise(claimID, named)
+	b.setPending(claimID, entry)
 	b.d.Urgent = true
 	return true
 }
 
-// promise writes a claim's entry.
-func (b *books) promise(claimID string, named Named) {
-	b.next.Pending[claimID] = named
-	if named.UID != "" {
-		b.promised[named.UID] = true
+// setPending writes a claim's entry.
+func (b *books) setPending(claimID string, entry Assignment) {
+	b.next.Pending[claimID] = entry
+	if entry.UID != "" {
+		b.assigned[entry.UID] = true
 	}
 }
 
@@ -228,11 +228,11 @@ func (b *books) release(m *clusterv1.Machine, r Release) bool {
 	return true
 }
 
-// giveBack records that a Machine's replica has been given back, by this decision or by another
-// writer that lowered replicas before.
-func (b *books) giveBack(uid types.UID) {
+// recordDecrement records that replicas have been decremented for a Machine, by this decision or by
+// another writer that lowered them before.
+func (b *books) recordDecrement(uid types.UID) {
 	r := b.next.Releasing[uid]
-	r.GivenBack = true
+	r.Decremented = true
 	b.next.Releasing[uid] = r
 	b.d.Removes = true
 }

@@ -53,8 +53,8 @@ func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {
 	for _, r := range l.Returning {
 		b.left -= sizeOfReturn(r.Machine, r.Claim)
 	}
-	for id, named := range l.Pending {
-		size := sizeOfClaim(id, named)
+	for id, entry := range l.Pending {
+		size := sizeOfClaim(id, entry)
 		b.left -= size
 		b.claims -= size
 	}
@@ -68,8 +68,8 @@ func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {
 
 // claim reserves room for a claim's entry and reports whether there was any. Once one claim finds
 // no room, later ones find none either, so that claims are served in order.
-func (b *budget) claim(id string, named Named) bool {
-	return b.take(&b.claims, sizeOfClaim(id, named))
+func (b *budget) claim(id string, entry Assignment) bool {
+	return b.take(&b.claims, sizeOfClaim(id, entry))
 }
 
 // release reserves room for a release's record and reports whether there was any, in order as
@@ -117,11 +117,11 @@ func (b *budget) mark() bool {
 }
 
 // sizeOfClaim is the size of a pending claim's entry once it names a Machine.
-func sizeOfClaim(id string, named Named) int {
-	return len(`"":{"m":"","u":"","adopted":true},`) + len(id) + max(longestName, len(named.Machine)) + max(uidLength, len(named.UID))
+func sizeOfClaim(id string, entry Assignment) int {
+	return len(`"":{"m":"","u":"","adopted":true},`) + len(id) + max(longestName, len(entry.Machine)) + max(uidLength, len(entry.UID))
 }
 
-// sizeOfRelease is the size of a release's record once its replica has been given back under pause,
+// sizeOfRelease is the size of a release's record once replicas were decremented for it under pause,
 // including its part of the MachineSet's [v1alpha1.ReleasedAnnotation].
 func (b *budget) sizeOfRelease(uid types.UID, r Release) int {
 	const rest = `"":{"m":"","c":"","drained":true,"set":"","back":true,"as":"","gen":9223372036854775807},,`

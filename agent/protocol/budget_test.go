@@ -28,7 +28,7 @@ func TestNoLedgerOutgrowsItsAnnotation(t *testing.T) {
 			return text + strings.Repeat("x", max(0, length-len(text)))
 		}
 		length := rapid.IntRange(12, longestName).Draw(t, "length of names")
-		s := scene(rapid.Int32Range(0, 10000).Draw(t, "replicas"), nil)
+		s := atRest(rapid.Int32Range(0, 10000).Draw(t, "replicas"), nil)
 		if rapid.Bool().Draw(t, "ledger") {
 			s.Ledger = (&Ledger{Version: LedgerVersion, Seq: 1, LastReplicas: s.Group.Replicas}).Clone()
 		}
@@ -52,12 +52,12 @@ func TestNoLedgerOutgrowsItsAnnotation(t *testing.T) {
 				break
 			}
 			grown := d.Ledger.Clone()
-			for id, named := range grown.Pending {
-				grown.Pending[id] = Named{Machine: pad("named", 1, longestName), UID: types.UID(pad("uid", 1, uidLength)), Adopted: named.Adopted}
+			for id, entry := range grown.Pending {
+				grown.Pending[id] = Assignment{Machine: pad("named", 1, longestName), UID: types.UID(pad("uid", 1, uidLength)), Adopted: entry.Adopted}
 			}
 			var released []types.UID
 			for uid, r := range grown.Releasing {
-				r.Drained, r.Set, r.GivenBack, r.Generation = true, s.Sets[0].Name, true, 1<<62
+				r.Drained, r.Set, r.Decremented, r.Generation = true, s.Sets[0].Name, true, 1<<62
 				grown.Releasing[uid] = r
 				released = append(released, uid)
 			}
@@ -74,12 +74,12 @@ func TestNoLedgerOutgrowsItsAnnotation(t *testing.T) {
 
 // roomFor returns a budget with room for the given number of entries of a kind.
 func roomFor(entries int) int {
-	return 4 * (entries*sizeOfClaim("c0", Named{}) + 1) / 3
+	return 4 * (entries*sizeOfClaim("c0", Assignment{}) + 1) / 3
 }
 
 func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
 	t.Run("claims", func(t *testing.T) {
-		s := scene(2, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 2})
+		s := atRest(2, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 2})
 		s.LedgerBudget = roomFor(2)
 		for i := range 4 {
 			s.withClaim(fmt.Sprintf("c%d", i), "", "")
@@ -87,7 +87,7 @@ func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
 		}
 		d := Decide(s)
 		require.NotNil(t, d.Ledger)
-		assert.Equal(t, map[string]Named{"c2": {}, "c3": {}}, d.Ledger.Pending, "the oldest")
+		assert.Equal(t, map[string]Assignment{"c2": {}, "c3": {}}, d.Ledger.Pending, "the oldest")
 		assert.Equal(t, int32(4), d.Replicas, "nothing is counted for those that wait")
 		assert.Empty(t, d.Refused, "they are not refused")
 		assert.Equal(t, map[string]bool{"c0": true, "c1": true}, d.Queued)
@@ -103,7 +103,7 @@ func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
 		assert.NotContains(t, d.Ledger.Pending, "c0")
 	})
 	t.Run("one that would fit behind one that does not", func(t *testing.T) {
-		s := scene(0, nil)
+		s := atRest(0, nil)
 		s.LedgerBudget = roomFor(1)
 		s.withClaim(strings.Repeat("long", 10), "", "").withClaim("c0", "", "")
 		s.Claims[1].CreationTimestamp = metav1.NewTime(s.Now.Add(time.Second))
@@ -112,7 +112,7 @@ func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
 		assert.Nil(t, d.Ledger)
 	})
 	t.Run("claims at the max size", func(t *testing.T) {
-		s := scene(0, nil)
+		s := atRest(0, nil)
 		s.LedgerBudget = roomFor(1)
 		s.Group.Max = new(int32(2))
 		d := Decide(s.withClaim("a", "", "").withClaim("b", "", "").withClaim("c", "", ""))
@@ -121,7 +121,7 @@ func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
 		assert.Equal(t, eligibility.AtMaxSize, d.Refused["c"].Reason, "as if the one before it were in the ledger")
 	})
 	t.Run("releases", func(t *testing.T) {
-		s := scene(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3})
+		s := atRest(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3})
 		s.LedgerBudget = 4 * (s.newBudget(&Ledger{}, 0).sizeOfRelease("a", Release{Machine: "a", Claim: "a"}) + 1) / 3
 		for _, id := range []string{"a", "b", "c"} {
 			s.withMachine(id, id, node).withClaim(id, v1alpha1.PhaseReleasing, id)
@@ -133,7 +133,7 @@ func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
 	})
 	t.Run("releases do not keep claims out", func(t *testing.T) {
 		ledger := (&Ledger{Version: 1, Seq: 4, LastReplicas: 3000}).Clone()
-		s := scene(3000, ledger)
+		s := atRest(3000, ledger)
 		for i := range 3000 {
 			id := fmt.Sprintf("machine-%04d", i)
 			s.withMachine(id, id, node).withClaim(id, v1alpha1.PhaseReleasing, id)
@@ -145,7 +145,7 @@ func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
 		assert.Less(t, len(d.Ledger.Releasing), 3000)
 	})
 	t.Run("spares are kept for them", func(t *testing.T) {
-		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Spare: 1})
+		s := atRest(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Spare: 1})
 		s.LedgerBudget, s.SpareSince = 200, s.Now.Add(-time.Hour)
 		id := strings.Repeat("a", 63)
 		d := Decide(s.withMachine("m", "", nil).withClaim(id, "", ""))
@@ -157,7 +157,7 @@ func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
 }
 
 func TestAGroupWhoseAnnotationsLeaveNoRoomRefusesClaims(t *testing.T) {
-	s := scene(0, nil).withClaim("a", "", "")
+	s := atRest(0, nil).withClaim("a", "", "")
 	s.Deployment.Annotations = map[string]string{"example.com/large": strings.Repeat("x", 250<<10), "example.com/small": "x"}
 	d := Decide(s)
 	assert.Equal(t, eligibility.Invalid, d.Refused["a"].Reason)
@@ -172,9 +172,9 @@ func TestAGroupWhoseAnnotationsLeaveNoRoomRefusesClaims(t *testing.T) {
 func TestAReleaseGrowsNoLargerThanItCounts(t *testing.T) {
 	uid, before := types.UID(strings.Repeat("u", uidLength)), types.UID(strings.Repeat("b", uidLength))
 	begun := Release{Machine: "m", Claim: "c"}
-	s := scene(1, nil)
+	s := atRest(1, nil)
 	grown := Release{
-		Machine: "m", Claim: "c", Drained: true, Set: s.Sets[0].Name, GivenBack: true, LoweredAs: before, Generation: math.MaxInt64,
+		Machine: "m", Claim: "c", Drained: true, Set: s.Sets[0].Name, Decremented: true, LoweredAs: before, Generation: math.MaxInt64,
 	}
 	without := (&Ledger{Releasing: map[types.UID]Release{"other": begun}}).Encode()
 	with := (&Ledger{Releasing: map[types.UID]Release{"other": begun, uid: grown}}).Encode()

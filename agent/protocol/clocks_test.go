@@ -22,17 +22,17 @@ func TestAClockThatIsAheadConcludesNothingEarly(t *testing.T) {
 		return s
 	}
 	t.Run("infrastructure that Cluster API's cache does not show yet is not gone", func(t *testing.T) {
-		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withClaim("a", v1alpha1.PhaseBound, "m").
+		s := atRest(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withClaim("a", v1alpha1.PhaseBound, "m").
 			withMachine("m", "a", func(m *clusterv1.Machine) {
 				infrastructure(clusterv1.MachineInfrastructureDoesNotExistReason)(m)
 				m.CreationTimestamp, m.Status.Conditions[0].LastTransitionTime = written, written
 			})
 		d := Decide(late(s))
 		assert.Empty(t, kinds(d))
-		assert.Positive(t, d.Again)
+		assert.Positive(t, d.RequeueAfter)
 	})
 	t.Run("what Cluster API stated before a pause is not stated", func(t *testing.T) {
-		s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "", booting)
+		s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "", booting)
 		m := s.Machines[0]
 		m.CreationTimestamp = metav1.NewTime(written.Add(-time.Hour))
 		m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{
@@ -48,7 +48,7 @@ func TestAClockThatIsAheadConcludesNothingEarly(t *testing.T) {
 		}
 		d := Decide(late(s))
 		assert.Empty(t, kinds(d))
-		assert.Positive(t, d.Again)
+		assert.Positive(t, d.RequeueAfter)
 	})
 	t.Run("and all of it comes in the end", func(t *testing.T) {
 		s := movedScene(1, &Ledger{Floor: 1}).withMachine("floor", "", node).withCarried("c")

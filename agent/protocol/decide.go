@@ -40,9 +40,9 @@ type Decision struct {
 	// Held reports that nothing is ordered and nothing removed until the Cluster is unpaused and
 	// all of its state is known again.
 	Held bool
-	// Spare reports whether there is a spare now, or a Machine that has to make room for a waiting
-	// claim, for the grace period. It is also true when its release has only been decided.
-	Spare bool
+	// HasSpare reports whether there is a spare now, or a Machine that has to make room for a
+	// waiting claim, for the grace period. It is also true when its release has only been decided.
+	HasSpare bool
 	// Removes reports that the decision lowers replicas or begins to remove Machines that it chose
 	// itself. Both depend on the template.
 	Removes bool
@@ -51,8 +51,8 @@ type Decision struct {
 	Unusable int32
 	// Unmet is how many waiting claims get no further replica because of the max size or a quota.
 	Unmet int32
-	// Again is after how long to look again if no event comes; zero means never.
-	Again time.Duration
+	// RequeueAfter is after how long to look again if no event comes; zero means never.
+	RequeueAfter time.Duration
 }
 
 // PauseChange is the change that a ledger write makes to Cluster API's paused annotation of the
@@ -77,8 +77,8 @@ type Action struct {
 	Set     *clusterv1.MachineSet
 	// Group is the UID of the MachineDeployment. A claim records it when it is entered or bound.
 	Group types.UID
-	// Release is the record of the Machine to hold, or of the Machine whose claim is restored while
-	// it is being released.
+	// Release is the record of the Machine to delete, or of the Machine whose claim is restored
+	// while it is being released.
 	Release Release
 	// Remade reports that the claim was moved or restored, so that what its holder reported about
 	// the Machine's Node is lost.
@@ -141,16 +141,16 @@ const (
 	MoveOn ActionKind = "move-on"
 	// NoteMachine copies provider ID and Node name to the claim, for users.
 	NoteMachine ActionKind = "note-machine"
-	// Hold adds the finalizer to the Machine and deletes it.
-	Hold ActionKind = "hold"
-	// LetGo removes the finalizer.
-	LetGo ActionKind = "let-go"
+	// BeginDelete adds the finalizer to the Machine and deletes it.
+	BeginDelete ActionKind = "hold"
+	// RemoveFinalizer removes the finalizer.
+	RemoveFinalizer ActionKind = "let-go"
 	// Return takes the label off a Machine that its claim has returned, and marks the Machine as
 	// one of the floor's.
 	Return ActionKind = "return"
 	// MarkFloor marks the Machine as one of the floor's.
 	MarkFloor ActionKind = "mark-floor"
-	// Keep takes off what [Hold] wrote on a Machine that its claim keeps after all.
+	// Keep takes off what [BeginDelete] wrote on a Machine that its claim keeps after all.
 	Keep ActionKind = "keep"
 	// PauseMachineSet stops a MachineSet from creating Machines while replicas are lowered for
 	// those that it has not created.
@@ -217,16 +217,16 @@ func Decide(s *Snapshot) *Decision {
 	b := s.open()
 	b.startReleases()
 	b.startReturns()
-	b.giveBacks()
+	b.decrement()
 	b.unpause()
-	b.meet()
+	b.raiseToOwned()
 	b.readmit()
 	b.adopt()
-	b.enter()
-	b.name()
+	b.admitWaiting()
+	b.assign()
 	b.markFloors()
 	b.coverShortage()
-	b.d.Spare = b.spare() > 0 || b.blocking() > 0
+	b.d.HasSpare = b.spare() > 0 || b.blocking() > 0
 	b.releaseSpare()
 	b.shrink()
 	b.close()
@@ -248,15 +248,15 @@ func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
 	rest := d.Ledger.Clone()
 	delete(rest.Pending, claimID)
 	rest.LastReplicas--
-	named, entered := d.Ledger.Pending[claimID]
-	return entered && named == Named{} && d.Replicas == s.Group.Replicas+1 && rest.same(s.Ledger)
+	entry, entered := d.Ledger.Pending[claimID]
+	return entered && entry == Assignment{} && d.Replicas == s.Group.Replicas+1 && rest.same(s.Ledger)
 }
 
 // Wake asks for another look after the given time, unless an earlier one was asked for.
 func (d *Decision) Wake(after time.Duration) {
 	after = max(after, 10*time.Millisecond)
-	if d.Again == 0 || after < d.Again {
-		d.Again = after
+	if d.RequeueAfter == 0 || after < d.RequeueAfter {
+		d.RequeueAfter = after
 	}
 }
 
@@ -269,12 +269,12 @@ func (b *books) close() {
 		b.next.Version = 2
 	}
 	if b.next.Lowered {
-		// Only by what is given back: a difference that others made stays.
+		// Only by the decrements: a difference that others made stays.
 		b.next.LastReplicas -= min(max(0, b.next.LastReplicas-b.next.Floor), b.Group.Replicas-b.d.Replicas)
 	} else {
 		b.next.LastReplicas = b.d.Replicas
 	}
-	b.dateGiveBacks()
+	b.stampGenerations()
 	b.d.Unusable, b.d.Claimed = b.unusable(), b.claimed(true)+b.restorable()
 	if b.Ledger == nil {
 		// A ledger is begun by the first claim, or when something else has to be recorded there,

@@ -19,17 +19,17 @@ import (
 )
 
 func TestAFirstClaimRaisesReplicasAndLeavesTheFloorAlone(t *testing.T) {
-	s := scene(2, nil).withMachine("a", "", node).withMachine("b", "", node).withClaim("c", "", "")
+	s := atRest(2, nil).withMachine("a", "", node).withMachine("b", "", node).withClaim("c", "", "")
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, int32(3), d.Replicas)
 	assert.Equal(t, int32(2), d.Ledger.Floor)
-	assert.Equal(t, map[string]Named{"c": {}}, d.Ledger.Pending)
+	assert.Equal(t, map[string]Assignment{"c": {}}, d.Ledger.Pending)
 	assert.True(t, d.Urgent)
 }
 
 func TestClaimsThatWaitTogetherAreEnteredInOneWrite(t *testing.T) {
-	s := scene(0, nil)
+	s := atRest(0, nil)
 	for _, id := range []string{"a", "b", "c", "d"} {
 		s.withClaim(id, "", "")
 	}
@@ -39,14 +39,14 @@ func TestClaimsThatWaitTogetherAreEnteredInOneWrite(t *testing.T) {
 }
 
 func TestASpareIsUsedBeforeReplicasAreRaised(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withMachine("a", "", nil).withClaim("c", "", "")
+	s := atRest(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withMachine("a", "", nil).withClaim("c", "", "")
 	d := Decide(s)
 	assert.Equal(t, int32(1), d.Replicas)
-	assert.Equal(t, Named{Machine: "a", UID: "a"}, d.Ledger.Pending["c"])
+	assert.Equal(t, Assignment{Machine: "a", UID: "a"}, d.Ledger.Pending["c"])
 }
 
 func TestAtTheMaxSizeClaimsAreRefused(t *testing.T) {
-	s := scene(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Floor: 3}).withClaim("c", "", "")
+	s := atRest(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Floor: 3}).withClaim("c", "", "")
 	s.Group.Max = new(int32(3))
 	d := Decide(s)
 	assert.Nil(t, d.Ledger)
@@ -55,7 +55,7 @@ func TestAtTheMaxSizeClaimsAreRefused(t *testing.T) {
 
 func TestAShortageIsMadeGoodUpToTheMaxSize(t *testing.T) {
 	three := int32(3)
-	s := scene(2, &Ledger{Version: 1, Floor: 2, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
+	s := atRest(2, &Ledger{Version: 1, Floor: 2, LastReplicas: 2, Pending: map[string]Assignment{"a": {}, "b": {}}}).
 		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "")
 	assert.Equal(t, int32(4), Decide(s).Replicas)
 	s.Group.Max = &three
@@ -66,20 +66,20 @@ func TestAShortageIsMadeGoodUpToTheMaxSize(t *testing.T) {
 // a used-up quota no claim can get one.
 func TestAClaimWhoseMachineJoinedUnseenIsOwedAnotherOne(t *testing.T) {
 	for reason, replicas := range map[eligibility.Reason]int32{"": 2, eligibility.CoolingDown: 2, eligibility.QuotaExceeded: 1, eligibility.Paused: 1} {
-		s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+		s := atRest(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 			withClaim("c", v1alpha1.PhasePending, "").withMachine("joined", "", node)
 		if reason != "" {
 			s.Group = s.Group.With(&eligibility.Refusal{Reason: reason})
 		}
 		d := Decide(s)
 		assert.Equal(t, replicas, d.Replicas, "%q", reason)
-		assert.False(t, d.Spare, "%q: the Machine that joined is nobody's once the other one was asked for", reason)
+		assert.False(t, d.HasSpare, "%q: the Machine that joined is nobody's once the other one was asked for", reason)
 	}
 }
 
 func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	three := int32(3)
-	s := scene(3, &Ledger{Version: 1, Floor: 1, LastReplicas: 3, Spare: 1, Pending: map[string]Named{"c": {}}}).
+	s := atRest(3, &Ledger{Version: 1, Floor: 1, LastReplicas: 3, Spare: 1, Pending: map[string]Assignment{"c": {}}}).
 		withClaim("c", v1alpha1.PhasePending, "").withMachine("a", "", node).withMachine("b", "", node).withMachine("x", "", node)
 	s.Group.Max = &three
 	assert.Nil(t, Decide(s).Ledger, "within the grace period")
@@ -95,9 +95,9 @@ func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 // own every replica that the max size allows, so there is no spare.
 func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	full := func(size, floor int32, claims ...string) *Snapshot {
-		s := scene(size, &Ledger{Version: 1, Floor: floor, LastReplicas: size, Pending: map[string]Named{}})
+		s := atRest(size, &Ledger{Version: 1, Floor: floor, LastReplicas: size, Pending: map[string]Assignment{}})
 		for _, id := range claims {
-			s.Ledger.Pending[id] = Named{}
+			s.Ledger.Pending[id] = Assignment{}
 			s.withClaim(id, v1alpha1.PhasePending, "")
 		}
 		s.Group.Max = &size
@@ -109,8 +109,8 @@ func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 		s.SpareSince = time.Time{}
 		d := Decide(s)
 		assert.Nil(t, d.Ledger)
-		assert.True(t, d.Spare, "or the grace period would never begin")
-		assert.Equal(t, s.SpareGrace, d.Again)
+		assert.True(t, d.HasSpare, "or the grace period would never begin")
+		assert.Equal(t, s.SpareGrace, d.RequeueAfter)
 	})
 	t.Run("one for each claim that waits", func(t *testing.T) {
 		s := full(2, 0, "a", "b").withMachine("x", "", node).withMachine("y", "", node)
@@ -151,7 +151,7 @@ func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 		s.Ledger.Releasing = map[types.UID]Release{"x": {Machine: "x"}}
 		d := Decide(s)
 		require.NotNil(t, d.Ledger)
-		assert.True(t, d.Ledger.Releasing["x"].GivenBack)
+		assert.True(t, d.Ledger.Releasing["x"].Decremented)
 		assert.Equal(t, int32(1), d.Replicas)
 	})
 }
@@ -160,7 +160,7 @@ func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 // meanwhile, so no claim may have that.
 func TestAClaimWhoseEntryWasRemovedHasItsReplica(t *testing.T) {
 	forgetful := func(replicas, floor int32) *Snapshot {
-		s := scene(replicas, &Ledger{Version: 1, Seq: 4, Floor: floor, LastReplicas: replicas}).withClaim("c", v1alpha1.PhasePending, "")
+		s := atRest(replicas, &Ledger{Version: 1, Seq: 4, Floor: floor, LastReplicas: replicas}).withClaim("c", v1alpha1.PhasePending, "")
 		for i := range replicas {
 			s.withMachine(fmt.Sprint("m", i), "", node)
 		}
@@ -203,7 +203,7 @@ func TestAClaimWhoseEntryWasRemovedHasItsReplica(t *testing.T) {
 // A person removed all entries and all releases from the ledger of a full group.
 func TestAClaimWhoseEntryWasRemovedWaitsForMachinesThatGo(t *testing.T) {
 	three := int32(3)
-	s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withMachine("m0", "", node).withMachine("m1", "", node).
+	s := atRest(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withMachine("m0", "", node).withMachine("m1", "", node).
 		withMachine("going", "old", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withClaim("old", v1alpha1.PhaseEnded, "going").
 		withClaim("c", v1alpha1.PhasePending, "").withClaim("new", "", "")
 	s.Group.Max = &three
@@ -212,7 +212,7 @@ func TestAClaimWhoseEntryWasRemovedWaitsForMachinesThatGo(t *testing.T) {
 	assert.Contains(t, d.Refused, "new")
 	assert.NotContains(t, kinds(d), End)
 
-	d = Decide(scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withMachine("m0", "", node).withMachine("m1", "", node).
+	d = Decide(atRest(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withMachine("m0", "", node).withMachine("m1", "", node).
 		withClaim("c", v1alpha1.PhasePending, ""))
 	require.NotNil(t, d.Ledger)
 	assert.Contains(t, d.Ledger.Pending, "c")
@@ -231,7 +231,7 @@ func TestAClaimWhoseEntryWasRemovedComesBeforeOthers(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			three := int32(3)
-			s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withClaim("c", v1alpha1.PhasePending, "").
+			s := atRest(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withClaim("c", v1alpha1.PhasePending, "").
 				withMachine("m0", "", node).withMachine("m1", "", node) // one has not come yet
 			s.Group.Max = &three
 			change(s)
@@ -244,14 +244,14 @@ func TestAClaimWhoseEntryWasRemovedComesBeforeOthers(t *testing.T) {
 }
 
 func TestARaiseAboveTheMinSizeIsTheFloorsInFull(t *testing.T) {
-	s := scene(5, &Ledger{Version: 1, Seq: 1, Floor: 0, LastReplicas: 3})
+	s := atRest(5, &Ledger{Version: 1, Seq: 1, Floor: 0, LastReplicas: 3})
 	s.Group.Min = 3
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, int32(5), d.Ledger.Floor, "three by the min size, two by the human")
 	assert.Zero(t, d.Ledger.Spare)
 
-	s = scene(3, &Ledger{Version: 1, Seq: 1, Floor: 0, LastReplicas: 0})
+	s = atRest(3, &Ledger{Version: 1, Seq: 1, Floor: 0, LastReplicas: 0})
 	s.Group.Min = 3
 	assert.Equal(t, int32(3), Decide(s).Ledger.Floor, "replicas raised together with the min size")
 }
@@ -259,7 +259,7 @@ func TestARaiseAboveTheMinSizeIsTheFloorsInFull(t *testing.T) {
 // Because of the max size, replicas are not raised to the min size, and two claims have the
 // Machines that it lacks.
 func TestARaiseIsOfWhatTheUserHas(t *testing.T) {
-	s := scene(4, &Ledger{Version: 1, Seq: 1, LastReplicas: 3, Min: 3}).
+	s := atRest(4, &Ledger{Version: 1, Seq: 1, LastReplicas: 3, Min: 3}).
 		withMachine("mine", "", node).
 		withMachine("a", "a", node).withClaim("a", v1alpha1.PhaseBound, "a").
 		withMachine("b", "b", node).withClaim("b", v1alpha1.PhaseBound, "b")
@@ -272,30 +272,31 @@ func TestARaiseIsOfWhatTheUserHas(t *testing.T) {
 
 func TestAClaimWithoutRoomWhoseCallIsGoneMovesOn(t *testing.T) {
 	one := int32(1)
-	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withClaim("a", v1alpha1.PhaseBound, "m").withMachine("m", "a", node).
+	s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withClaim("a", v1alpha1.PhaseBound, "m").withMachine("m", "a", node).
 		withClaim("b", "", "")
 	s.Group.Max = &one
 	young := Decide(s)
 	assert.NotContains(t, kinds(young), MoveOn, "its call may still be there")
-	assert.Positive(t, young.Again)
+	assert.Positive(t, young.RequeueAfter)
 	s.Now = s.Now.Add(2 * AbandonedAfter)
 	assert.Contains(t, kinds(Decide(s)), MoveOn)
 }
 
 func TestAHumansChangeIsTheFloors(t *testing.T) {
-	up := Decide(scene(5, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 3}).withClaim("c", v1alpha1.PhaseBound, "a").withMachine("a", "c", node))
+	up := Decide(atRest(5, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 3}).withClaim("c", v1alpha1.PhaseBound, "a").withMachine("a", "c", node))
 	require.NotNil(t, up.Ledger)
 	assert.Equal(t, int32(4), up.Ledger.Floor)
 	assert.Equal(t, int32(5), up.Replicas)
 
-	down := Decide(scene(2, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 3}).withClaim("c", v1alpha1.PhaseBound, "a").withMachine("a", "c", node))
+	down := Decide(atRest(2, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 3}).
+		withClaim("c", v1alpha1.PhaseBound, "a").withMachine("a", "c", node))
 	require.NotNil(t, down.Ledger)
 	assert.Equal(t, int32(1), down.Ledger.Floor)
 	assert.Equal(t, int32(2), down.Replicas)
 }
 
 func TestNothingIsWrittenWhenNothingChanges(t *testing.T) {
-	s := scene(2, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 2}).
+	s := atRest(2, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 2}).
 		withMachine("a", "c", node).withMachine("b", "", node).withClaim("c", v1alpha1.PhaseBound, "a")
 	s.Claims[0].Status.Machine.NodeName = "node-a"
 	d := Decide(s)
@@ -304,7 +305,7 @@ func TestNothingIsWrittenWhenNothingChanges(t *testing.T) {
 }
 
 func TestAUsersNodeIsNeverGivenToAClaim(t *testing.T) {
-	s := scene(2, &Ledger{Version: 1, Seq: 9, Floor: 0, LastReplicas: 2, Pending: map[string]Named{"c": {}}}).
+	s := atRest(2, &Ledger{Version: 1, Seq: 9, Floor: 0, LastReplicas: 2, Pending: map[string]Assignment{"c": {}}}).
 		withMachine("a", "", node).withClaim("c", v1alpha1.PhasePending, "")
 	d := Decide(s)
 	if d.Ledger != nil {
@@ -318,21 +319,21 @@ func TestAUsersNodeIsNeverGivenToAClaim(t *testing.T) {
 }
 
 func TestAReleasedMachineWithoutANodeIsHandedOver(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "a")
 	d := Decide(s)
 	assert.Equal(t, []ActionKind{Unbind}, kinds(d))
 	assert.Nil(t, d.Ledger, "no release is begun")
 }
 
 func TestAReleasedMachineWithANodeIsHeldAndItsReplicaKept(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Contains(t, d.Ledger.Releasing, types.UID("a"))
 	assert.Equal(t, int32(1), d.Replicas)
 
 	s.Ledger = d.Ledger
-	assert.Contains(t, kinds(Decide(s)), Hold)
+	assert.Contains(t, kinds(Decide(s)), BeginDelete)
 }
 
 // remade is a Machine that was being released and that a move or a restore created again: without
@@ -349,14 +350,14 @@ func TestTheReleaseOfAMachineThatWasMadeAgainGoesOn(t *testing.T) {
 	for name, claim := range map[string]string{"of no claim": "", "of a claim that ended": "c"} {
 		t.Run(name, func(t *testing.T) {
 			ledger := &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 2, Releasing: map[types.UID]Release{"before": {Machine: "m"}}}
-			s := scene(2, ledger).withMachine("m", claim, remade).withMachine("user's", "", node).withClaim("c", v1alpha1.PhaseEnded, "")
+			s := atRest(2, ledger).withMachine("m", claim, remade).withMachine("user's", "", node).withClaim("c", v1alpha1.PhaseEnded, "")
 			d := Decide(s)
 			require.NotNil(t, d.Ledger)
 			assert.Equal(t, map[types.UID]Release{"m": {Machine: "m", Claim: claim}}, d.Ledger.Releasing)
 			assert.Equal(t, int32(1), d.Ledger.Floor)
 			assert.Equal(t, int32(2), d.Replicas)
 			s.Ledger = d.Ledger
-			assert.Equal(t, []ActionKind{Hold}, kinds(Decide(s)))
+			assert.Equal(t, []ActionKind{BeginDelete}, kinds(Decide(s)))
 
 			s.Ledger, s.Group = ledger, s.Group.With(&eligibility.Refusal{Reason: eligibility.Paused})
 			d = Decide(s)
@@ -367,7 +368,7 @@ func TestTheReleaseOfAMachineThatWasMadeAgainGoesOn(t *testing.T) {
 }
 
 func TestAClaimKeepsItsMachineThatWasMadeAgainDuringItsRelease(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("m", "c", remade).withClaim("c", v1alpha1.PhaseBound, "m")
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("m", "c", remade).withClaim("c", v1alpha1.PhaseBound, "m")
 	s.Claims[0].Status.Machine.NodeName = "node-m"
 	d := Decide(s)
 	assert.Nil(t, d.Ledger)
@@ -381,16 +382,16 @@ func TestAClaimKeepsItsMachineThatWasMadeAgainDuringItsRelease(t *testing.T) {
 }
 
 func TestALedgerEditedByHandDeletesNoClaimedMachine(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
 		withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseBound, "a")
 	d := Decide(s)
-	assert.NotContains(t, kinds(d), Hold)
+	assert.NotContains(t, kinds(d), BeginDelete)
 	require.NotNil(t, d.Ledger)
 	assert.Empty(t, d.Ledger.Releasing)
 }
 
 func TestAWipedLedgerIsRebuiltWithoutTakingOrLeaking(t *testing.T) {
-	s := scene(4, nil).
+	s := atRest(4, nil).
 		withMachine("a", "bound", node).withMachine("b", "", node).
 		withClaim("bound", v1alpha1.PhaseBound, "a").withClaim("waits", v1alpha1.PhasePending, "").withClaim("new", "", "")
 	d := Decide(s)
@@ -402,7 +403,7 @@ func TestAWipedLedgerIsRebuiltWithoutTakingOrLeaking(t *testing.T) {
 // A person lowered replicas, Cluster API removed the Machine of a claim that was being released,
 // and the ledger was lost: what is left is the user's.
 func TestAWipedLedgerDoesNotCountAMachineThatGoes(t *testing.T) {
-	s := scene(1, nil).withMachine("user's", "", node).withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason)).
+	s := atRest(1, nil).withMachine("user's", "", node).withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason)).
 		withClaim("c", v1alpha1.PhaseReleasing, "a")
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
@@ -411,9 +412,9 @@ func TestAWipedLedgerDoesNotCountAMachineThatGoes(t *testing.T) {
 }
 
 func TestANoCapacityReasonGivesTheMachineUpAtOnce(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 		withMachine("a", "c", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhaseBound, "a")
-	s.Failure = Failure{Reasons: []string{"InsufficientCapacity"}}
+	s.Failure = FailurePolicy{Reasons: []string{"InsufficientCapacity"}}
 	d := Decide(s)
 	require.Equal(t, []ActionKind{Fail}, kinds(d))
 	assert.Contains(t, d.Actions[0].Event.Message, "InsufficientCapacity: no hosts left")
@@ -426,12 +427,12 @@ func TestANoCapacityReasonGivesTheMachineUpAtOnce(t *testing.T) {
 
 func TestAMachineIsGivenUpForWhatIsKnownOfItsProvider(t *testing.T) {
 	report := func(kind, reason, message string, age time.Duration) *Snapshot {
-		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 			withMachine("a", "c", infrastructure(reason)).withClaim("c", v1alpha1.PhaseBound, "a")
 		s.Machines[0].Spec.InfrastructureRef.Kind = kind
 		s.Machines[0].Status.Conditions[0].Message = message
 		s.Machines[0].CreationTimestamp = metav1.NewTime(s.Now.Add(-age))
-		s.Failure = Failure{Known: true}
+		s.Failure = FailurePolicy{Known: true}
 		return s
 	}
 	s := report("AzureMachine", "Failed", "ERROR CODE: ZonalAllocationFailed", 0)
@@ -445,7 +446,7 @@ func TestAMachineIsGivenUpForWhatIsKnownOfItsProvider(t *testing.T) {
 	s = report("Metal3Machine", "NotReady", "* AssociateBareMetalHost: no available host found", 4*time.Minute)
 	d = Decide(s)
 	assert.Empty(t, kinds(d), "a host may come back")
-	assert.Equal(t, 6*time.Minute, d.Again)
+	assert.Equal(t, 6*time.Minute, d.RequeueAfter)
 	s.Now = s.Now.Add(6 * time.Minute)
 	assert.Equal(t, []ActionKind{Fail}, kinds(Decide(s)))
 	s.Machines[0].Spec.ProviderID = "metal3://a"
@@ -455,7 +456,7 @@ func TestAMachineIsGivenUpForWhatIsKnownOfItsProvider(t *testing.T) {
 func TestAFailureHasAClass(t *testing.T) {
 	const deadline = 2 * time.Minute
 	blocked := func(why string) *Snapshot {
-		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
 		s.Now = s.Now.Add(deadline)
 		if why != "" {
 			s.Sets[0].Status.Conditions = []metav1.Condition{{
@@ -465,7 +466,7 @@ func TestAFailureHasAClass(t *testing.T) {
 		return s
 	}
 	bound := func(reason, message string, age time.Duration) *Snapshot {
-		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 			withMachine("m", "c", infrastructure(reason)).withClaim("c", v1alpha1.PhaseBound, "m")
 		s.Machines[0].Spec.InfrastructureRef.Kind = "AzureMachine"
 		c := &s.Machines[0].Status.Conditions[0]
@@ -488,7 +489,7 @@ func TestAFailureHasAClass(t *testing.T) {
 		"no Machine, for a quota":             {blocked(`machines is forbidden: exceeded quota: fleet`), failures.Quota},
 	} {
 		t.Run(name, func(t *testing.T) {
-			test.s.Failure = Failure{Known: true, Reasons: []string{"NoRoom"}, ObjectDeadline: deadline, ProviderIDDeadline: deadline}
+			test.s.Failure = FailurePolicy{Known: true, Reasons: []string{"NoRoom"}, ObjectDeadline: deadline, ProviderIDDeadline: deadline}
 			d := Decide(test.s)
 			require.Equal(t, []ActionKind{Fail}, kinds(d))
 			assert.Equal(t, test.want, d.Actions[0].Class, d.Actions[0].Event.Message)
@@ -497,20 +498,20 @@ func TestAFailureHasAClass(t *testing.T) {
 }
 
 func TestWhereTheMachineSaysNothingItsInfrastructureIsAsked(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 		withMachine("a", "c", infrastructure("InstanceProvisionFailed")).withClaim("c", v1alpha1.PhaseBound, "a")
 	m := s.Machines[0]
 	m.Spec.InfrastructureRef.Kind, m.Status.Conditions[0].Message = "AWSMachine", "0 of 2 completed"
-	s.Failure = Failure{Known: true}
+	s.Failure = FailurePolicy{Known: true}
 	assert.Equal(t, "InstanceReady", s.Failure.See(m))
 	d := Decide(s)
 	assert.Empty(t, kinds(d))
-	assert.Equal(t, reportSoon, d.Again, "it is being asked")
+	assert.Equal(t, reportSoon, d.RequeueAfter, "it is being asked")
 
 	s.Reports = map[types.UID]Report{m.UID: {Reason: "InstanceProvisionFailed", Message: "api error RequestLimitExceeded"}}
 	d = Decide(s)
 	assert.Empty(t, kinds(d))
-	assert.Equal(t, ReportLife, d.Again)
+	assert.Equal(t, ReportLife, d.RequeueAfter)
 	s.Reports[m.UID] = Report{Reason: "InstanceProvisionFailed", Message: "api error InsufficientInstanceCapacity: none left"}
 	d = Decide(s)
 	require.Equal(t, []ActionKind{Fail}, kinds(d))
@@ -521,7 +522,7 @@ func TestWhereTheMachineSaysNothingItsInfrastructureIsAsked(t *testing.T) {
 }
 
 func TestAFailedClaimsMachineIsNotHandedOver(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "a")
 	s.Claims[0].Status.FailedAt = new(metav1.NewTime(s.Now))
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
@@ -529,10 +530,10 @@ func TestAFailedClaimsMachineIsNotHandedOver(t *testing.T) {
 }
 
 func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T) {
-	failure := Failure{ObjectDeadline: time.Minute, ProviderIDDeadline: 2 * time.Minute, NodeDeadline: 3 * time.Minute}
+	failure := FailurePolicy{ObjectDeadline: time.Minute, ProviderIDDeadline: 2 * time.Minute, NodeDeadline: 3 * time.Minute}
 	bound := func(change func(*clusterv1.Machine), since time.Duration) func() *Snapshot {
 		return func() *Snapshot {
-			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", change).withClaim("c", v1alpha1.PhaseBound, "a")
+			s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", change).withClaim("c", v1alpha1.PhaseBound, "a")
 			s.Claims[0].Status.BoundAt = new(metav1.NewTime(s.Now.Add(since)))
 			s.Claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.Now.Add(time.Hour))) // at any time of the test
 			return s
@@ -544,7 +545,7 @@ func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T
 		then ActionKind
 	}{
 		"no Machine": {func() *Snapshot {
-			return scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+			return atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 				withClaim("c", v1alpha1.PhasePending, "")
 		}, time.Minute, Fail},
 		"no provider ID": {bound(nil, 0), 2 * time.Minute, TimeOut},
@@ -565,7 +566,7 @@ func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T
 			s.Now = s.Now.Add(test.at - time.Second)
 			early := Decide(s)
 			assert.Empty(t, kinds(early))
-			assert.Equal(t, time.Second, early.Again, "and is looked at again in time")
+			assert.Equal(t, time.Second, early.RequeueAfter, "and is looked at again in time")
 			s.Now = s.Now.Add(time.Second)
 			assert.Equal(t, []ActionKind{test.then}, kinds(Decide(s)))
 		})
@@ -592,8 +593,8 @@ func TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOpti
 	} {
 		t.Run(name, func(t *testing.T) {
 			at := func(age time.Duration) []ActionKind {
-				s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", test.change).withClaim("c", v1alpha1.PhaseBound, "a")
-				s.Failure = Failure{ProviderIDDeadline: options, NodeDeadline: options}
+				s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", test.change).withClaim("c", v1alpha1.PhaseBound, "a")
+				s.Failure = FailurePolicy{ProviderIDDeadline: options, NodeDeadline: options}
 				s.Group.MaxNodeProvisionTime = test.group
 				if test.claim > 0 {
 					s.Claims[0].Spec.MaxNodeProvisionTimeSeconds = new(int32(test.claim / time.Second))
@@ -614,9 +615,9 @@ func TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOpti
 // waits as long can have it.
 func TestAMachineIsKeptForTheMostPatientClaim(t *testing.T) {
 	named := func(patience, ofGroup, age time.Duration) bool {
-		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 			withMachine("a", "", nil).withClaim("c", v1alpha1.PhasePending, "")
-		s.Failure = Failure{ProviderIDDeadline: 2 * time.Minute}
+		s.Failure = FailurePolicy{ProviderIDDeadline: 2 * time.Minute}
 		s.Group.MaxNodeProvisionTime = ofGroup
 		s.Claims[0].Spec.MaxNodeProvisionTimeSeconds = new(int32(patience / time.Second))
 		s.Now = s.Now.Add(age)
@@ -632,9 +633,9 @@ func TestAMachineIsKeptForTheMostPatientClaim(t *testing.T) {
 
 func TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines(t *testing.T) {
 	at := func(age time.Duration) *Decision {
-		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 			withMachine("a", "", nil).withClaim("c", v1alpha1.PhasePending, "")
-		s.Failure = Failure{ProviderIDDeadline: 2 * time.Minute}
+		s.Failure = FailurePolicy{ProviderIDDeadline: 2 * time.Minute}
 		s.Now = s.Now.Add(age)
 		s.Claims[0].CreationTimestamp = metav1.NewTime(s.Now)
 		return Decide(s)
@@ -642,13 +643,13 @@ func TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines(t *testing.T
 	late := at(6*time.Minute - time.Second)
 	require.NotNil(t, late.Ledger)
 	assert.Equal(t, "a", late.Ledger.Pending["c"].Machine)
-	if hopeless := at(6 * time.Minute); hopeless.Ledger != nil {
-		assert.Empty(t, hopeless.Ledger.Pending["c"].Machine)
+	if failed := at(6 * time.Minute); failed.Ledger != nil {
+		assert.Empty(t, failed.Ledger.Pending["c"].Machine)
 	}
 }
 
 func TestABlockedMachineSetIsExplainedOnTheClaim(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
 	s.Sets[0].Status.Conditions = []metav1.Condition{{
 		Type: clusterv1.MachineSetScalingUpCondition, Status: "True",
 		Message: "Scaling up from 0 to 1 replicas is blocked because:\n* the control plane is upgrading\n* KubeadmBootstrapTemplate does not exist",
@@ -667,7 +668,7 @@ func TestABlockedMachineSetIsExplainedOnTheClaim(t *testing.T) {
 	s.Sets[0].Status.Conditions[0].Message = "Scaling up from 0 to 200 replicas is blocked because:\n* KubeadmBootstrapTemplate does not exist"
 	d = Decide(s)
 	assert.Empty(t, kinds(d), "nor more than once a minute")
-	assert.Equal(t, explainEvery, d.Again)
+	assert.Equal(t, explainEvery, d.RequeueAfter)
 	s.Now = s.Now.Add(explainEvery)
 	assert.Equal(t, []ActionKind{Explain}, kinds(Decide(s)))
 }
@@ -695,16 +696,16 @@ func completed(m *clusterv1.Machine) {
 }
 
 func TestAReplicaIsGivenBackWhenTheInstanceIsGone(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).withMachine("a", "", completed)
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).withMachine("a", "", completed)
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, int32(0), d.Replicas)
-	assert.Equal(t, Release{Machine: "a", GivenBack: true, Generation: 4}, d.Ledger.Releasing["a"])
+	assert.Equal(t, Release{Machine: "a", Decremented: true, Generation: 4}, d.Ledger.Releasing["a"])
 	assert.True(t, d.Removes, "which MachineSet it is charged to depends on the template")
 }
 
 func TestAReplicaThatANewClaimTakesAtOnceWaitsForNoNewGeneration(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
 		withMachine("a", "", completed).withClaim("c", "", "")
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
@@ -712,17 +713,17 @@ func TestAReplicaThatANewClaimTakesAtOnceWaitsForNoNewGeneration(t *testing.T) {
 	assert.Equal(t, int64(3), d.Ledger.Releasing["a"].Generation, "spec does not change, so no generation 4 comes")
 
 	s.Ledger = d.Ledger
-	assert.Contains(t, kinds(Decide(s)), LetGo)
+	assert.Contains(t, kinds(Decide(s)), RemoveFinalizer)
 }
 
 func TestAMachineOfAGroupThatIsBeingDeletedIsLetGo(t *testing.T) {
-	for name, back := range map[string]Release{"given back": {Machine: "a", GivenBack: true, Generation: 4}, "not given back": {Machine: "a"}} {
+	for name, back := range map[string]Release{"given back": {Machine: "a", Decremented: true, Generation: 4}, "not given back": {Machine: "a"}} {
 		t.Run(name, func(t *testing.T) {
-			s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": back}}).withMachine("a", "", completed)
+			s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": back}}).withMachine("a", "", completed)
 			s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
 			s.Deployment.Generation = 4 // Cluster API does not observe generations of what it deletes
 			s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.Deleting}}
-			assert.Contains(t, kinds(Decide(s)), LetGo)
+			assert.Contains(t, kinds(Decide(s)), RemoveFinalizer)
 		})
 	}
 }
@@ -730,7 +731,7 @@ func TestAMachineOfAGroupThatIsBeingDeletedIsLetGo(t *testing.T) {
 // Cluster API does not delete anything that is paused.
 func TestAGroupThatIsBeingDeletedIsNotKeptPaused(t *testing.T) {
 	going := func(ledger *Ledger) *Snapshot {
-		s := scene(1, ledger)
+		s := atRest(1, ledger)
 		s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
 		s.Sets[0].Spec.Replicas = new(int32(2)) // Cluster API does not scale what it deletes
 		s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.Deleting}}
@@ -753,12 +754,12 @@ func TestAGroupThatIsBeingDeletedIsNotKeptPaused(t *testing.T) {
 		d := Decide(s.withMachine("a", "", completed))
 		assert.Equal(t, PauseRemove, d.Pause)
 		assert.Equal(t, int32(1), d.Replicas)
-		assert.Contains(t, kinds(d), LetGo)
+		assert.Contains(t, kinds(d), RemoveFinalizer)
 	})
 }
 
 func TestAMachineWhoseClaimsObjectWasLostKeepsItsClaim(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node)
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node)
 	s.Lost = map[string]*clusterv1.Machine{"c": s.Machines[0]}
 	s.SpareSince = s.Now.Add(-time.Hour)
 	d := Decide(s)
@@ -767,28 +768,28 @@ func TestAMachineWhoseClaimsObjectWasLostKeepsItsClaim(t *testing.T) {
 }
 
 func TestAClaimThatLostItsStatusGetsItsOwnMachineBack(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", "", "")
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", "", "")
 	d := Decide(s)
 	assert.Nil(t, d.Ledger, "and no second one")
 	assert.Equal(t, []ActionKind{Restore}, kinds(d))
 }
 
 func TestAClaimThatLostItsStatusBeforeItsEntryWasDroppedIsRestored(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {Machine: "m", UID: "m"}}}).
+	s := atRest(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"c": {Machine: "m", UID: "m"}}}).
 		withMachine("m", "c", nil).withClaim("c", v1alpha1.PhasePending, "")
 	assert.Equal(t, []ActionKind{Restore}, kinds(Decide(s)))
 }
 
 func TestAFailingMachineIsNobodysNext(t *testing.T) {
-	failing := Failure{Reasons: []string{"InsufficientCapacity"}}
-	released := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+	failing := FailurePolicy{Reasons: []string{"InsufficientCapacity"}}
+	released := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 		withMachine("a", "c", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhaseReleasing, "a")
 	released.Failure = failing
 	d := Decide(released)
 	require.NotNil(t, d.Ledger, "it is released, not handed over")
 	assert.Contains(t, d.Ledger.Releasing, types.UID("a"))
 
-	waiting := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+	waiting := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 		withMachine("a", "", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhasePending, "")
 	waiting.Failure = failing
 	waiting.Machines[0].CreationTimestamp = metav1.NewTime(waiting.Now.Add(-time.Minute)) // it failed for an earlier claim
@@ -798,7 +799,7 @@ func TestAFailingMachineIsNobodysNext(t *testing.T) {
 }
 
 func TestAClaimLastsUntilItsMachineIsGone(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 		withMachine("a", "c", func(m *clusterv1.Machine) { m.DeletionTimestamp = new(metav1.NewTime(newTestTime())) }).
 		withClaim("c", v1alpha1.PhaseBound, "a")
 	assert.Equal(t, []ActionKind{Explain}, kinds(Decide(s)), "its instance may still run")
@@ -829,7 +830,7 @@ func TestAMachineThatAnotherActorDeletesFirstGoesWithoutTheAgent(t *testing.T) {
 		"after that":                     releasingLedger(Release{Machine: "a", Claim: "c"}),
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := scene(1, ledger).withClaim("c", v1alpha1.PhaseReleasing, "a").
+			s := atRest(1, ledger).withClaim("c", v1alpha1.PhaseReleasing, "a").
 				withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason))
 			d := Decide(s)
 			if d.Ledger != nil {
@@ -849,15 +850,15 @@ func TestAHookOfAnEarlierVersionIsTakenOff(t *testing.T) {
 		deleting(clusterv1.MachineDeletingWaitingForPreTerminateHookReason)(m)
 		m.Annotations = map[string]string{v1alpha1.ReleaseHook: ""}
 	}
-	unlet := releasingLedger(Release{Machine: "a", Claim: "c", GivenBack: true, Generation: 4})
+	unlet := releasingLedger(Release{Machine: "a", Claim: "c", Decremented: true, Generation: 4})
 	for name, ledger := range map[string]*Ledger{
 		"its replica is there":                 releasingLedger(Release{Machine: "a", Claim: "c"}),
-		"its replica was given back":           releasingLedger(Release{Machine: "a", Claim: "c", GivenBack: true, Generation: 3}),
+		"its replica was given back":           releasingLedger(Release{Machine: "a", Claim: "c", Decremented: true, Generation: 3}),
 		"nothing is known of it":               {Version: 1, Seq: 1, LastReplicas: 1},
 		"not before the lowering was observed": unlet,
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := scene(1, ledger).withMachine("a", "c", hooked).withClaim("c", v1alpha1.PhaseReleasing, "a")
+			s := atRest(1, ledger).withMachine("a", "c", hooked).withClaim("c", v1alpha1.PhaseReleasing, "a")
 			if d := Decide(s); d.Ledger != nil {
 				s.Ledger = d.Ledger
 			}
@@ -865,18 +866,18 @@ func TestAHookOfAnEarlierVersionIsTakenOff(t *testing.T) {
 				assert.Empty(t, kinds(Decide(s)))
 				return
 			}
-			assert.Equal(t, []ActionKind{LetGo}, kinds(Decide(s)))
+			assert.Equal(t, []ActionKind{RemoveFinalizer}, kinds(Decide(s)))
 		})
 	}
 }
 
 func TestADeletionThatTakesLongIsExplained(t *testing.T) {
-	s := scene(1, releasingLedger(Release{Machine: "a", Claim: "c"})).
+	s := atRest(1, releasingLedger(Release{Machine: "a", Claim: "c"})).
 		withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withClaim("c", v1alpha1.PhaseReleasing, "a")
 	s.Machines[0].Finalizers = []string{clusterv1.MachineFinalizer, v1alpha1.ReleaseFinalizer}
 	d := Decide(s)
 	assert.Empty(t, d.Actions)
-	assert.Equal(t, slowDeletion, d.Again)
+	assert.Equal(t, slowDeletion, d.RequeueAfter)
 	s.Now = s.Now.Add(slowDeletion)
 	d = Decide(s)
 	require.Equal(t, []ActionKind{Explain}, kinds(d))
@@ -908,7 +909,7 @@ func TestAdoptingTakesASpareElseTheUsers(t *testing.T) {
 		"a spare beside the min size": {floor: 1, replicas: 2, minimum: 1, above: true, wantFloor: 1, wantReplicas: 2},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := scene(test.replicas, &Ledger{Version: 1, Seq: 4, LastReplicas: test.replicas, Floor: test.floor, Min: test.minimum}).
+			s := atRest(test.replicas, &Ledger{Version: 1, Seq: 4, LastReplicas: test.replicas, Floor: test.floor, Min: test.minimum}).
 				withMachine("a", "", node).withMachine("b", "", node).withClaim("c", "", "")
 			s.Claims[0].Spec.Adopt, s.Claims[0].Spec.AdoptAboveMinSize = "b", test.above
 			s.Group.Min, s.Group.Max = test.minimum, test.maximum
@@ -919,7 +920,7 @@ func TestAdoptingTakesASpareElseTheUsers(t *testing.T) {
 				return
 			}
 			require.NotNil(t, d.Ledger)
-			assert.Equal(t, Named{Machine: "b", UID: "b", Adopted: test.wantAdopted}, d.Ledger.Pending["c"])
+			assert.Equal(t, Assignment{Machine: "b", UID: "b", Adopted: test.wantAdopted}, d.Ledger.Pending["c"])
 			assert.Equal(t, test.wantFloor, d.Ledger.Floor)
 			assert.Equal(t, test.wantReplicas, d.Replicas)
 		})
@@ -928,22 +929,22 @@ func TestAdoptingTakesASpareElseTheUsers(t *testing.T) {
 
 func TestWhatCannotBeAdoptedIsRefusedWithTheReason(t *testing.T) {
 	for name, test := range map[string]struct {
-		scene *Snapshot
-		want  string
+		snapshot *Snapshot
+		want     string
 	}{
-		"missing": {scene(1, nil).withMachine("b", "", node), "does not exist"},
-		"claimed": {scene(1, nil).withMachine("a", "other", node).withClaim("other", v1alpha1.PhaseBound, "a"), "has a claim already"},
+		"missing": {atRest(1, nil).withMachine("b", "", node), "does not exist"},
+		"claimed": {atRest(1, nil).withMachine("a", "other", node).withClaim("other", v1alpha1.PhaseBound, "a"), "has a claim already"},
 		"promised": {
-			scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"other": {Machine: "a", UID: "a"}}}).
+			atRest(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"other": {Machine: "a", UID: "a"}}}).
 				withMachine("a", "", nil).withClaim("other", v1alpha1.PhasePending, ""), "has a claim already",
 		},
-		"going": {scene(1, nil).withMachine("a", "", deleting("")), "is being deleted"},
+		"going": {atRest(1, nil).withMachine("a", "", deleting("")), "is being deleted"},
 		"labelled": {
-			scene(1, nil).withMachine("a", "old", node).withClaim("old", v1alpha1.PhaseEnded, ""), "carries the label of a claim that has ended",
+			atRest(1, nil).withMachine("a", "old", node).withClaim("old", v1alpha1.PhaseEnded, ""), "carries the label of a claim that has ended",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := test.scene.withClaim("c", "", "")
+			s := test.snapshot.withClaim("c", "", "")
 			s.Claims[len(s.Claims)-1].Spec.Adopt = "a"
 			d := Decide(s)
 			assert.Equal(t, eligibility.NotAdoptable, d.Refused["c"].Reason)
@@ -953,8 +954,8 @@ func TestWhatCannotBeAdoptedIsRefusedWithTheReason(t *testing.T) {
 }
 
 func TestAnAdoptionThatIsTakenBackLeavesTheMachineWithTheUser(t *testing.T) {
-	s := scene(2, &Ledger{
-		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Named{"c": {Machine: "b", UID: "b", Adopted: true}},
+	s := atRest(2, &Ledger{
+		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Assignment{"c": {Machine: "b", UID: "b", Adopted: true}},
 	}).withMachine("a", "", node).withMachine("b", "", node).withClaim("c", v1alpha1.PhaseReleasing, "")
 	s.Claims[0].Spec.Adopt = "b"
 	d := Decide(s)
@@ -962,12 +963,12 @@ func TestAnAdoptionThatIsTakenBackLeavesTheMachineWithTheUser(t *testing.T) {
 	assert.Equal(t, int32(2), d.Ledger.Floor)
 	assert.Empty(t, d.Ledger.Pending)
 	assert.Equal(t, int32(2), d.Replicas)
-	assert.False(t, d.Spare)
+	assert.False(t, d.HasSpare)
 }
 
 func TestAnAdoptionWhoseMachineDiesEnds(t *testing.T) {
-	s := scene(2, &Ledger{
-		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Named{"c": {Adopted: true}},
+	s := atRest(2, &Ledger{
+		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Assignment{"c": {Adopted: true}},
 	}).withMachine("a", "", node).withMachine("d", "", nil).withClaim("c", v1alpha1.PhasePending, "")
 	s.Claims[0].Spec.Adopt = "b"
 	d := Decide(s)
@@ -975,8 +976,8 @@ func TestAnAdoptionWhoseMachineDiesEnds(t *testing.T) {
 }
 
 func TestAClaimFailsWithAMachineThatWillNotCome(t *testing.T) {
-	s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]Named{"b": {}, "c": {}}})
-	s.Failure = Failure{Reasons: []string{"NoCapacity"}}
+	s := atRest(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]Assignment{"b": {}, "c": {}}})
+	s.Failure = FailurePolicy{Reasons: []string{"NoCapacity"}}
 	s.withMachine("bad", "", infrastructure("NoCapacity")).withMachine("good", "", nil).
 		withClaim("b", v1alpha1.PhasePending, "").withClaim("c", v1alpha1.PhasePending, "")
 	d := Decide(s)
@@ -1004,7 +1005,7 @@ func TestAMachineSetThatARolloutWaitsForIsUnpaused(t *testing.T) {
 		{name: "on deletion only", strategy: clusterv1.OnDeleteMachineDeploymentStrategyType, revision: "2"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			s := scene(2, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 2, Shrink: &Shrink{Set: "small-a", Done: true}})
+			s := atRest(2, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 2, Shrink: &Shrink{Set: "small-a", Done: true}})
 			s.Deployment.Spec.Rollout.Strategy.Type = tc.strategy
 			paused := s.Sets[0]
 			paused.Spec.Replicas = new(int32(3)) // the lowering has not reached it
@@ -1024,11 +1025,11 @@ func TestAMachineSetThatARolloutWaitsForIsUnpaused(t *testing.T) {
 // The claim that has the Machine shows it until it has ended: no caller may read that two claims
 // have one Machine.
 func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
-	ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Pending: map[string]Named{"b": {Machine: "m", UID: "m"}}}
-	s := scene(1, ledger).withMachine("m", "", nil).
+	ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Pending: map[string]Assignment{"b": {Machine: "m", UID: "m"}}}
+	s := atRest(1, ledger).withMachine("m", "", nil).
 		withClaim("a", v1alpha1.PhaseReleasing, "m").withClaim("b", v1alpha1.PhasePending, "")
 	assert.Equal(t, []ActionKind{End}, kinds(Decide(s)))
-	s = scene(1, ledger).withMachine("m", "", nil).withClaim("a", v1alpha1.PhaseEnded, "m").withClaim("b", v1alpha1.PhasePending, "")
+	s = atRest(1, ledger).withMachine("m", "", nil).withClaim("a", v1alpha1.PhaseEnded, "m").withClaim("b", v1alpha1.PhasePending, "")
 	assert.Equal(t, []ActionKind{Bind}, kinds(Decide(s)))
 }
 
@@ -1045,21 +1046,21 @@ func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
 	}
 	t.Run("its claim fails", func(t *testing.T) {
 		for _, since := range []time.Duration{time.Second, time.Hour} {
-			s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withMachine("m", "a", lacks(since)).withClaim("a", v1alpha1.PhaseBound, "m")
+			s := atRest(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withMachine("m", "a", lacks(since)).withClaim("a", v1alpha1.PhaseBound, "m")
 			d := Decide(s)
 			assert.Equal(t, since == time.Hour, slices.Contains(kinds(d), Fail), since)
 			if since < missingAfter {
-				assert.LessOrEqual(t, d.Again, missingAfter+skew, "it is looked at again")
-				assert.Positive(t, d.Again)
+				assert.LessOrEqual(t, d.RequeueAfter, missingAfter+skew, "it is looked at again")
+				assert.Positive(t, d.RequeueAfter)
 			}
 		}
 	})
 	t.Run("it is no claim's next", func(t *testing.T) {
-		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Spare: 1}).withMachine("m", "", lacks(time.Hour)).withClaim("a", "", "")
+		s := atRest(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Spare: 1}).withMachine("m", "", lacks(time.Hour)).withClaim("a", "", "")
 		assert.Empty(t, Decide(s).Ledger.Pending["a"].Machine)
 	})
 	t.Run("it goes although Cluster API is stuck and a claim waits", func(t *testing.T) {
-		s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Spare: 1, Pending: map[string]Named{"a": {}}}).
+		s := atRest(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Spare: 1, Pending: map[string]Assignment{"a": {}}}).
 			withMachine("m", "", lacks(time.Hour)).withClaim("a", v1alpha1.PhasePending, "")
 		s.SpareSince = s.Now.Add(-time.Hour)
 		s.Sets[0].Generation = 7
@@ -1078,7 +1079,7 @@ var saysPaused = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: me
 // pausedForASpare is a group of one Machine with a spare that never came, whose MachineSet the
 // agent has paused for that.
 func pausedForASpare(shrink *Shrink) *Snapshot {
-	s := scene(2, &Ledger{Version: 1, Seq: 4, Floor: 1, LastReplicas: 2, Shrink: shrink}).withMachine("a", "", node)
+	s := atRest(2, &Ledger{Version: 1, Seq: 4, Floor: 1, LastReplicas: 2, Shrink: shrink}).withMachine("a", "", node)
 	pauseAsAgent(s.Sets[0])
 	s.Sets[0].Status.Conditions = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: metav1.ConditionTrue}}
 	return s
@@ -1116,7 +1117,7 @@ func TestAMachineSetIsUnpausedAlthoughARaiseIsPutOff(t *testing.T) {
 
 // While it is paused it would never get the replicas that Cluster API withholds.
 func TestAMachineSetIsUnpausedWhenARaiseIsPutOffBeforeItsSparesAreCounted(t *testing.T) {
-	s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3, Spare: 1, Shrink: &Shrink{Set: "small-a"}}).
+	s := atRest(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3, Spare: 1, Shrink: &Shrink{Set: "small-a"}}).
 		withMachine("m", "", node).withMachine("n", "", node)
 	pauseAsAgent(s.Sets[0])
 	s.Sets[0].Status.Conditions, s.Sets[0].Spec.Replicas = saysPaused, new(int32(2))
@@ -1130,7 +1131,7 @@ func TestAMachineSetIsUnpausedWhenARaiseIsPutOffBeforeItsSparesAreCounted(t *tes
 
 func TestSparesThatNeverCameAreCountedOnceTheTemplateIsSeen(t *testing.T) {
 	for _, seen := range []bool{false, true} {
-		s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 1, LastReplicas: 3, Spare: 2, Shrink: &Shrink{Set: "small-a"}}).withMachine("m", "", node)
+		s := atRest(3, &Ledger{Version: 1, Seq: 4, Floor: 1, LastReplicas: 3, Spare: 2, Shrink: &Shrink{Set: "small-a"}}).withMachine("m", "", node)
 		pauseAsAgent(s.Sets[0])
 		s.Sets[0].Status.Conditions = saysPaused
 		if !seen {
@@ -1147,7 +1148,7 @@ func TestOnePauseAtATime(t *testing.T) {
 	t.Run("the MachineSet is", func(t *testing.T) {
 		for _, shrinks := range []bool{false, true} {
 			ledger := &Ledger{Version: 1, Seq: 4, Floor: 3, LastReplicas: 4, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}
-			s := scene(4, ledger).withMachine("m", "c", completed)
+			s := atRest(4, ledger).withMachine("m", "c", completed)
 			s.Sets[0].Spec.Replicas = new(int32(3))
 			s.Sets = append(s.Sets, &clusterv1.MachineSet{
 				ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
@@ -1164,7 +1165,7 @@ func TestOnePauseAtATime(t *testing.T) {
 	t.Run("the MachineDeployment is", func(t *testing.T) {
 		for _, lowers := range []bool{false, true} {
 			ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Spare: 2, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}
-			s := scene(3, ledger).withMachine("m", "c", deleting("Draining"))
+			s := atRest(3, ledger).withMachine("m", "c", deleting("Draining"))
 			s.SpareSince = s.Now.Add(-time.Hour)
 			if lowers {
 				ledger.Releasing["m"] = Release{Machine: "m", Claim: "c", Set: "small-a"}
@@ -1183,7 +1184,7 @@ func TestOnePauseAtATime(t *testing.T) {
 // The MachineDeployment would stay paused for as long as the MachineSet is.
 func TestAMachineSetThatAPersonPausedHoldsUpItsOwnReleasesAlone(t *testing.T) {
 	ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}
-	s := scene(3, ledger).withMachine("m", "c", completed)
+	s := atRest(3, ledger).withMachine("m", "c", completed)
 	s.Sets[0].Spec.Replicas = new(int32(2))
 	s.Sets = append(s.Sets, &clusterv1.MachineSet{
 		ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
@@ -1208,18 +1209,18 @@ func TestAMachineSetThatAPersonPausedHoldsUpItsOwnReleasesAlone(t *testing.T) {
 // Nothing that a person paused is deleted: a deletion cannot be undone, and a move of the Cluster
 // loses it.
 func TestReleasesWaitWhileTheGroupIsPaused(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s := atRest(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
 	group := s.Group
 	s.Group = group.With(&eligibility.Refusal{Reason: eligibility.Paused})
 	assert.Nil(t, Decide(s).Ledger)
 	s.Ledger = releasingLedger(Release{Machine: "a", Claim: "c"})
 	assert.Empty(t, kinds(Decide(s)), "also when the release had begun")
 	s.Group = group
-	assert.Equal(t, []ActionKind{Hold}, kinds(Decide(s)))
+	assert.Equal(t, []ActionKind{BeginDelete}, kinds(Decide(s)))
 }
 
 func TestAReleaseWithoutRoomInTheLedgerIsExplained(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s := atRest(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
 	s.Deployment.Annotations = map[string]string{"example.com/large": strings.Repeat("x", 250<<10)}
 	d := Decide(s)
 	require.Equal(t, []ActionKind{Explain}, kinds(d))
@@ -1231,7 +1232,7 @@ func TestAReleaseWithoutRoomInTheLedgerIsExplained(t *testing.T) {
 func TestAMachineSetIsLoweredOnceThePauseIsObserved(t *testing.T) {
 	for _, observed := range []bool{false, true} {
 		ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c", Set: "small-a"}}}
-		s := scene(2, ledger).withMachine("m", "c", completed)
+		s := atRest(2, ledger).withMachine("m", "c", completed)
 		s.Sets[0].Spec.Replicas = new(int32(1))
 		s.Sets = append(s.Sets, &clusterv1.MachineSet{
 			ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
@@ -1249,9 +1250,9 @@ func TestAMachineIsHandedOverOnceItsClaimsEntryIsDropped(t *testing.T) {
 	for _, entered := range []bool{true, false} {
 		ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1}
 		if entered {
-			ledger.Pending = map[string]Named{"a": {Machine: "m", UID: "m"}}
+			ledger.Pending = map[string]Assignment{"a": {Machine: "m", UID: "m"}}
 		}
-		s := scene(1, ledger).withMachine("m", "a", booting).withClaim("a", v1alpha1.PhaseReleasing, "m")
+		s := atRest(1, ledger).withMachine("m", "a", booting).withClaim("a", v1alpha1.PhaseReleasing, "m")
 		assert.Equal(t, !entered, slices.Contains(kinds(Decide(s)), Unbind))
 	}
 }

@@ -15,9 +15,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 )
 
-// Failure defines when a claim's Machine is given up, and how long its node group takes no claims
-// after that. Cluster API has no notion of a final failure, so this is configurable.
-type Failure struct {
+// FailurePolicy defines when a claim's Machine is given up, and how long its node group takes no
+// claims after that. Cluster API has no notion of a final failure, so this is configurable.
+type FailurePolicy struct {
 	// Known enables the built-in knowledge of infrastructure providers; see package failures.
 	Known bool
 	// Reasons are further reasons of a Machine's InfrastructureReady condition that mean the
@@ -42,7 +42,7 @@ type Failure struct {
 const Patience = 3
 
 // of classifies what a Machine's infrastructure reports.
-func (f Failure) of(kind, reason, message string) failures.Verdict {
+func (f FailurePolicy) of(kind, reason, message string) failures.Verdict {
 	switch {
 	case reason == "":
 	case slices.Contains(f.Reasons, reason), slices.Contains(f.Reasons, kind+"/"+reason):
@@ -65,7 +65,7 @@ const (
 
 // See returns the condition of the Machine's infrastructure object that shows whether the Machine
 // will come, or "" if none needs to be read.
-func (f Failure) See(m *clusterv1.Machine) string {
+func (f FailurePolicy) See(m *clusterv1.Machine) string {
 	if m.Spec.ProviderID != "" || !Alive(m) {
 		return ""
 	}
@@ -119,18 +119,18 @@ func missing(m *clusterv1.Machine) (what string, since time.Time) {
 	return "", time.Time{}
 }
 
-// gone reports whether the Machine's infrastructure object has been missing for so long that the
-// Machine will not come.
-func (s *Snapshot) gone(m *clusterv1.Machine) bool {
+// infrastructureGone reports whether the Machine's infrastructure object has been missing for so
+// long that the Machine will not come.
+func (s *Snapshot) infrastructureGone(m *clusterv1.Machine) bool {
 	what, since := missing(m)
 	return what != "" && s.nodeless(m) && s.ago(since) >= missingAfter
 }
 
-// judge releases the claim if its Machine failed or is late, and reports whether it did. m is nil
-// if there is no Machine yet. A claim that only waits gets an explanation if Cluster API gives one.
-// A late Machine goes to the next claim. A Machine object that was never created is a failure,
-// because there is nothing to hand over.
-func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
+// checkDeadlines releases the claim if its Machine failed or is late, and reports whether it did. m
+// is nil if there is no Machine yet. A claim that only waits gets an explanation if Cluster API
+// gives one. A late Machine goes to the next claim. A Machine object that was never created is a
+// failure, because there is nothing to hand over.
+func (s *Snapshot) checkDeadlines(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
 	if m != nil && HasNode(m) || s.paused(m) {
 		return false
 	}
@@ -144,7 +144,7 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 			why += ": " + blocked
 			class = classOfBlocked(blocked)
 		}
-	case s.gone(m):
+	case s.infrastructureGone(m):
 		why, _ = missing(m)
 		class = failures.GivenUp
 	default:
@@ -162,10 +162,10 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 		trouble, message := s.trouble(m)
 		what, option := s.awaited(m)
 		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), s.failsAfter(option)
-		if why = s.late(d, since, given, what); why == "" {
+		if why = s.overdue(d, since, given, what); why == "" {
 			verdict, reason = TimeOut, ReasonLate
 			since, given = waitsSince(c, m), lateAfter(s.Group.MaxNodeProvisionTime, c, option)
-			why = s.late(d, since, given, what)
+			why = s.overdue(d, since, given, what)
 		}
 		if unseen := s.unseen(c, m, since.Add(given)); why != "" && unseen != "" {
 			if c.Status.Reason != ReasonOwnerMissing { // whose message also reports that the Machine is kept, and each live set renews it
@@ -225,7 +225,7 @@ func (s *Snapshot) failsAfter(option time.Duration) time.Duration {
 
 // NodeDeadlineOf returns how long the claim waits for its Machine's Node; zero means for ever. md
 // is the claim's node group.
-func (f Failure) NodeDeadlineOf(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) time.Duration {
+func (f FailurePolicy) NodeDeadlineOf(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) time.Duration {
 	ofGroup, _ := eligibility.MaxNodeProvisionTime(md)
 	return lateAfter(ofGroup, c, f.NodeDeadline)
 }
@@ -264,7 +264,7 @@ func (b *books) keepFailed() map[string]bool {
 			return false
 		}
 		m := b.machine(c.Status.Machine.UID)
-		return m != nil && Alive(m) && !b.gone(m) && left(c) > 0
+		return m != nil && Alive(m) && !b.infrastructureGone(m) && left(c) > 0
 	})
 	slices.SortStableFunc(failed, func(x, y *v1alpha1.MachineClaim) int { return x.Status.FailedAt.Compare(y.Status.FailedAt.Time) })
 	kept := map[string]bool{}
@@ -275,12 +275,12 @@ func (b *books) keepFailed() map[string]bool {
 	return kept
 }
 
-// hopeless reports whether the Machine is known not to come. No claim should be given it.
-func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
+// hasFailed reports whether the Machine is known not to come. No claim should be given it.
+func (s *Snapshot) hasFailed(m *clusterv1.Machine) bool {
 	switch {
 	case m.Spec.ProviderID != "" && !s.nodeless(m):
 		return false
-	case s.gone(m):
+	case s.infrastructureGone(m):
 		return true
 	}
 	_, option := s.awaited(m)
@@ -291,9 +291,9 @@ func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	return why != ""
 }
 
-// late returns a message if the time for what is awaited is over. Otherwise it returns "" and asks
-// to be woken when it is.
-func (s *Snapshot) late(d *Decision, since time.Time, deadline time.Duration, what string) string {
+// overdue returns a message if the time for what is awaited is over. Otherwise it returns "" and
+// asks to be woken when it is.
+func (s *Snapshot) overdue(d *Decision, since time.Time, deadline time.Duration, what string) string {
 	if deadline == 0 {
 		return ""
 	}

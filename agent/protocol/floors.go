@@ -18,13 +18,13 @@ const markingAtOnce = 16
 // markFloors chooses Machines to mark as the floor's while fewer Machines can run pods than the
 // floor owns. It chooses Machines that only Karpenter's taint keeps pods from: core removes that
 // taint when it registers a NodeClaim, and these Machines have none. The next ledger names them
-// first, so that none of them is promised to a claim once the taint goes. Those that the snapshot's
+// first, so that none of them is assigned to a claim once the taint goes. Those that the snapshot's
 // ledger names are marked now.
 func (b *books) markFloors() {
 	if b.Group.Has(eligibility.Paused) || b.Group.Has(eligibility.NotMember) || b.deleted() {
 		return
 	}
-	marking := lo.Filter(b.next.Marking, func(uid types.UID, _ int) bool { return b.floors[uid] && !b.promised[uid] })
+	marking := lo.Filter(b.next.Marking, func(uid types.UID, _ int) bool { return b.floors[uid] && !b.assigned[uid] })
 	for _, uid := range marking {
 		if b.Ledger != nil && slices.Contains(b.Ledger.Marking, uid) {
 			b.d.Actions = append(b.d.Actions, Action{Kind: MarkFloor, Machine: b.machine(uid)})
@@ -38,7 +38,7 @@ func (b *books) markFloors() {
 		if missing <= 0 || len(marking) >= markingAtOnce {
 			break
 		}
-		if b.class(m) < fresh || b.floors[m.UID] || !b.shut(m) || b.replaced(m) || !b.mayMark(m) || !b.budget.mark() {
+		if b.class(m) < fresh || b.floors[m.UID] || !b.nodeUnregistered(m) || b.replaced(m) || !b.mayMark(m) || !b.budget.mark() {
 			continue
 		}
 		missing--
@@ -54,8 +54,8 @@ func (b *books) takesPods(m *clusterv1.Machine) bool {
 	case ofFloor:
 		return true
 	case suspect, inhabited:
-		return !b.shut(m) && !b.replaced(m)
-	case claimed, promised, releasing, givenBack, going, stranded, fresh, hopeless:
+		return !b.nodeUnregistered(m) && !b.replaced(m)
+	case claimed, assigned, releasing, decremented, going, stranded, fresh, failed:
 	}
 	return false
 }
@@ -63,16 +63,16 @@ func (b *books) takesPods(m *clusterv1.Machine) bool {
 // replaced reports whether Cluster API is about to replace the Machine by itself.
 func (s *Snapshot) replaced(m *clusterv1.Machine) bool { return Outdated(m) && !s.onDelete() }
 
-// shut reports whether the Machine's holder reported that its Node exists and that Karpenter's
-// taint keeps pods from it.
-func (s *Snapshot) shut(m *clusterv1.Machine) bool {
+// nodeUnregistered reports whether the Machine's holder reported that its Node exists and that
+// Karpenter's taint keeps pods from it.
+func (s *Snapshot) nodeUnregistered(m *clusterv1.Machine) bool {
 	return m.Spec.ProviderID != "" && s.Unregistered(m.Spec.ProviderID)
 }
 
 // mayMark reports whether the Machine may still be marked as the floor's.
 func (s *Snapshot) mayMark(m *clusterv1.Machine) bool {
 	_, leaves := m.Annotations[clusterv1.DeleteMachineAnnotation]
-	return Alive(m) && !Held(m) && !leaves && ClaimOf(m) == "" && !hasFloorMark(m)
+	return Alive(m) && !HasFinalizer(m) && !leaves && ClaimOf(m) == "" && !hasFloorMark(m)
 }
 
 // countFloors finds the Machines that are marked as the floor's, or about to be, and that still
@@ -90,7 +90,7 @@ func (b *books) countFloors() {
 				return
 			}
 			_, releasing := b.next.Releasing[m.UID]
-			if marked(m) && Alive(m) && !Held(m) && !releasing && b.orphaned(ClaimOf(m)) && !b.promised[m.UID] {
+			if marked(m) && Alive(m) && !HasFinalizer(m) && !releasing && b.orphaned(ClaimOf(m)) && !b.assigned[m.UID] {
 				b.floors[m.UID] = true
 			}
 		}

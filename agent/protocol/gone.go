@@ -10,7 +10,7 @@ import (
 
 // DecideGone computes what is left to do for the claims of a MachineDeployment that no longer
 // exists. The snapshot has only its name. Cluster API removes its Machines, and there are no
-// replicas to give back. Waiting claims are refused.
+// replicas to decrement. Waiting claims are refused.
 func DecideGone(s *Snapshot) *Decision {
 	s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
 	s.prepare()
@@ -43,7 +43,7 @@ func DecideGone(s *Snapshot) *Decision {
 		case c.Returns() && Alive(m) && ClaimOf(m) == "":
 			d.end(c, ReasonReturned, returned)
 		case phase == v1alpha1.PhaseReleasing && Alive(m): // left behind (deleted with cascade=orphan)
-			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: Release{Drained: c.Status.Drained}})
+			d.Actions = append(d.Actions, Action{Kind: BeginDelete, Machine: m, Release: Release{Drained: c.Status.Drained}})
 		}
 	}
 	s.actOnMachines(d)

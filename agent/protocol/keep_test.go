@@ -39,7 +39,7 @@ func released(d *Decision) []types.UID {
 
 func TestAMachineThatFailedIsKeptForAsLongAsItsGroupSays(t *testing.T) {
 	failed := func(keep, ago time.Duration, change func(*clusterv1.Machine)) *Snapshot {
-		s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withFailed("c", ago, change)
+		s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withFailed("c", ago, change)
 		s.Group.KeepFailed = keep
 		return s
 	}
@@ -48,7 +48,7 @@ func TestAMachineThatFailedIsKeptForAsLongAsItsGroupSays(t *testing.T) {
 	d := Decide(failed(time.Hour, 20*time.Minute, nil))
 	assert.Nil(t, d.Ledger, "it keeps its replica, and takes no room in the ledger")
 	assert.Empty(t, d.Actions)
-	assert.Equal(t, 40*time.Minute+skew, d.Again)
+	assert.Equal(t, 40*time.Minute+skew, d.RequeueAfter)
 
 	assert.NotEmpty(t, released(Decide(failed(time.Hour, time.Hour+skew, nil))), "its time is over")
 	s := failed(time.Hour, time.Minute, node)
@@ -63,7 +63,7 @@ func TestAMachineThatFailedIsKeptForAsLongAsItsGroupSays(t *testing.T) {
 }
 
 func TestTheFirstFewMachinesThatFailedAreKept(t *testing.T) {
-	s := scene(5, &Ledger{Version: 1, LastReplicas: 5})
+	s := atRest(5, &Ledger{Version: 1, LastReplicas: 5})
 	s.Group.KeepFailed = time.Hour
 	for i := range 5 {
 		s.withFailed(strconv.Itoa(i), time.Duration(10+i)*time.Minute, nil)

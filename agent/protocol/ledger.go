@@ -57,7 +57,7 @@ type Ledger struct {
 	Spare int32 `json:"spare"`
 	// Pending holds the claims whose replica is accounted for and whose Machine is not labelled
 	// yet, by claim id.
-	Pending map[string]Named `json:"pending,omitempty"`
+	Pending map[string]Assignment `json:"pending,omitempty"`
 	// Releasing holds the Machines that are being removed, by UID.
 	Releasing map[types.UID]Release `json:"releasing,omitempty"`
 	// Returning holds the Machines, by UID, that claims have returned to the user. The floor counts
@@ -66,7 +66,7 @@ type Ledger struct {
 	// Marking holds the UIDs of the Machines that are about to be marked as the floor's. It is
 	// replaced, never changed in place.
 	Marking []types.UID `json:"marking,omitempty"`
-	// Shrink means that a MachineSet is paused to give back spares whose Machines never came; nil
+	// Shrink means that a MachineSet is paused to remove spares whose Machines never came; nil
 	// for none. It is replaced, never changed in place.
 	Shrink *Shrink `json:"shrink,omitempty"`
 }
@@ -89,8 +89,8 @@ type Written struct {
 	Since    int64 `json:"since,omitempty"`
 }
 
-// Named is a pending claim's entry: the Machine promised to it, or none yet.
-type Named struct {
+// Assignment is a pending claim's entry: the Machine assigned to it, or none yet.
+type Assignment struct {
 	Machine string    `json:"m,omitempty"`
 	UID     types.UID `json:"u,omitempty"`
 	// Adopted means that the Machine was the user's, and the floor was lowered for it.
@@ -108,9 +108,9 @@ type Release struct {
 	// Set is the MachineSet whose replicas are being lowered under pause; empty in the ordinary
 	// case.
 	Set string `json:"set,omitempty"`
-	// GivenBack means that the Machine's replica has been given back, or was already taken by a
+	// Decremented means that replicas were decremented for the Machine, or were already lowered by a
 	// rollout or by another writer.
-	GivenBack bool `json:"back,omitempty"`
+	Decremented bool `json:"back,omitempty"`
 	// LoweredAs is the Machine's UID before a move or a restore, if its MachineSet was lowered for
 	// it under that UID; empty otherwise.
 	LoweredAs types.UID `json:"as,omitempty"`
@@ -176,7 +176,7 @@ func (l *Ledger) Encode() string {
 // Clone returns a deep copy with non-nil maps.
 func (l *Ledger) Clone() *Ledger {
 	c := *l
-	c.Pending = make(map[string]Named, len(l.Pending))
+	c.Pending = make(map[string]Assignment, len(l.Pending))
 	maps.Copy(c.Pending, l.Pending)
 	c.Releasing = make(map[types.UID]Release, len(l.Releasing))
 	maps.Copy(c.Releasing, l.Releasing)
@@ -198,23 +198,23 @@ func samePointed[T comparable](a, b *T) bool {
 	return (a == nil) == (b == nil) && (a == nil || *a == *b)
 }
 
-// Unnamed counts the pending claims that have been promised no Machine.
-func (l *Ledger) Unnamed() int {
+// Unassigned counts the pending claims that have been assigned no Machine.
+func (l *Ledger) Unassigned() int {
 	n := 0
-	for _, named := range l.Pending {
-		if named.UID == "" {
+	for _, entry := range l.Pending {
+		if entry.UID == "" {
 			n++
 		}
 	}
 	return n
 }
 
-// Promised returns the UIDs of the Machines that are promised to pending claims.
-func (l *Ledger) Promised() map[types.UID]bool {
+// Assigned returns the UIDs of the Machines that are assigned to pending claims.
+func (l *Ledger) Assigned() map[types.UID]bool {
 	uids := make(map[types.UID]bool, len(l.Pending))
-	for _, named := range l.Pending {
-		if named.UID != "" {
-			uids[named.UID] = true
+	for _, entry := range l.Pending {
+		if entry.UID != "" {
+			uids[entry.UID] = true
 		}
 	}
 	return uids

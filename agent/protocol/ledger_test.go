@@ -11,8 +11,8 @@ import (
 func TestLedgerSurvivesItsEncoding(t *testing.T) {
 	l := &Ledger{
 		Version: 1, Seq: 7, Floor: 2, LastReplicas: 5, Spare: 1,
-		Pending:   map[string]Named{"a": {}, "b": {Machine: "m", UID: "u"}},
-		Releasing: map[types.UID]Release{"x": {Machine: "n", Claim: "c", Drained: true, GivenBack: true, Generation: 9}},
+		Pending:   map[string]Assignment{"a": {}, "b": {Machine: "m", UID: "u"}},
+		Releasing: map[types.UID]Release{"x": {Machine: "n", Claim: "c", Drained: true, Decremented: true, Generation: 9}},
 		Returning: map[types.UID]Returned{"y": {Machine: "o", Claim: "d"}},
 	}
 	got, err := ParseLedger(l.Encode())
@@ -26,9 +26,9 @@ func TestLedgerOfANewerAgentIsRefused(t *testing.T) {
 }
 
 func TestLedgerClonesShareNothing(t *testing.T) {
-	l := &Ledger{Version: 1, Pending: map[string]Named{"a": {}}}
+	l := &Ledger{Version: 1, Pending: map[string]Assignment{"a": {}}}
 	c := l.Clone()
-	c.Pending["b"] = Named{}
+	c.Pending["b"] = Assignment{}
 	c.Releasing["x"] = Release{}
 	c.Returning["y"] = Returned{}
 	assert.Len(t, l.Pending, 1)

@@ -17,7 +17,7 @@ import (
 // claimedGroup is a group with a floor of running Machines and the given number of bound claims,
 // whose replicas another writer has set.
 func claimedGroup(floor, claims, replicas int32) *Snapshot {
-	s := scene(replicas, &Ledger{Version: 1, Seq: 1, Floor: floor, LastReplicas: floor + claims})
+	s := atRest(replicas, &Ledger{Version: 1, Seq: 1, Floor: floor, LastReplicas: floor + claims})
 	for i := range floor {
 		s.withMachine("f"+strconv.Itoa(int(i)), "", node)
 	}
@@ -230,7 +230,7 @@ func TestTheFirstNumberThatIsSeenIsTheOneThatIsKept(t *testing.T) {
 
 func TestWhatIsClaimed(t *testing.T) {
 	s := claimedGroup(2, 3, 6)
-	s.Ledger.Pending = map[string]Named{"waits": {}}
+	s.Ledger.Pending = map[string]Assignment{"waits": {}}
 	s.withClaim("waits", v1alpha1.PhasePending, "").withClaim("new", "", "") // the latter is entered now
 	s.withClaim("ends", v1alpha1.PhaseReleasing, "m-ends").withMachine("m-ends", "ends", node)
 	s.withMachine("m-lost", "lost", node) // a move left its claim's object behind
@@ -240,7 +240,7 @@ func TestWhatIsClaimed(t *testing.T) {
 
 // A copied MachineDeployment has the annotations of the original.
 func TestANumberOfClaimsThatIsAnothersIsReplaced(t *testing.T) {
-	s := scene(2, nil)
+	s := atRest(2, nil)
 	assert.Nil(t, Decide(s).Ledger, "a ledger is not begun by being looked at")
 	s.Deployment.Annotations = map[string]string{v1alpha1.ClaimedAnnotation: "5"}
 	d := Decide(s)

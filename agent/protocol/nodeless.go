@@ -26,7 +26,7 @@ const (
 // restored Machine begins with an empty status. A Machine without a provider ID has no instance
 // yet. For a Machine with a provider ID, Cluster API must have looked for its Node and not found
 // it, and its holder must never have reported that Node as registered. Code that removes, hands
-// over or promises a Machine because it has no Node must check this.
+// over or assigns a Machine because it has no Node must check this.
 func (s *Snapshot) nodeless(m *clusterv1.Machine) bool {
 	switch {
 	case HasNode(m), s.registered(m):
@@ -91,8 +91,8 @@ func (s *Snapshot) paused(m *clusterv1.Machine) bool {
 	if m == nil {
 		return false
 	}
-	_, marked := m.Annotations[clusterv1.PausedAnnotation]
-	return marked || IsPaused(m.Status.Conditions)
+	_, annotated := m.Annotations[clusterv1.PausedAnnotation]
+	return annotated || IsPaused(m.Status.Conditions)
 }
 
 // unpausedAt returns since when Cluster API reconciles the object with these conditions: its first

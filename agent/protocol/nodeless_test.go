@@ -57,7 +57,7 @@ func unseenNodes() map[string]func(*Snapshot) {
 func TestAMachineWhoseNodeIsUnseenIsNotPromised(t *testing.T) {
 	for name, change := range unseenNodes() {
 		t.Run(name, func(t *testing.T) {
-			s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Pending: map[string]Named{"c": {}}}).
+			s := atRest(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Pending: map[string]Assignment{"c": {}}}).
 				withMachine("new", "", nil).withMachine("floor", "", nil).withClaim("c", v1alpha1.PhasePending, "")
 			change(s)
 			d := Decide(s)
@@ -70,7 +70,7 @@ func TestAMachineWhoseNodeIsUnseenIsNotPromised(t *testing.T) {
 func TestAMachineWhoseNodeIsUnseenIsNotHandedOver(t *testing.T) {
 	for name, change := range unseenNodes() {
 		t.Run(name, func(t *testing.T) {
-			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "m")
+			s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "m")
 			change(s)
 			d := Decide(s)
 			assert.NotContains(t, kinds(d), Unbind)
@@ -87,9 +87,9 @@ func TestAMachineWhoseNodeIsUnseenIsNotHandedOver(t *testing.T) {
 func TestAMachineWhoseNodeIsUnseenIsNotGivenUp(t *testing.T) {
 	for name, change := range unseenNodes() {
 		t.Run(name, func(t *testing.T) {
-			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
+			s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
 			change(s)
-			s.Failure = Failure{NodeDeadline: time.Minute}
+			s.Failure = FailurePolicy{NodeDeadline: time.Minute}
 			s.Claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.Now.Add(2 * time.Hour)))
 			s.Now = s.Now.Add(2 * time.Hour)
 			got := kinds(Decide(s))
@@ -106,7 +106,7 @@ func TestAMachineWhoseNodeIsUnseenIsTheLastToBeTakenForASpare(t *testing.T) {
 			continue // nothing is removed then
 		}
 		t.Run(name, func(t *testing.T) {
-			s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Spare: 1}).withMachine("spare", "", booting).withMachine("floor", "", nil)
+			s := atRest(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Spare: 1}).withMachine("spare", "", booting).withMachine("floor", "", nil)
 			change(s)
 			s.SpareSince = s.Now.Add(-time.Hour)
 			d := Decide(s)
@@ -118,7 +118,7 @@ func TestAMachineWhoseNodeIsUnseenIsTheLastToBeTakenForASpare(t *testing.T) {
 }
 
 func TestWhatWasDrainedIsNeverHandedOver(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", booting).withClaim("c", v1alpha1.PhaseReleasing, "m")
+	s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", booting).withClaim("c", v1alpha1.PhaseReleasing, "m")
 	assert.Contains(t, kinds(Decide(s)), Unbind, "it has no node, and nothing says otherwise")
 	s.Claims[0].Status.Drained = true
 	d := Decide(s)
@@ -132,8 +132,8 @@ func TestWhatWasDrainedIsNeverHandedOver(t *testing.T) {
 func TestANodeDeadlineNeedsBothStatements(t *testing.T) {
 	deadline := 30 * time.Minute
 	at := func(absent *time.Duration, registered bool) []ActionKind {
-		s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", booting).withClaim("c", v1alpha1.PhaseBound, "m")
-		s.Failure = Failure{NodeDeadline: deadline}
+		s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", booting).withClaim("c", v1alpha1.PhaseBound, "m")
+		s.Failure = FailurePolicy{NodeDeadline: deadline}
 		made := s.Now
 		s.Now = made.Add(deadline + 2*time.Minute)
 		if absent != nil {
@@ -158,8 +158,8 @@ func TestANodeDeadlineNeedsBothStatements(t *testing.T) {
 }
 
 func TestTheTimeOfAPauseDoesNotCount(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
-	s.Failure = Failure{ProviderIDDeadline: 10 * time.Minute}
+	s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
+	s.Failure = FailurePolicy{ProviderIDDeadline: 10 * time.Minute}
 	unpaused := s.Now.Add(time.Hour)
 	s.Machines[0].Status.Conditions = []metav1.Condition{{
 		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(unpaused),
@@ -171,23 +171,23 @@ func TestTheTimeOfAPauseDoesNotCount(t *testing.T) {
 }
 
 func TestTheTimeOfAPauseMakesNoMachineHopeless(t *testing.T) {
-	s := scene(1, nil).withMachine("m", "", nil)
-	s.Failure = Failure{ProviderIDDeadline: time.Minute}
+	s := atRest(1, nil).withMachine("m", "", nil)
+	s.Failure = FailurePolicy{ProviderIDDeadline: time.Minute}
 	m := s.Machines[0]
 	m.CreationTimestamp = metav1.NewTime(s.Now.Add(-time.Hour))
 	s.prepare()
-	require.True(t, s.hopeless(m))
+	require.True(t, s.hasFailed(m))
 	m.Status.Conditions = []metav1.Condition{{
 		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(s.Now.Add(-time.Minute)),
 	}}
-	assert.False(t, s.hopeless(m), "it was paused until a minute ago")
+	assert.False(t, s.hasFailed(m), "it was paused until a minute ago")
 }
 
 // A kept claim reports that its owner is missing, and each live set renews that.
 func TestAKeptClaimIsNotExplainedInTurns(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("m", "c", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" }).
+	s := atRest(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("m", "c", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" }).
 		withClaim("c", v1alpha1.PhaseBound, "m")
-	s.Failure, s.Now = Failure{NodeDeadline: time.Minute}, s.Now.Add(time.Hour)
+	s.Failure, s.Now = FailurePolicy{NodeDeadline: time.Minute}, s.Now.Add(time.Hour)
 	require.Equal(t, []ActionKind{Explain}, kinds(Decide(s)))
 	s.Claims[0].Status.Reason = ReasonOwnerMissing
 	assert.Empty(t, kinds(Decide(s)))
@@ -195,7 +195,7 @@ func TestAKeptClaimIsNotExplainedInTurns(t *testing.T) {
 
 // Cluster API's statements from before a pause stay in the status until it looks again.
 func TestRightAfterAPauseNothingIsStated(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "", booting)
+	s := atRest(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "", booting)
 	m := s.Machines[0]
 	s.prepare()
 	assert.True(t, s.nodeless(m))
@@ -210,7 +210,7 @@ func TestRightAfterAPauseNothingIsStated(t *testing.T) {
 
 // While it is not known whether a Machine may be used, no other one is ordered in its place.
 func TestNothingIsOrderedForAClaimThatAnUnseenMachineMayServe(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+	s := atRest(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 		withMachine("m", "", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" }).withClaim("c", v1alpha1.PhasePending, "")
 	d := Decide(s)
 	assert.Nil(t, d.Ledger)

@@ -11,11 +11,11 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// giveBackPaused is the variant for several active MachineSets, where Cluster API could charge a
+// decrementPaused is the variant for several active MachineSets, where Cluster API could charge a
 // lowered MachineDeployment to another MachineSet. It pauses the MachineDeployment, lowers the
 // right MachineSet, then lowers the MachineDeployment and unpauses it in one write. Every step can
 // be repeated, and any agent that finds the sequence half done completes it.
-func (b *books) giveBackPaused(ready []types.UID) {
+func (b *books) decrementPaused(ready []types.UID) {
 	value, paused := b.Deployment.Annotations[clusterv1.PausedAnnotation]
 	ours := paused && value == v1alpha1.PausedByAgent
 	begun := slices.DeleteFunc(slices.Clone(ready), func(uid types.UID) bool { return b.next.Releasing[uid].Set == "" })
@@ -50,22 +50,22 @@ func (b *books) giveBackPaused(ready []types.UID) {
 	case ours && IsPaused(b.Deployment.Status.Conditions) && b.setsLowered(begun):
 		b.d.Replicas -= min(Count(begun), b.d.Replicas)
 		for _, uid := range begun {
-			b.giveBack(uid)
+			b.recordDecrement(uid)
 		}
 		b.d.Pause, b.d.Urgent = PauseRemove, true
 	}
 }
 
-// skipReplaced records replicas as given back that a rollout or another writer's lowering has taken
-// already. Nothing is lowered for those Machines, and what replaces them is a spare. It returns the
-// others. The numbers do not change meanwhile, because the MachineDeployment is paused.
+// skipReplaced records the decrement for Machines whose replicas a rollout or another writer's
+// lowering has taken already. Nothing is lowered for them, and what replaces them is a spare. It
+// returns the others. The numbers do not change meanwhile, because the MachineDeployment is paused.
 func (b *books) skipReplaced(begun []types.UID) []types.UID {
 	after, excess := map[string]int32{}, map[string]int32{} // by MachineSet: replicas after all lowering; Machines beyond that
 	for _, set := range b.Sets {
 		after[set.Name], excess[set.Name] = ReplicasOf(set), -ReplicasOf(set)
 	}
 	for _, m := range b.Machines {
-		if !b.next.Releasing[m.UID].GivenBack && (!slices.Contains(begun, m.UID) || !b.lowered(m.UID)) {
+		if !b.next.Releasing[m.UID].Decremented && (!slices.Contains(begun, m.UID) || !b.lowered(m.UID)) {
 			excess[SetOf(m)]++
 		}
 	}
@@ -76,7 +76,7 @@ func (b *books) skipReplaced(begun []types.UID) []types.UID {
 			return false
 		case excess[name] > 0 && b.machine(uid) != nil:
 			excess[name]--
-			b.giveBack(uid)
+			b.recordDecrement(uid)
 			return true
 		}
 		after[name]--
@@ -89,7 +89,7 @@ func (b *books) skipReplaced(begun []types.UID) []types.UID {
 		most := slices.Max(append(slices.Collect(maps.Values(after)), 0))
 		if !b.lowered(uid) && most > b.d.Replicas-Count(left) {
 			after[name]++
-			b.giveBack(uid)
+			b.recordDecrement(uid)
 			left = slices.DeleteFunc(left, func(other types.UID) bool { return other == uid })
 		}
 	}
@@ -107,7 +107,7 @@ func (b *books) unpause() {
 // lowersUnderPause reports whether a release needs the MachineDeployment to be paused.
 func (b *books) lowersUnderPause() bool {
 	for _, r := range b.next.Releasing {
-		if r.Set != "" && !r.GivenBack {
+		if r.Set != "" && !r.Decremented {
 			return true
 		}
 	}
@@ -123,7 +123,7 @@ func (b *books) beginPause(ready []types.UID) {
 		if m == nil || SetOf(m) == "" {
 			continue
 		}
-		if set := b.set(SetOf(m)); set != nil && marked(set) {
+		if set := b.set(SetOf(m)); set != nil && hasPausedAnnotation(set) {
 			continue
 		}
 		r := b.next.Releasing[uid]

@@ -16,11 +16,11 @@ import (
 func (b *books) startReleases() {
 	for uid, r := range b.next.Releasing {
 		m := b.machine(uid)
-		if m == nil || r.GivenBack {
+		if m == nil || r.Decremented {
 			continue
 		}
 		if !Alive(m) {
-			if !Held(m) && r.Set == "" { // another actor deleted it first; its replacement is a spare
+			if !HasFinalizer(m) && r.Set == "" { // another actor deleted it first; its replacement is a spare
 				delete(b.next.Releasing, uid)
 			}
 			continue
@@ -75,39 +75,39 @@ func (b *books) resumeReleases() {
 // handsOver reports whether a released claim's Machine is kept for the next claim: it is on its way
 // and certainly has no Node yet. A drained Node proves that there is one.
 func (s *Snapshot) handsOver(m *clusterv1.Machine) bool {
-	if !Alive(m) || Held(m) || !s.nodeless(m) || Outdated(m) || s.hopeless(m) {
+	if !Alive(m) || HasFinalizer(m) || !s.nodeless(m) || Outdated(m) || s.hasFailed(m) {
 		return false
 	}
 	if c := s.Claim(ClaimOf(m)); c != nil && (c.Status.FailedAt != nil || c.Status.Drained) {
 		return false
 	}
-	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
-	return !marked
+	_, deleteRequested := m.Annotations[clusterv1.DeleteMachineAnnotation]
+	return !deleteRequested
 }
 
-// giveBacks lowers replicas for Machines whose instance is gone and that only our finalizer keeps,
+// decrement lowers replicas for Machines whose instance is gone and that only our finalizer keeps,
 // and drops the records of Machines that are gone.
-func (b *books) giveBacks() {
+func (b *books) decrement() {
 	var ready []types.UID
 	for uid, r := range b.next.Releasing {
 		if b.deleted() && r.Set != "" {
 			// The whole group is being deleted, and Cluster API must not be paused for that.
-			b.giveBack(uid)
+			b.recordDecrement(uid)
 		}
 		m := b.machine(uid)
 		switch {
 		case m == nil:
-			// If given back, the release is done. Otherwise another actor removed the Machine, and
+			// If decremented, the release is done. Otherwise another actor removed the Machine, and
 			// its replacement is a spare. Under pause the lowering is completed below all the same,
 			// because the MachineSet may have been lowered already.
-			if r.GivenBack || r.Set == "" {
+			if r.Decremented || r.Set == "" {
 				delete(b.next.Releasing, uid)
 			} else {
 				ready = append(ready, uid)
 			}
-		case !r.GivenBack && DeletionCompleted(m):
+		case !r.Decremented && DeletionCompleted(m):
 			if SetOf(m) == "" && r.Set == "" { // its MachineSet was deleted and orphaned it: it has no replica
-				b.giveBack(uid)
+				b.recordDecrement(uid)
 				continue
 			}
 			ready = append(ready, uid)
@@ -131,30 +131,30 @@ func (b *books) giveBacks() {
 		// replicas. Lowering again would have Cluster API choose another Machine.
 		taken := -ReplicasOf(active[0])
 		for _, m := range b.Machines {
-			if SetOf(m) == active[0].Name && !b.next.Releasing[m.UID].GivenBack {
+			if SetOf(m) == active[0].Name && !b.next.Releasing[m.UID].Decremented {
 				taken++
 			}
 		}
 		b.d.Replicas -= min(max(0, Count(ready)-max(0, taken)), b.d.Replicas)
 		for _, uid := range ready {
-			b.giveBack(uid)
+			b.recordDecrement(uid)
 		}
 		b.d.Urgent = true
 		return
 	}
-	b.giveBackPaused(ready)
+	b.decrementPaused(ready)
 }
 
-// dateGiveBacks records the generation that carries the replicas given back by this decision. If
-// claims entered in the same write take as many replicas, spec does not change and there is no new
+// stampGenerations records the generation that carries this decision's decrements. If claims
+// entered in the same write take as many replicas, spec does not change and there is no new
 // generation. The present generation is right then, because the MachineSets need not change either.
-func (b *books) dateGiveBacks() {
+func (b *books) stampGenerations() {
 	generation := b.Deployment.Generation
 	if b.d.Replicas != b.Group.Replicas {
 		generation++
 	}
 	for uid, r := range b.next.Releasing {
-		if r.GivenBack && (b.Ledger == nil || !b.Ledger.Releasing[uid].GivenBack) {
+		if r.Decremented && (b.Ledger == nil || !b.Ledger.Releasing[uid].Decremented) {
 			r.Generation = generation
 			b.next.Releasing[uid] = r
 		}

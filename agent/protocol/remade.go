@@ -19,9 +19,9 @@ const (
 	// remadeSettles is how long objects of a Cluster that is not paused may still be arriving after
 	// the youngest of them was created again.
 	remadeSettles = 30 * time.Second
-	// SuspendedLook is how soon a held group is read again, because the end of a pause need not
+	// SuspendedDelay is how soon a held group is read again, because the end of a pause need not
 	// change any of the group's objects.
-	SuspendedLook = 10 * time.Second
+	SuspendedDelay = 10 * time.Second
 )
 
 // Carried reports whether a claim was created again together with its Cluster, and lost its status
@@ -49,30 +49,30 @@ func (s *Snapshot) rename() {
 		return
 	}
 	l := s.Ledger.Clone()
-	for id, named := range s.Ledger.Pending {
-		if m := s.named(named.Machine); m != nil && named.UID != "" {
-			named.UID = m.UID
-			l.Pending[id] = named
+	for id, entry := range s.Ledger.Pending {
+		if m := s.machineNamed(entry.Machine); m != nil && entry.UID != "" {
+			entry.UID = m.UID
+			l.Pending[id] = entry
 		}
 	}
 	for uid, r := range s.Ledger.Releasing {
-		m := s.named(r.Machine)
+		m := s.machineNamed(r.Machine)
 		if m == nil || m.UID == uid {
 			continue
 		}
 		if set := s.set(r.Set); set != nil && slices.Contains(ReleasedFrom(set), uid) {
 			r.LoweredAs = uid
 		}
-		if r.GivenBack {
+		if r.Decremented {
 			// The Machine lives again and takes a replica. If Cluster API has removed it by itself
 			// already, the MachineDeployment began with the lowered number.
-			r.GivenBack, r.Generation = !Alive(m), s.Deployment.Generation
+			r.Decremented, r.Generation = !Alive(m), s.Deployment.Generation
 		}
 		delete(l.Releasing, uid)
 		l.Releasing[m.UID] = r
 	}
 	for uid, r := range s.Ledger.Returning {
-		if m := s.named(r.Machine); m != nil && m.UID != uid {
+		if m := s.machineNamed(r.Machine); m != nil && m.UID != uid {
 			delete(l.Returning, uid)
 			l.Returning[m.UID] = r
 		}
@@ -97,8 +97,8 @@ func (s *Snapshot) Lacks() bool {
 	if s.Ledger == nil {
 		return false
 	}
-	for id, named := range s.Ledger.Pending {
-		if !claims[id] || named.UID != "" && !machines[named.UID] {
+	for id, entry := range s.Ledger.Pending {
+		if !claims[id] || entry.UID != "" && !machines[entry.UID] {
 			return true
 		}
 	}
@@ -149,7 +149,7 @@ func (s *Snapshot) remade(and string) *eligibility.Refusal {
 // its objects need to be there.
 func (s *Snapshot) wait(why *eligibility.Refusal) *Decision {
 	d := &Decision{Refused: map[string]eligibility.Refusal{}, Queued: map[string]bool{}, Held: true}
-	d.Wake(SuspendedLook)
+	d.Wake(SuspendedDelay)
 	if !s.Group.Suspended {
 		s.recreate(d)
 	}

@@ -18,7 +18,7 @@ import (
 // and the holder has reported its live claims since.
 func movedScene(replicas int32, ledger *Ledger) *Snapshot {
 	ledger.Version, ledger.UID, ledger.LastReplicas = 1, "before", replicas
-	s := scene(replicas, ledger)
+	s := atRest(replicas, ledger)
 	s.Deployment.UID, s.ClusterUID, s.Synced = "after", "cluster-after", true
 	s.Deployment.CreationTimestamp = metav1.NewTime(s.Now.Add(-time.Hour))
 	return s
@@ -35,9 +35,9 @@ func (s *Snapshot) withCarried(id string) *Snapshot {
 
 // A paused Cluster may be on its way to another hub. Its Machines go first, then its claims.
 func TestNothingIsConcludedWhileTheClusterIsPaused(t *testing.T) {
-	s := scene(2, &Ledger{
+	s := atRest(2, &Ledger{
 		Version: 1, LastReplicas: 2,
-		Pending: map[string]Named{"gone": {}}, Releasing: map[types.UID]Release{"vanished": {Machine: "vanished", Claim: "r", GivenBack: true}},
+		Pending: map[string]Assignment{"gone": {}}, Releasing: map[types.UID]Release{"vanished": {Machine: "vanished", Claim: "r", Decremented: true}},
 	}).withClaim("bound", v1alpha1.PhaseBound, "vanished-too").withClaim("r", v1alpha1.PhaseReleasing, "vanished").withClaim("new", "", "")
 	require.True(t, s.Lacks())
 	require.NotEmpty(t, Decide(s).Actions, "else the test shows nothing")
@@ -49,16 +49,16 @@ func TestNothingIsConcludedWhileTheClusterIsPaused(t *testing.T) {
 	assert.Nil(t, d.Ledger)
 	assert.Empty(t, d.Actions)
 	assert.Equal(t, eligibility.Paused, d.Refused["new"].Reason)
-	assert.NotZero(t, d.Again)
+	assert.NotZero(t, d.RequeueAfter)
 }
 
 func TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames(t *testing.T) {
 	s := movedScene(3, &Ledger{
-		Pending: map[string]Named{"p": {Machine: "promised", UID: "old-1"}, "q": {Machine: "vanished", UID: "old-2"}},
+		Pending: map[string]Assignment{"p": {Machine: "promised", UID: "old-1"}, "q": {Machine: "vanished", UID: "old-2"}},
 		Releasing: map[types.UID]Release{
 			"old-3": {Machine: "going", Claim: "r", Drained: true},
-			"old-4": {Machine: "given-back", Claim: "b", GivenBack: true, Generation: 40},
-			"old-5": {Machine: "alive-again", Claim: "a", GivenBack: true, Generation: 41},
+			"old-4": {Machine: "given-back", Claim: "b", Decremented: true, Generation: 40},
+			"old-5": {Machine: "alive-again", Claim: "a", Decremented: true, Generation: 41},
 		},
 	}).
 		withMachine("promised", "", booting).withMachine("going", "r", node).withMachine("alive-again", "a", node).
@@ -67,10 +67,10 @@ func TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames(t *testing.T) {
 		withClaim("b", v1alpha1.PhaseReleasing, "given-back").withClaim("a", v1alpha1.PhaseReleasing, "alive-again")
 	d := Decide(s)
 	require.NotNil(t, d.Ledger, "it is written for the MachineDeployment that there is now")
-	assert.Equal(t, map[string]Named{"p": {Machine: "promised", UID: "promised"}, "q": {}}, d.Ledger.Pending)
+	assert.Equal(t, map[string]Assignment{"p": {Machine: "promised", UID: "promised"}, "q": {}}, d.Ledger.Pending)
 	assert.Equal(t, map[types.UID]Release{
 		"going":       {Machine: "going", Claim: "r", Drained: true},
-		"given-back":  {Machine: "given-back", Claim: "b", GivenBack: true, Generation: 3},
+		"given-back":  {Machine: "given-back", Claim: "b", Decremented: true, Generation: 3},
 		"alive-again": {Machine: "alive-again", Claim: "a", Generation: 3},
 	}, d.Ledger.Releasing, "no MachineSet observes the generation of the one that was")
 	assert.Equal(t, int32(4), d.Replicas, "the Machine that lives again has one until it is gone")
@@ -100,7 +100,7 @@ func TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger(t *testing.T) {
 			kind: Restore,
 		},
 		"the ledger has it": {
-			change: func(s *Snapshot) { s.Ledger.Pending = map[string]Named{"c": {}} }, kind: MarkEntered,
+			change: func(s *Snapshot) { s.Ledger.Pending = map[string]Assignment{"c": {}} }, kind: MarkEntered,
 		},
 		"nobody knows it": {
 			change: func(*Snapshot) {}, kind: End,
@@ -129,7 +129,7 @@ func TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger(t *testing.T) {
 				assert.Nil(t, d.Ledger, "which may know more of it than is known yet")
 				if test.kind == "" {
 					assert.Empty(t, d.Actions)
-					assert.NotZero(t, d.Again)
+					assert.NotZero(t, d.RequeueAfter)
 					return
 				}
 				require.Equal(t, []ActionKind{test.kind}, kinds(d)[:1])
@@ -175,7 +175,7 @@ func TestAGroupThatIsDeletedWaitsForNoHolder(t *testing.T) {
 	s.Synced, s.Claims[0].Spec.Spoke = false, "the-spoke"
 	require.True(t, Decide(s).Held, "else the test shows nothing")
 	s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
-	assert.Contains(t, kinds(Decide(s)), LetGo)
+	assert.Contains(t, kinds(Decide(s)), RemoveFinalizer)
 }
 
 // Backups may leave claims out. Those are recreated from their Machines' labels, and are not new
@@ -218,6 +218,6 @@ func TestAMachineSetThatWasLoweredBeforeAMoveIsNotLoweredAgain(t *testing.T) {
 	assert.NotContains(t, kinds(d), LowerSet)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, types.UID("old"), d.Ledger.Releasing["m"].LoweredAs)
-	assert.True(t, d.Ledger.Releasing["m"].GivenBack)
+	assert.True(t, d.Ledger.Releasing["m"].Decremented)
 	assert.Equal(t, 3-one, d.Replicas)
 }

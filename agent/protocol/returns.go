@@ -25,7 +25,7 @@ func (b *books) startReturns() {
 			continue
 		}
 		m := b.machine(c.Status.Machine.UID)
-		if m == nil || !Alive(m) || Held(m) || b.returned(m.UID) || !b.mayReturn(c, m) {
+		if m == nil || !Alive(m) || HasFinalizer(m) || b.returned(m.UID) || !b.mayReturn(c, m) {
 			continue
 		}
 		_, releasing := b.next.Releasing[m.UID]
@@ -35,7 +35,7 @@ func (b *books) startReturns() {
 		if !b.budget.give(m.Name, c.Spec.ClaimID) {
 			return
 		}
-		b.next.Floor = b.users(b.Group.Replicas) + 1
+		b.next.Floor = b.userOwned(b.Group.Replicas) + 1
 		b.next.Returning[m.UID] = Returned{Machine: m.Name, Claim: c.Spec.ClaimID}
 		b.floors[m.UID] = true
 		b.d.Urgent = true
@@ -50,7 +50,7 @@ func (b *books) mayReturn(c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
 	case c.Spec.ClaimID:
 		return true
 	case "":
-		return !entered && !b.promised[m.UID] && !wasReturned(m)
+		return !entered && !b.assigned[m.UID] && !wasReturned(m)
 	}
 	return false
 }
@@ -96,7 +96,7 @@ func (s *Snapshot) recordsReturn(c *v1alpha1.MachineClaim) bool {
 // actOnReturned ends a claim that has returned its Machine, once the Machine does not carry its
 // label any more. It returns false for a claim that is treated like any other: one that returns
 // nothing, or whose Machine was lost before the ledger recorded the return.
-func (s *Snapshot) actOnReturned(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, named Named, entered bool) (done bool) {
+func (s *Snapshot) actOnReturned(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, entry Assignment, entered bool) (done bool) {
 	if s.recordsReturn(c) {
 		switch labelled := s.labelled(c.Spec.ClaimID); {
 		case labelled == nil:
@@ -110,7 +110,7 @@ func (s *Snapshot) actOnReturned(d *Decision, c *v1alpha1.MachineClaim, m *clust
 		return false
 	}
 	switch {
-	case ClaimOf(m) == "" && entered && named.UID == m.UID && !Held(m):
+	case ClaimOf(m) == "" && entered && entry.UID == m.UID && !HasFinalizer(m):
 		return false // Finish the label first; then only the Return action removes it.
 	case ClaimOf(m) == "" && wasReturned(m) && s.Ledger != nil:
 		d.end(c, ReasonReturned, returned)

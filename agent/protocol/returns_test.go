@@ -19,7 +19,7 @@ import (
 // returning is a group in which the user owns one of two Machines, and the claim of the other one
 // returns it.
 func returning() *Snapshot {
-	s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Floor: 1}).
+	s := atRest(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Floor: 1}).
 		withMachine("mine", "", node).withMachine("b", "c", node).withClaim("c", v1alpha1.PhaseBound, "b")
 	s.Claims[0].Status.Machine.NodeName = "node-b"
 	s.Claims[0].Status.Returned = true
@@ -105,7 +105,7 @@ func TestAReturnedMachineIsBeyondTheMinSize(t *testing.T) {
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, int32(2), d.Ledger.Floor)
 	assert.Equal(t, int32(2), d.Replicas)
-	assert.False(t, d.Spare)
+	assert.False(t, d.HasSpare)
 }
 
 // Replicas that the max size left no room for are not the user's.
@@ -125,7 +125,7 @@ func TestAReturnedMachineIsPromisedToNobody(t *testing.T) {
 	s.withClaim("next", v1alpha1.PhasePending, "")
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
-	assert.Equal(t, Named{}, d.Ledger.Pending["next"])
+	assert.Equal(t, Assignment{}, d.Ledger.Pending["next"])
 	assert.Equal(t, int32(3), d.Replicas)
 }
 
@@ -140,7 +140,7 @@ func TestAReturnWaits(t *testing.T) {
 		},
 		"until the claim's label is on": func(s *Snapshot) {
 			s.Machines[1].Labels = nil
-			s.Ledger.Pending = map[string]Named{"c": {Machine: "b", UID: "b"}}
+			s.Ledger.Pending = map[string]Assignment{"c": {Machine: "b", UID: "b"}}
 		},
 		"without room in the ledger": func(s *Snapshot) { s.LedgerBudget = 1 },
 	} {
@@ -198,7 +198,7 @@ func TestAReturnedMachineThatIsGoneTakesNoPlaceOfTheFloor(t *testing.T) {
 // The holder was promised that its Machine stays. If the floor has fewer Machines than there are
 // marks, an older one goes.
 func TestAReturnedMachineStaysBeforeOlderOnesOfTheFloor(t *testing.T) {
-	s := scene(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Floor: 2}).
+	s := atRest(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Floor: 2}).
 		withMachine("y1", "", node).withMachine("y2", "", node).withMachine("c", "", node)
 	s.SpareSince = s.Now.Add(-time.Hour)
 	for i, value := range []string{"true", "true", v1alpha1.FloorReturned} {
@@ -278,7 +278,7 @@ func TestAReturnedMachineIsNotReleased(t *testing.T) {
 		d := Decide(s)
 		assert.Nil(t, d.Ledger)
 		assert.Equal(t, int32(2), d.Replicas)
-		assert.NotContains(t, kinds(d), Hold)
+		assert.NotContains(t, kinds(d), BeginDelete)
 		assert.Contains(t, []ActionKind{Return, End}, kinds(d)[0])
 		if kinds(d)[0] == End {
 			assert.Equal(t, ReasonReturned, d.Actions[0].Event.Reason)
@@ -314,7 +314,7 @@ func TestAMachineThatIsBeingReturnedIsNotAdopted(t *testing.T) {
 // The mark shows which Machine a person or the cluster-autoscaler is about to remove.
 func TestAMachineThatIsToBeRemovedIsAdoptedOnlyByAClaimThatNeedsIt(t *testing.T) {
 	for _, spare := range []bool{true, false} {
-		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Floor: 1}).withMachine("m", "", node).withClaim("c", v1alpha1.PhasePending, "")
+		s := atRest(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Floor: 1}).withMachine("m", "", node).withClaim("c", v1alpha1.PhasePending, "")
 		s.Machines[0].Annotations = map[string]string{clusterv1.DeleteMachineAnnotation: ""}
 		s.Claims[0].Spec.Adopt, s.Claims[0].Spec.AdoptAboveMinSize = "m", spare
 		_, refused := Decide(s).Refused["c"]

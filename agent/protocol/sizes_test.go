@@ -15,7 +15,7 @@ import (
 // sized is a group of ten running, unclaimed Machines that a min size of ten kept, with the given
 // size annotations now.
 func sized(sizes map[string]string) *Snapshot {
-	s := scene(10, &Ledger{Version: 1, Seq: 1, Min: 10, LastReplicas: 10})
+	s := atRest(10, &Ledger{Version: 1, Seq: 1, Min: 10, LastReplicas: 10})
 	s.Deployment.Annotations = sizes
 	s.Deployment.Labels = map[string]string{v1alpha1.MemberLabel: ""}
 	s.Group = eligibility.Of(s.Deployment, &clusterv1.Cluster{})
@@ -80,7 +80,7 @@ func TestTheLastGoodMinSizeStaysInForce(t *testing.T) {
 }
 
 func TestClaimsAreReleasedWhateverTheSizesAre(t *testing.T) {
-	s := scene(11, &Ledger{Version: 1, Seq: 1, Min: 10, LastReplicas: 11}).
+	s := atRest(11, &Ledger{Version: 1, Seq: 1, Min: 10, LastReplicas: 11}).
 		withMachine("m", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "m")
 	s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.Invalid}}
 	d := Decide(s)
@@ -98,14 +98,14 @@ func TestAClaimIsRefusedWhileASizeCannotBeUsed(t *testing.T) {
 
 // A group without any claim is raised to its min size as well.
 func TestReplicasAreRaisedToTheMinSizeWithoutAClaim(t *testing.T) {
-	s := scene(1, nil).withMachine("a", "", node)
+	s := atRest(1, nil).withMachine("a", "", node)
 	s.Group.Min = 3
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, int32(3), d.Replicas)
 	assert.Equal(t, int32(3), d.Ledger.Min)
 
-	s = scene(1, nil).withMachine("a", "", node)
+	s = atRest(1, nil).withMachine("a", "", node)
 	s.Group.Min = 3
 	s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.NotMember}}
 	assert.Nil(t, Decide(s).Ledger, "the group did not opt in")
@@ -115,7 +115,7 @@ func TestReplicasAreRaisedToTheMinSizeWithoutAClaim(t *testing.T) {
 // paused is paused.
 func TestAPauseIsRespectedWhateverElseIsWrong(t *testing.T) {
 	for _, other := range []eligibility.Reason{eligibility.NotMember, eligibility.Deleting, eligibility.CoolingDown} {
-		s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "", node)
+		s := atRest(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "", node)
 		s.SpareSince = s.Now.Add(-time.Hour)
 		s.Group.Refusals = []eligibility.Refusal{{Reason: other}}
 		require.NotNil(t, Decide(s).Ledger, "%s alone: the spare is removed", other)
@@ -127,7 +127,7 @@ func TestAPauseIsRespectedWhateverElseIsWrong(t *testing.T) {
 // While a topology sets the replicas, it would set raised replicas back, and Cluster API would
 // remove Machines of its choice.
 func TestNothingIsRaisedWhereAnotherOwnerSetsTheReplicas(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, Seq: 1, Floor: 1, LastReplicas: 1}).
+	s := atRest(1, &Ledger{Version: 1, Seq: 1, Floor: 1, LastReplicas: 1}).
 		withMachine("a", "", node).withMachine("m", "c", node).withClaim("c", v1alpha1.PhaseBound, "m")
 	s.Claims[0].Status.Machine.NodeName = "node-m"
 	assert.Equal(t, int32(2), Decide(s).Replicas)

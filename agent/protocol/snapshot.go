@@ -50,9 +50,9 @@ type Snapshot struct {
 	// SpareGrace is how long a spare is kept for the next claim.
 	SpareGrace time.Duration
 	// Failure defines when a Machine is given up.
-	Failure Failure
-	// Reports holds the conditions of infrastructure objects that [Failure.See] names, by the UID
-	// of the Machine.
+	Failure FailurePolicy
+	// Reports holds the conditions of infrastructure objects that [FailurePolicy.See] names, by the
+	// UID of the Machine.
 	Reports map[types.UID]Report
 	// LedgerBudget is how many bytes all entries of the ledger may take; zero means [LedgerBudget].
 	LedgerBudget int
@@ -165,8 +165,8 @@ func (s *Snapshot) MadeAgain() bool {
 
 func (s *Snapshot) machine(uid types.UID) *clusterv1.Machine { return s.byUID[uid] }
 
-// named returns the Machine of that name, or nil.
-func (s *Snapshot) named(name string) *clusterv1.Machine {
+// machineNamed returns the Machine of that name, or nil.
+func (s *Snapshot) machineNamed(name string) *clusterv1.Machine {
 	if i := slices.IndexFunc(s.Machines, func(m *clusterv1.Machine) bool { return m.Name == name }); i >= 0 {
 		return s.Machines[i]
 	}
@@ -194,18 +194,19 @@ func (s *Snapshot) activeSets() []*clusterv1.MachineSet {
 // observed reports whether Cluster API has carried generation g of the MachineDeployment through to
 // all its MachineSets and assigned all replicas.
 func (s *Snapshot) observed(g int64) bool {
-	return s.carriedThrough(g) && s.assigned()
+	return s.reconciled(g) && s.replicasDistributed()
 }
 
-// assigned reports whether the MachineDeployment's replicas are all distributed to the MachineSets.
-func (s *Snapshot) assigned() bool {
-	return s.allLowered() && s.sum() == *s.Deployment.Spec.Replicas
+// replicasDistributed reports whether the MachineDeployment's replicas are all distributed to the
+// MachineSets.
+func (s *Snapshot) replicasDistributed() bool {
+	return s.scaleDownObserved() && s.sum() == *s.Deployment.Spec.Replicas
 }
 
-// allLowered reports whether every lowering of the MachineDeployment's replicas has reached the
-// MachineSets. A raise need not have: Cluster API defers it while a MachineSet's status counts more
-// Machines than its spec, which may last as long as the MachineSet is paused.
-func (s *Snapshot) allLowered() bool {
+// scaleDownObserved reports whether every lowering of the MachineDeployment's replicas has reached
+// the MachineSets. A raise need not have: Cluster API defers it while a MachineSet's status counts
+// more Machines than its spec, which may last as long as the MachineSet is paused.
+func (s *Snapshot) scaleDownObserved() bool {
 	md := s.Deployment
 	return md.Status.ObservedGeneration >= md.Generation && md.Spec.Replicas != nil && s.sum() <= *md.Spec.Replicas
 }
@@ -241,9 +242,9 @@ func (s *Snapshot) onDelete() bool {
 	return s.Deployment.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType
 }
 
-// carriedThrough reports whether every MachineSet has acted on generation g of the
+// reconciled reports whether every MachineSet has acted on generation g of the
 // MachineDeployment, whatever a rollout does to the numbers meanwhile.
-func (s *Snapshot) carriedThrough(g int64) bool {
+func (s *Snapshot) reconciled(g int64) bool {
 	if s.Deployment.Status.ObservedGeneration < g {
 		return false
 	}
@@ -304,14 +305,14 @@ func ClaimOf(m *clusterv1.Machine) string {
 	return m.Labels[v1alpha1.ClaimLabel]
 }
 
-// Held reports whether the agent's finalizer is on the Machine.
-func Held(m *clusterv1.Machine) bool {
+// HasFinalizer reports whether the agent's finalizer is on the Machine.
+func HasFinalizer(m *clusterv1.Machine) bool {
 	return slices.Contains(m.Finalizers, v1alpha1.ReleaseFinalizer)
 }
 
-// hooked reports whether the Machine has the pre-terminate hook that earlier versions of the agent
+// hasHook reports whether the Machine has the pre-terminate hook that earlier versions of the agent
 // put on Machines that other actors delete.
-func hooked(m *clusterv1.Machine) bool {
+func hasHook(m *clusterv1.Machine) bool {
 	_, yes := m.Annotations[v1alpha1.ReleaseHook]
 	return yes
 }

@@ -26,8 +26,8 @@ func (b *books) releaseSpare() {
 	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == ofFloor })
 	// A Machine without infrastructure goes even if a claim waits: no claim can have it, and
 	// Cluster API attends to no other Machine before.
-	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !b.gone(m) })
-	waits := (b.next.Unnamed() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0
+	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !b.infrastructureGone(m) })
+	waits := (b.next.Unassigned() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0
 	if waits && len(gone) == 0 || !b.graceOver() {
 		return
 	}
@@ -86,7 +86,7 @@ func (b *books) graceOver() bool {
 	return left <= 0
 }
 
-// shrink gives back spares whose Machines never came because their MachineSet is blocked. If
+// shrink removes spares whose Machines never came because their MachineSet is blocked. If
 // replicas were lowered while the MachineSet may still create those Machines, it could delete
 // others. So the MachineSet is paused first, and then its Machines are counted. It is unpaused once
 // the lowered number has reached it, or when the spare has found another use. The ledger records
@@ -104,7 +104,7 @@ func (b *books) shrink() {
 				return
 			}
 		}
-		if may && b.graceOver() && b.observed(b.Deployment.Generation) && !marked(active[0]) && !b.lowersUnderPause() {
+		if may && b.graceOver() && b.observed(b.Deployment.Generation) && !hasPausedAnnotation(active[0]) && !b.lowersUnderPause() {
 			b.next.Shrink = &Shrink{Set: active[0].Name}
 		}
 		return
@@ -113,7 +113,7 @@ func (b *books) shrink() {
 	ours := set != nil && set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
 	may = may && active[0] == set
 	switch {
-	case !b.next.Shrink.Done && may && !marked(set):
+	case !b.next.Shrink.Done && may && !hasPausedAnnotation(set):
 		if b.observed(b.Deployment.Generation) {
 			b.d.Actions = append(b.d.Actions, Action{Kind: PauseMachineSet, Set: set})
 		}
@@ -121,11 +121,11 @@ func (b *books) shrink() {
 		// Do not wait for the MachineSet to observe its replicas: while paused it never will.
 		switch {
 		case !IsPaused(set.Status.Conditions):
-		case b.assigned():
+		case b.replicasDistributed():
 			b.d.Replicas -= missing
 			b.d.Urgent, b.d.Removes = true, true
 			b.next.Shrink = &Shrink{Set: set.Name, Done: true}
-		case b.allLowered(): // a raise is put off until it is unpaused
+		case b.scaleDownObserved(): // a raise is put off until it is unpaused
 			b.next.Shrink = &Shrink{Set: set.Name, Done: true}
 		}
 	case !b.next.Shrink.Done:
@@ -136,14 +136,14 @@ func (b *books) shrink() {
 		// A rollout that began meanwhile waits for the MachineSet to release its Machines, and so
 		// does the deletion of the group.
 		overtaken := b.deleted() || len(active) != 1 || active[0] != set || !b.onDelete() && b.newest() != set
-		if overtaken || b.allLowered() && b.d.Replicas == b.Group.Replicas {
+		if overtaken || b.scaleDownObserved() && b.d.Replicas == b.Group.Replicas {
 			b.d.Actions = append(b.d.Actions, Action{Kind: UnpauseMachineSet, Set: set})
 		}
 	}
 }
 
-// marked reports whether the MachineSet has the paused annotation, from any actor.
-func marked(set *clusterv1.MachineSet) bool {
+// hasPausedAnnotation reports whether the MachineSet has the paused annotation, from any actor.
+func hasPausedAnnotation(set *clusterv1.MachineSet) bool {
 	_, yes := set.Annotations[clusterv1.PausedAnnotation]
 	return yes
 }

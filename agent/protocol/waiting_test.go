@@ -19,10 +19,10 @@ import (
 // waits is a group in which two claims have waited for the given time. Their deadline is five
 // minutes.
 func waits(long time.Duration) *Snapshot {
-	s := scene(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
+	s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Pending: map[string]Assignment{"a": {}, "b": {}}}).
 		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "")
 	s.Sets[0].Generation++ // Machines are still being made
-	s.Failure = Failure{ObjectDeadline: 5 * time.Minute}
+	s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
 	s.Now = s.Now.Add(long)
 	return s
 }
@@ -45,7 +45,7 @@ func TestADeadlineThatPassedWhileNoAgentLookedBeginsAnew(t *testing.T) {
 	}
 	d := Decide(s)
 	assert.Empty(t, kinds(d), "another agent sees it as well")
-	assert.Equal(t, 5*time.Minute, d.Again)
+	assert.Equal(t, 5*time.Minute, d.RequeueAfter)
 	s.Now = s.Now.Add(5 * time.Minute)
 	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)))
 }
@@ -55,7 +55,7 @@ func TestAnAgentThatJustStartedLetsNoClaimFail(t *testing.T) {
 	s.Started = s.Now.Add(-time.Minute)
 	d := Decide(s)
 	assert.Empty(t, kinds(d), "its holder has not reported yet which Nodes a claim may have")
-	assert.Equal(t, time.Minute, d.Again)
+	assert.Equal(t, time.Minute, d.RequeueAfter)
 	s.Now = s.Now.Add(time.Minute)
 	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)), "it has now")
 }
@@ -76,7 +76,7 @@ func TestTheTimeOfAPauseIsNotTimeForAMachine(t *testing.T) {
 	}}
 	d := Decide(s)
 	assert.Empty(t, kinds(d), "it was paused until a minute ago")
-	assert.Equal(t, 4*time.Minute, d.Again)
+	assert.Equal(t, 4*time.Minute, d.RequeueAfter)
 	s.Now = s.Now.Add(4 * time.Minute)
 	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)))
 }
@@ -89,7 +89,7 @@ func TestAClaimsWaitCountsFromWhenItWasEntered(t *testing.T) {
 	}
 	d := Decide(s)
 	assert.Empty(t, kinds(d))
-	assert.Equal(t, 4*time.Minute, d.Again)
+	assert.Equal(t, 4*time.Minute, d.RequeueAfter)
 }
 
 // Two hundred claims that arrive one after another while a MachineSet is blocked are explained once
@@ -124,7 +124,7 @@ func explained(t *testing.T, s *Snapshot) int {
 // troubled is a group with a claim that was bound just now, to a Machine whose infrastructure
 // reports something that passes.
 func troubled() (*Snapshot, *v1alpha1.MachineClaim) {
-	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 		withMachine("m", "c", infrastructure("RequestLimited")).withClaim("c", v1alpha1.PhaseBound, "m")
 	bound := metav1.NewTime(s.Now)
 	c := s.Claims[0]
@@ -138,7 +138,7 @@ func TestABoundClaimThatWaitsForLongShowsWhatItsInfrastructureReports(t *testing
 	condition := &s.Machines[0].Status.Conditions[0]
 	d := Decide(s)
 	require.Empty(t, kinds(d), "most Machines come before that")
-	require.Equal(t, slowInfrastructure, d.Again)
+	require.Equal(t, slowInfrastructure, d.RequeueAfter)
 
 	writes := 0
 	for attempt := range 30 {
@@ -235,7 +235,7 @@ func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 	}{
 		"a group at rest": {change: func(*Snapshot) {}, only: true},
 		"the mark of the claim before is not seen yet": {change: func(s *Snapshot) {
-			s.Ledger.Pending["before"], s.Ledger.LastReplicas, s.Group.Replicas = Named{}, 2, 2
+			s.Ledger.Pending["before"], s.Ledger.LastReplicas, s.Group.Replicas = Assignment{}, 2, 2
 			s.withClaim("before", "", "")
 		}, only: true},
 		"another claim waits, too": {change: func(s *Snapshot) { s.withClaim("d", "", "") }},
@@ -246,7 +246,7 @@ func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 		"the user scaled":              {change: func(s *Snapshot) { s.Ledger.LastReplicas = 5 }},
 		"a claim gives its place back": {change: func(s *Snapshot) { s.withClaim("gone", v1alpha1.PhaseReleasing, "") }},
 		"a claim is about to be bound": {change: func(s *Snapshot) {
-			s.Ledger.Pending["p"] = Named{Machine: "own", UID: "own"}
+			s.Ledger.Pending["p"] = Assignment{Machine: "own", UID: "own"}
 			s.withClaim("p", "", "")
 		}},
 		"the max size":                         {change: func(s *Snapshot) { s.Group.Max = new(int32(1)) }},
@@ -254,7 +254,7 @@ func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 		"a MachineDeployment without a ledger": {change: func(s *Snapshot) { s.Ledger = nil }},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := scene(1, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 1, Pending: map[string]Named{}})
+			s := atRest(1, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 1, Pending: map[string]Assignment{}})
 			s.withMachine("own", "", node).withClaim("c", "", "")
 			test.change(s)
 			assert.Equal(t, test.only, Decide(s).EntersOnly(s, "c"))

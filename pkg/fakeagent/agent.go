@@ -65,14 +65,14 @@ type Agent struct {
 	expired  map[clusterKey]int64
 	unsynced bool
 	steps    Infrastructure
-	changed  dirt
+	changed  unpublished
 
-	groupFeed   *feed[*agentv1alpha1.NodeGroup]
-	claimFeed   *feed[*agentv1alpha1.Claim]
-	machineFeed *feed[*agentv1alpha1.Machine]
-	// clusterFeed has every Cluster under the empty key: its streams are of all of them.
-	clusterFeed   *feed[*agentv1alpha1.Cluster]
-	publishedFeed *feed[*agentv1alpha1.PublishedObject]
+	groupView   *view[*agentv1alpha1.NodeGroup]
+	claimView   *view[*agentv1alpha1.Claim]
+	machineView *view[*agentv1alpha1.Machine]
+	// clusterView has every Cluster under the empty key: its streams are of all of them.
+	clusterView   *view[*agentv1alpha1.Cluster]
+	publishedView *view[*agentv1alpha1.PublishedObject]
 	// nodePools are the last reports.
 	nodePools map[clusterKey]*agentv1alpha1.ReportNodePoolsRequest
 	// nodePoolSets are the NodePoolSets of each Cluster, the oldest first.
@@ -102,12 +102,12 @@ func New(options ...Option) *Agent {
 		onboardings:   map[clusterKey]string{},
 		reports:       map[clusterKey][]*agentv1alpha1.NodeReport{},
 		steps:         s.infrastructure,
-		changed:       newDirt(),
-		groupFeed:     newFeed[*agentv1alpha1.NodeGroup](),
-		claimFeed:     newFeed[*agentv1alpha1.Claim](),
-		machineFeed:   newFeed[*agentv1alpha1.Machine](),
-		clusterFeed:   newFeed[*agentv1alpha1.Cluster](),
-		publishedFeed: newFeed[*agentv1alpha1.PublishedObject](),
+		changed:       newUnpublished(),
+		groupView:     newView[*agentv1alpha1.NodeGroup](),
+		claimView:     newView[*agentv1alpha1.Claim](),
+		machineView:   newView[*agentv1alpha1.Machine](),
+		clusterView:   newView[*agentv1alpha1.Cluster](),
+		publishedView: newView[*agentv1alpha1.PublishedObject](),
 		nodePools:     map[clusterKey]*agentv1alpha1.ReportNodePoolsRequest{},
 		nodePoolSets:  map[clusterKey][]*publishedSet{},
 		dropped:       make(chan struct{}),

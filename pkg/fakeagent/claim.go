@@ -86,7 +86,7 @@ func (c *claim) happened(now time.Time, reason, message string) {
 func (a *Agent) Claim(cluster *agentv1alpha1.ClusterRef, claimID string) *agentv1alpha1.Claim {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	object, ok := a.claimFeed.get(keyOf(cluster), claimID)
+	object, ok := a.claimView.get(keyOf(cluster), claimID)
 	if !ok {
 		return nil
 	}

@@ -163,7 +163,7 @@ func (a *Agent) NodeGroup(id string) *agentv1alpha1.NodeGroup {
 	if !ok {
 		return nil
 	}
-	object, _ := a.groupFeed.get(g.cluster, id)
+	object, _ := a.groupView.get(g.cluster, id)
 	return object
 }
 

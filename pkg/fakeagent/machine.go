@@ -147,7 +147,7 @@ func (a *Agent) stepsOf(g *group) Infrastructure {
 func (a *Agent) Machine(cluster *agentv1alpha1.ClusterRef, name string) *agentv1alpha1.Machine {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	object, ok := a.machineFeed.get(keyOf(cluster), name)
+	object, ok := a.machineView.get(keyOf(cluster), name)
 	if !ok {
 		return nil
 	}

@@ -205,13 +205,13 @@ func (a *Agent) republish(cluster clusterKey) {
 			}
 		}
 	}
-	for _, shown := range a.publishedFeed.list(cluster, everything[*agentv1alpha1.PublishedObject]) {
+	for _, shown := range a.publishedView.list(cluster, everything[*agentv1alpha1.PublishedObject]) {
 		if key := client.PublishedKey(shown); planned[key] == nil {
-			a.publishedFeed.remove(cluster, key)
+			a.publishedView.remove(cluster, key)
 		}
 	}
 	for _, key := range slices.Sorted(maps.Keys(planned)) {
-		a.publishedFeed.put(cluster, key, planned[key])
+		a.publishedView.put(cluster, key, planned[key])
 	}
 }
 

@@ -1,15 +1,15 @@
 package fakeagent
 
-// dirt is what has changed since it was last published.
-type dirt struct {
+// unpublished is what has changed since it was last published.
+type unpublished struct {
 	groups   map[*group]struct{}
 	machines map[*machine]struct{}
 	claims   map[*claim]struct{}
 	clusters map[clusterKey]struct{}
 }
 
-func newDirt() dirt {
-	return dirt{
+func newUnpublished() unpublished {
+	return unpublished{
 		groups:   map[*group]struct{}{},
 		machines: map[*machine]struct{}{},
 		claims:   map[*claim]struct{}{},
@@ -38,35 +38,35 @@ func (a *Agent) publish() {
 		a.touchCluster(g.cluster)
 		switch a.groups[g.id] {
 		case g:
-			a.groupFeed.put(g.cluster, g.id, g.render(now))
+			a.groupView.put(g.cluster, g.id, g.render(now))
 		case nil:
-			a.groupFeed.remove(g.cluster, g.id)
+			a.groupView.remove(g.cluster, g.id)
 		}
 	}
 	for m := range a.changed.machines {
 		a.touchCluster(m.group.cluster)
 		switch {
 		case m.gone:
-			a.machineFeed.remove(m.group.cluster, m.name)
+			a.machineView.remove(m.group.cluster, m.name)
 		case m.appeared:
-			a.machineFeed.put(m.group.cluster, m.name, m.render())
+			a.machineView.put(m.group.cluster, m.name, m.render())
 		}
 	}
 	for c := range a.changed.claims {
 		a.touchCluster(c.cluster)
 		if a.claims[c.cluster][c.id] == c {
-			a.claimFeed.put(c.cluster, c.id, c.render())
+			a.claimView.put(c.cluster, c.id, c.render())
 		} else {
-			a.claimFeed.remove(c.cluster, c.id)
+			a.claimView.remove(c.cluster, c.id)
 		}
 	}
 	// The last, because it counts what was published above.
 	for key := range a.changed.clusters {
 		if shown := a.renderCluster(key); shown != nil {
-			a.clusterFeed.put(clusterKey{}, key.String(), shown)
+			a.clusterView.put(clusterKey{}, key.String(), shown)
 		} else {
-			a.clusterFeed.remove(clusterKey{}, key.String())
+			a.clusterView.remove(clusterKey{}, key.String())
 		}
 	}
-	a.changed = newDirt()
+	a.changed = newUnpublished()
 }

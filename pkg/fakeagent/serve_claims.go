@@ -208,7 +208,7 @@ func (s claimService) GetClaim(
 	if err := a.readable(ctx, cluster); err != nil {
 		return nil, err
 	}
-	claim, ok := a.claimFeed.get(cluster, request.GetClaimId())
+	claim, ok := a.claimView.get(cluster, request.GetClaimId())
 	if !ok {
 		if err := a.whole(cluster); err != nil {
 			return nil, err
@@ -231,7 +231,7 @@ func (s claimService) ListClaims(
 		return nil, err
 	}
 	response := &agentv1alpha1.ListClaimsResponse{
-		Claims: a.claimFeed.list(cluster, func(c *agentv1alpha1.Claim) bool {
+		Claims: a.claimView.list(cluster, func(c *agentv1alpha1.Claim) bool {
 			return heldBy(request.GetHolder())(c) &&
 				(request.GetIncludeEnded() || c.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED)
 		}),
@@ -251,7 +251,7 @@ func (s claimService) ListClaims(
 func (s claimService) WatchClaims(
 	request *agentv1alpha1.WatchClaimsRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchClaimsResponse],
 ) error {
-	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.readable, s.agent.claimFeed, heldBy(request.GetHolder()),
+	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.readable, s.agent.claimView, heldBy(request.GetHolder()),
 		encoding[*agentv1alpha1.Claim]{
 			upsert: func(claim *agentv1alpha1.Claim) error {
 				if claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {

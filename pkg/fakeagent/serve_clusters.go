@@ -63,10 +63,10 @@ func (a *Agent) renderCluster(key clusterKey) *agentv1alpha1.Cluster {
 	_, paused := a.paused[key]
 	message := &agentv1alpha1.Cluster{
 		Ref: key.ref(), Uid: c.uid, CreatedAt: timestamppb.New(c.created), Paused: paused,
-		NodeGroups: int32(len(a.groupFeed.objects[key])),
-		Machines:   int32(len(a.machineFeed.objects[key])),
+		NodeGroups: int32(len(a.groupView.objects[key])),
+		Machines:   int32(len(a.machineView.objects[key])),
 	}
-	for _, claim := range a.claimFeed.objects[key] {
+	for _, claim := range a.claimView.objects[key] {
 		switch claim.GetPhase() {
 		case agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		case agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING:
@@ -110,7 +110,7 @@ func (s clusterService) ListClusters(
 	if err := a.readable(ctx, clusterKey{}); err != nil {
 		return nil, err
 	}
-	return &agentv1alpha1.ListClustersResponse{Clusters: a.clusterFeed.list(clusterKey{}, readable)}, nil
+	return &agentv1alpha1.ListClustersResponse{Clusters: a.clusterView.list(clusterKey{}, readable)}, nil
 }
 
 func (s clusterService) WatchClusters(
@@ -121,7 +121,7 @@ func (s clusterService) WatchClusters(
 	if err != nil {
 		return err
 	}
-	return serve(stream.Context(), s.agent, nil, s.agent.readable, s.agent.clusterFeed, readable, encoding[*agentv1alpha1.Cluster]{
+	return serve(stream.Context(), s.agent, nil, s.agent.readable, s.agent.clusterView, readable, encoding[*agentv1alpha1.Cluster]{
 		upsert: func(cluster *agentv1alpha1.Cluster) error {
 			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Upsert{Upsert: cluster}})
 		},

@@ -28,7 +28,7 @@ func (s machineService) ListMachines(
 		return nil, err
 	}
 	return &agentv1alpha1.ListMachinesResponse{
-		Machines: a.machineFeed.list(cluster, func(m *agentv1alpha1.Machine) bool {
+		Machines: a.machineView.list(cluster, func(m *agentv1alpha1.Machine) bool {
 			return request.GetNodeGroupId() == "" || m.GetNodeGroupId() == request.GetNodeGroupId()
 		}),
 	}, nil
@@ -43,7 +43,7 @@ func (s machineService) GetMachine(
 	if err := a.readable(ctx, cluster); err != nil {
 		return nil, err
 	}
-	machine, ok := a.machineFeed.get(cluster, request.GetName())
+	machine, ok := a.machineView.get(cluster, request.GetName())
 	if !ok {
 		if err := a.whole(cluster); err != nil {
 			return nil, err
@@ -56,7 +56,7 @@ func (s machineService) GetMachine(
 func (s machineService) WatchMachines(
 	request *agentv1alpha1.WatchMachinesRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchMachinesResponse],
 ) error {
-	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.readable, s.agent.machineFeed, everything[*agentv1alpha1.Machine],
+	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.readable, s.agent.machineView, everything[*agentv1alpha1.Machine],
 		encoding[*agentv1alpha1.Machine]{
 			upsert: func(machine *agentv1alpha1.Machine) error {
 				return stream.Send(&agentv1alpha1.WatchMachinesResponse{

@@ -25,8 +25,8 @@ func (s nodeGroupService) ListNodeGroups(
 		return nil, err
 	}
 	return &agentv1alpha1.ListNodeGroupsResponse{
-		NodeGroups: a.groupFeed.list(cluster, everything[*agentv1alpha1.NodeGroup]),
-		Generation: a.groupFeed.generation,
+		NodeGroups: a.groupView.list(cluster, everything[*agentv1alpha1.NodeGroup]),
+		Generation: a.groupView.generation,
 	}, nil
 }
 
@@ -39,7 +39,7 @@ func (s nodeGroupService) GetNodeGroup(
 	if err := a.existing(ctx, cluster); err != nil {
 		return nil, err
 	}
-	group, ok := a.groupFeed.get(cluster, request.GetId())
+	group, ok := a.groupView.get(cluster, request.GetId())
 	if !ok {
 		return nil, agenterrors.NodeGroupNotFound(request.GetId())
 	}
@@ -49,7 +49,7 @@ func (s nodeGroupService) GetNodeGroup(
 func (s nodeGroupService) WatchNodeGroups(
 	request *agentv1alpha1.WatchNodeGroupsRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchNodeGroupsResponse],
 ) error {
-	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.existing, s.agent.groupFeed, everything[*agentv1alpha1.NodeGroup],
+	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.existing, s.agent.groupView, everything[*agentv1alpha1.NodeGroup],
 		encoding[*agentv1alpha1.NodeGroup]{
 			upsert: func(group *agentv1alpha1.NodeGroup) error {
 				return stream.Send(&agentv1alpha1.WatchNodeGroupsResponse{

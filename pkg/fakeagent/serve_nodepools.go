@@ -37,7 +37,7 @@ func (s nodePoolService) ListPublishedObjects(
 		return nil, err
 	}
 	return &agentv1alpha1.ListPublishedObjectsResponse{
-		Objects: a.publishedFeed.list(cluster, everything[*agentv1alpha1.PublishedObject]),
+		Objects: a.publishedView.list(cluster, everything[*agentv1alpha1.PublishedObject]),
 		Sets:    a.setsOf(cluster),
 	}, nil
 }
@@ -85,7 +85,7 @@ func (s nodePoolService) WatchPublishedObjects(
 	request *agentv1alpha1.WatchPublishedObjectsRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchPublishedObjectsResponse],
 ) error {
 	type response = agentv1alpha1.WatchPublishedObjectsResponse
-	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.readable, s.agent.publishedFeed,
+	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.readable, s.agent.publishedView,
 		everything[*agentv1alpha1.PublishedObject], encoding[*agentv1alpha1.PublishedObject]{
 			upsert: func(object *agentv1alpha1.PublishedObject) error {
 				return stream.Send(&response{Event: &agentv1alpha1.WatchPublishedObjectsResponse_Upsert{Upsert: object}})

@@ -29,7 +29,7 @@ func (s statusService) GetStatus(
 	response := &agentv1alpha1.GetStatusResponse{
 		ApiVersion:          "capi.agent.v1alpha1",
 		CachesSynced:        !a.unsynced,
-		CatalogueGeneration: a.groupFeed.generation,
+		CatalogueGeneration: a.groupView.generation,
 		AgentId:             a.id,
 		Identity:            caller.name,
 		Time:                timestamppb.New(a.now()),

@@ -17,7 +17,7 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/loadgen"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // Limits. Each attack has its own limits of memory, except for memoryLimit; see docs/limits.md.
@@ -138,7 +138,7 @@ func List(w io.Writer) {
 type run struct {
 	Options
 
-	site    *loadgen.Site
+	env     *loadgen.Env
 	victim  *victim
 	order   order
 	agents  []process
@@ -163,7 +163,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		return nil, err
 	}
 	defer r.stop()
-	report := &Report{Timed: !o.Untimed, Logs: r.site.Sandbox.State().Paths.Logs}
+	report := &Report{Timed: !o.Untimed, Logs: r.env.Sandbox.State().Paths.Logs}
 	for _, name := range chosen {
 		a, err := attackOf(name)
 		if err != nil {
@@ -184,7 +184,7 @@ func (r *run) start(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
 	r.Say("a sandbox with %d agents comes up", r.Agents)
-	if r.site, err = loadgen.Start(ctx, sandbox.Options{Name: r.Name, Agents: r.Agents, AgentBinary: r.Agent}); err != nil {
+	if r.env, err = loadgen.Start(ctx, sandbox.Options{Name: r.Name, Agents: r.Agents, AgentBinary: r.Agent}); err != nil {
 		return err
 	}
 	defer func() {
@@ -193,26 +193,26 @@ func (r *run) start(ctx context.Context) (err error) {
 		}
 	}()
 	r.Say("victim and attacker get their node groups and claims")
-	if err := r.site.CreateCluster(ctx, attackerCluster); err != nil {
+	if err := r.env.CreateCluster(ctx, attackerCluster); err != nil {
 		return err
 	}
 	// Like every tenant, the attacker may claim a few machines.
-	if err := r.site.CreateGroup(ctx, loadgen.Group{Name: attackerGroup, Cluster: attackerCluster, Max: 10, Held: true}); err != nil {
+	if err := r.env.CreateGroup(ctx, loadgen.Group{Name: attackerGroup, Cluster: attackerCluster, Max: 10, Held: true}); err != nil {
 		return err
 	}
-	if r.victim, err = newVictim(ctx, r.site); err != nil {
+	if r.victim, err = newVictim(ctx, r.env); err != nil {
 		return err
 	}
 	if err := r.identify(); err != nil {
 		return err
 	}
-	r.agents = agentsOf(r.site.Sandbox.State())
+	r.agents = agentsOf(r.env.Sandbox.State())
 	return nil
 }
 
 // identify issues the attacker's certificates.
 func (r *run) identify() error {
-	state := r.site.Sandbox.State()
+	state := r.env.Sandbox.State()
 	r.order = order{
 		Address: state.AgentAddress, CAFile: state.Paths.AgentCA,
 		Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: attackerCluster},
@@ -220,12 +220,12 @@ func (r *run) identify() error {
 	}
 	tenant := sandbox.ClusterIdentity(sandbox.ClusterNamespace, attackerCluster, "")
 	var err error
-	if r.order.Tenant.Certificate, r.order.Tenant.Key, err = r.site.Sandbox.AgentCertificate("attacker", tenant); err != nil {
+	if r.order.Tenant.Certificate, r.order.Tenant.Key, err = r.env.Sandbox.AgentCertificate("attacker", tenant); err != nil {
 		return err
 	}
 	// It is signed but has no rights.
 	stranger := strings.Replace(tenant, "/cluster/", "/nothing/", 1)
-	r.order.Stranger.Certificate, r.order.Stranger.Key, err = r.site.Sandbox.AgentCertificate("stranger", stranger)
+	r.order.Stranger.Certificate, r.order.Stranger.Key, err = r.env.Sandbox.AgentCertificate("stranger", stranger)
 	return err
 }
 
@@ -233,7 +233,7 @@ func (r *run) stop() {
 	if r.victim != nil {
 		r.victim.close()
 	}
-	r.site.Stop()
+	r.env.Stop()
 }
 
 // attack runs an attack, alternating with rest, and judges the result.
@@ -243,7 +243,7 @@ func (r *run) attack(ctx context.Context, a *attack) *Row {
 	r.Say("%s: %s", a.name, a.about)
 	row := &Row{Attack: a.name}
 	row.Err = func() error {
-		state := r.site.Sandbox.State()
+		state := r.env.Sandbox.State()
 		before, err := databaseSize(ctx, state)
 		if err != nil {
 			return err
@@ -269,7 +269,7 @@ func (r *run) attack(ctx context.Context, a *attack) *Row {
 		row.Ended, err = r.ended(ctx)
 		return err
 	}()
-	r.judge(a, row)
+	r.evaluate(a, row)
 	return row
 }
 
@@ -322,7 +322,7 @@ func (r *run) served(ctx context.Context) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, servedWithin)
 	defer cancel()
 	began := time.Now()
-	err := world.Poll(ctx, func(ctx context.Context) (string, error) {
+	err := testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		c, err := agentclient.New(agentclient.Options{
 			Address: r.order.Address, Timeout: servedAttempt,
 			TLS: &agentclient.TLS{CertFile: r.order.Tenant.Certificate, KeyFile: r.order.Tenant.Key, CAFile: r.order.CAFile},
@@ -342,12 +342,12 @@ func (r *run) served(ctx context.Context) (time.Duration, error) {
 // ended returns the number of the attacker's ended claims in the hub.
 func (r *run) ended(ctx context.Context) (int, error) {
 	var list agentv1.MachineClaimList
-	err := r.site.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.ClusterLabel: attackerCluster})
+	err := r.env.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.ClusterLabel: attackerCluster})
 	return lo.CountBy(list.Items, func(c agentv1.MachineClaim) bool { return c.CurrentPhase() == agentv1.PhaseEnded }), err
 }
 
-// judge records the violations.
-func (r *run) judge(a *attack, row *Row) {
+// evaluate records the violations.
+func (r *run) evaluate(a *attack, row *Row) {
 	row.MemoryBound = min(memoryLimit, row.MemoryBefore+heapShare*a.holds)
 	row.EtcdBound = etcdSlack
 	if a.writes {
@@ -378,7 +378,7 @@ func (r *run) judge(a *attack, row *Row) {
 			row.wrong("%d times %q, which is no answer to it", n, answer)
 		}
 	}
-	now := agentsOf(r.site.Sandbox.State())
+	now := agentsOf(r.env.Sandbox.State())
 	for i, agent := range now {
 		if agent != r.agents[i] {
 			row.wrong("%s has died", agent.name)

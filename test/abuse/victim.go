@@ -17,7 +17,7 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/loadgen"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const (
@@ -54,7 +54,7 @@ func (s *samples) add(other samples) {
 
 // victim is the tenant under attack.
 type victim struct {
-	site  *loadgen.Site
+	env   *loadgen.Env
 	agent *agentclient.Client
 	// machines are the machines of the kept claims, by claim.
 	machines map[string]string
@@ -66,8 +66,8 @@ func victimCluster() *agentv1alpha1.ClusterRef {
 }
 
 // connectVictim opens a client connection as the victim.
-func connectVictim(site *loadgen.Site) (*agentclient.Client, error) {
-	state := site.Sandbox.State()
+func connectVictim(env *loadgen.Env) (*agentclient.Client, error) {
+	state := env.Sandbox.State()
 	return agentclient.New(agentclient.Options{
 		Address: state.AgentAddress, Timeout: callTimeout,
 		TLS: &agentclient.TLS{CertFile: state.Paths.ClientCertificate, KeyFile: state.Paths.ClientKey, CAFile: state.Paths.AgentCA},
@@ -75,15 +75,15 @@ func connectVictim(site *loadgen.Site) (*agentclient.Client, error) {
 }
 
 // newVictim makes the kept claims and waits until their machines run.
-func newVictim(ctx context.Context, site *loadgen.Site) (*victim, error) {
-	v := &victim{site: site, machines: map[string]string{}}
+func newVictim(ctx context.Context, env *loadgen.Env) (*victim, error) {
+	v := &victim{env: env, machines: map[string]string{}}
 	for _, g := range []loadgen.Group{{Name: keptGroup, Max: keptClaims}, {Name: trickleGroup, Max: 50, Held: true}} {
-		if err := site.CreateGroup(ctx, g); err != nil {
+		if err := env.CreateGroup(ctx, g); err != nil {
 			return nil, err
 		}
 	}
 	var err error
-	if v.agent, err = connectVictim(site); err != nil {
+	if v.agent, err = connectVictim(env); err != nil {
 		return nil, err
 	}
 	for i := range keptClaims {
@@ -93,7 +93,7 @@ func newVictim(ctx context.Context, site *loadgen.Site) (*victim, error) {
 		}
 		v.machines[id] = ""
 	}
-	err = world.Poll(ctx, func(ctx context.Context) (string, error) {
+	err = testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		claims, err := v.claims(ctx)
 		for _, claim := range claims {
 			v.machines[claim.GetClaimId()] = claim.GetMachine().GetName()
@@ -129,13 +129,13 @@ func (v *victim) claims(ctx context.Context) ([]*agentv1alpha1.Claim, error) {
 
 // connect makes a call on a new connection, and retries like a shim.
 func (v *victim) connect(ctx context.Context) error {
-	c, err := connectVictim(v.site)
+	c, err := connectVictim(v.env)
 	if err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	err = world.Poll(ctx, func(ctx context.Context) (string, error) {
+	err = testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		_, err := c.Status.GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
 		return "", err
 	})
@@ -202,7 +202,7 @@ func (v *victim) whole(ctx context.Context) error {
 	bounded, cancel := context.WithTimeout(ctx, restWithin)
 	defer cancel()
 	var claims []*agentv1alpha1.Claim
-	err := world.Poll(bounded, func(ctx context.Context) (string, error) {
+	err := testenv.Poll(bounded, func(ctx context.Context) (string, error) {
 		var err error
 		claims, err = v.claims(ctx)
 		return lo.Ternary(len(claims) <= keptClaims, "", fmt.Sprintf("%d claims of the victim to end", len(claims)-keptClaims)), err
@@ -221,7 +221,7 @@ func (v *victim) whole(ctx context.Context) error {
 			return fmt.Errorf("the victim's claim %s has Machine %q, and had %s", id, has[id], name)
 		}
 		var machine clusterv1.Machine
-		err := v.site.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, &machine)
+		err := v.env.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, &machine)
 		if apierrors.IsNotFound(err) || err == nil && !machine.DeletionTimestamp.IsZero() {
 			return fmt.Errorf("the victim's Machine %s is gone, or about to go", name)
 		}

@@ -16,7 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // Bystander observes the Nodes, NodeClaims and pods that a spoke had when the observation began. It
@@ -29,9 +29,9 @@ type Bystander struct {
 	known map[types.UID]bool
 }
 
-// Watch observes the world's spoke until ctx is done or [Bystander.Stop] is called.
-func Watch(ctx context.Context, w *world.World) (*Bystander, error) {
-	informers, err := cache.New(w.Sandbox.SpokeConfig(), cache.Options{Scheme: world.Scheme()})
+// Watch observes the environment's spoke until ctx is done or [Bystander.Stop] is called.
+func Watch(ctx context.Context, w *testenv.Env) (*Bystander, error) {
+	informers, err := cache.New(w.Sandbox.SpokeConfig(), cache.Options{Scheme: testenv.Scheme()})
 	if err != nil {
 		return nil, err
 	}

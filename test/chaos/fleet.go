@@ -21,7 +21,7 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const (
@@ -107,12 +107,12 @@ func (g *group) deployment() *clusterv1.MachineDeployment {
 }
 
 // build creates node groups and waits until the users' own machines run.
-func (s *stage) build(ctx context.Context, groups ...*group) error {
+func (s *environment) build(ctx context.Context, groups ...*group) error {
 	s.mu.Lock()
 	s.groups = append(s.groups, groups...)
 	s.mu.Unlock()
 	for _, g := range groups {
-		s.people.share(g.name, g.own, 0)
+		s.intent.share(g.name, g.own, 0)
 		if err := s.Hub.Create(ctx, g.machineTemplate()); err != nil {
 			return err
 		}
@@ -133,9 +133,9 @@ func (s *stage) build(ctx context.Context, groups ...*group) error {
 		if err != nil {
 			return err
 		}
-		s.people.update(func() {
+		s.intent.update(func() {
 			for i := range machines {
-				s.people.own[machines[i].UID] = g.name
+				s.intent.own[machines[i].UID] = g.name
 			}
 		})
 	}
@@ -143,8 +143,8 @@ func (s *stage) build(ctx context.Context, groups ...*group) error {
 }
 
 // awaitNodes waits until n Machines of a group have a Node.
-func (s *stage) awaitNodes(ctx context.Context, g *group, n int) error {
-	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+func (s *environment) awaitNodes(ctx context.Context, g *group, n int) error {
+	return testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		machines, err := s.machines(ctx, g)
 		if err != nil {
 			return "", err
@@ -154,15 +154,15 @@ func (s *stage) awaitNodes(ctx context.Context, g *group, n int) error {
 	})
 }
 
-func (s *stage) machines(ctx context.Context, g *group) ([]clusterv1.Machine, error) {
+func (s *environment) machines(ctx context.Context, g *group) ([]clusterv1.Machine, error) {
 	var list clusterv1.MachineList
 	err := s.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: g.name})
 	return list.Items, err
 }
 
 // machineOf returns the Machine that a claim is bound to, or nil if it is gone.
-func (s *stage) machineOf(ctx context.Context, claimID string) (*clusterv1.Machine, error) {
-	record := s.witness.Claim(claimID)
+func (s *environment) machineOf(ctx context.Context, claimID string) (*clusterv1.Machine, error) {
+	record := s.auditor.Claim(claimID)
 	if record == nil || record.Machine.Name == "" {
 		return nil, nil
 	}
@@ -176,11 +176,11 @@ func (s *stage) machineOf(ctx context.Context, claimID string) (*clusterv1.Machi
 
 // raze deletes node groups whose claims have been released, and waits until nothing is left of
 // them.
-func (s *stage) raze(ctx context.Context, groups ...*group) error {
-	s.people.update(func() {
+func (s *environment) raze(ctx context.Context, groups ...*group) error {
+	s.intent.update(func() {
 		for _, g := range groups {
-			s.people.torn[g.name] = true
-			delete(s.people.shares, g.name)
+			s.intent.torn[g.name] = true
+			delete(s.intent.shares, g.name)
 		}
 	})
 	bounded, cancel := context.WithTimeout(ctx, goneWithin)
@@ -192,7 +192,7 @@ func (s *stage) raze(ctx context.Context, groups ...*group) error {
 		}
 	}
 	for _, g := range groups {
-		if err := world.Poll(bounded, func(ctx context.Context) (string, error) {
+		if err := testenv.Poll(bounded, func(ctx context.Context) (string, error) {
 			machines, err := s.machines(ctx, g)
 			if err != nil || len(machines) > 0 {
 				return fmt.Sprintf("%d Machines of %s to go", len(machines), g.name), err
@@ -216,9 +216,9 @@ func (s *stage) raze(ctx context.Context, groups ...*group) error {
 }
 
 // clear removes what a failed scenario has left, so that it does not affect the next one.
-func (s *stage) clear(ctx context.Context) error {
-	for _, id := range s.calls.wanted() {
-		s.calls.drop(id)
+func (s *environment) clear(ctx context.Context) error {
+	for _, id := range s.holders.wanted() {
+		s.holders.drop(id)
 	}
 	for _, component := range []string{sandbox.ClusterAPI, sandbox.ClusterAPIWebhooks} {
 		if err := s.Sandbox.Resume(component); err != nil {
@@ -236,7 +236,7 @@ func (s *stage) clear(ctx context.Context) error {
 
 // rollOut gives the group a new template. Under OnDelete its next Machines belong to a new
 // MachineSet.
-func (s *stage) rollOut(ctx context.Context, g *group) error {
+func (s *environment) rollOut(ctx context.Context, g *group) error {
 	g.revision++
 	if err := s.Hub.Create(ctx, g.machineTemplate()); err != nil {
 		return err
@@ -244,7 +244,7 @@ func (s *stage) rollOut(ctx context.Context, g *group) error {
 	return s.useTemplate(ctx, g, g.template())
 }
 
-func (s *stage) useTemplate(ctx context.Context, g *group, template string) error {
+func (s *environment) useTemplate(ctx context.Context, g *group, template string) error {
 	patch, err := json.Marshal([]map[string]any{
 		{"op": "replace", "path": "/spec/template/spec/infrastructureRef/name", "value": template},
 	})
@@ -258,11 +258,11 @@ func (s *stage) useTemplate(ctx context.Context, g *group, template string) erro
 // scale changes replicas like a user who reads them and writes another number, and records to whom
 // they belong. It writes only if the number is still the one that was read, so that the number that
 // the user requested is known exactly.
-func (s *stage) scale(ctx context.Context, g *group, by int32) error {
+func (s *environment) scale(ctx context.Context, g *group, by int32) error {
 	return s.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
 		replicas := ptr.Deref(md.Spec.Replicas, 0)
 		now := max(0, replicas+by)
-		switch repeated := s.people.repeats(g.name, now); {
+		switch repeated := s.intent.repeats(g.name, now); {
 		case repeated && by > 0:
 			now++
 		case repeated:
@@ -273,17 +273,17 @@ func (s *stage) scale(ctx context.Context, g *group, by int32) error {
 			patch: []operation{test("/spec/replicas", replicas), replace("/spec/replicas", now)},
 			// Cluster API may act on it before the answer arrives.
 			begin: func() {
-				s.people.update(func() { s.people.lowered[g.name] += lowered })
+				s.intent.update(func() { s.intent.lowered[g.name] += lowered })
 				if lowered > 0 {
-					s.people.disown(g.name)
+					s.intent.disown(g.name)
 				}
 			},
 			end: func(applied bool) {
 				if applied {
-					s.people.update(func() { s.people.wrote[g.name] = now })
-					s.people.share(g.name, now-replicas, 0)
+					s.intent.update(func() { s.intent.wrote[g.name] = now })
+					s.intent.share(g.name, now-replicas, 0)
 				} else {
-					s.people.update(func() { s.people.lowered[g.name] -= lowered })
+					s.intent.update(func() { s.intent.lowered[g.name] -= lowered })
 				}
 			},
 		}
@@ -310,7 +310,7 @@ type edit struct {
 }
 
 // rewrite changes a group's MachineDeployment based on its current state, and retries on conflicts.
-func (s *stage) rewrite(ctx context.Context, g *group, change func(*clusterv1.MachineDeployment) edit) error {
+func (s *environment) rewrite(ctx context.Context, g *group, change func(*clusterv1.MachineDeployment) edit) error {
 	for {
 		var md clusterv1.MachineDeployment
 		if err := s.Hub.Get(ctx, g.key(), &md); err != nil {

@@ -13,7 +13,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // karpenterFor is how long Karpenter scales up and down.
@@ -60,7 +60,7 @@ type fleet struct {
 // settleFleet creates a fleet without pods, and waits until the users' own machines run.
 func (r *run) settleFleet(ctx context.Context, f *fleet) error {
 	for _, g := range f.groups {
-		r.people.share(g.name, g.own, 0)
+		r.intent.share(g.name, g.own, 0)
 	}
 	if err := manifests.Apply(ctx, r.Hub, f.hub); err != nil {
 		return err
@@ -87,10 +87,10 @@ func (r *run) razeFleet(ctx context.Context, f *fleet) error {
 			return err
 		}
 	}
-	r.people.update(func() {
+	r.intent.update(func() {
 		for _, g := range f.groups {
-			r.people.torn[g.name] = true
-			delete(r.people.shares, g.name)
+			r.intent.torn[g.name] = true
+			delete(r.intent.shares, g.name)
 		}
 	})
 	return manifests.Delete(ctx, r.Hub, f.hub)
@@ -133,7 +133,7 @@ func (r *run) runPods(ctx context.Context, pods map[string]int32) error {
 func (r *run) awaitPods(ctx context.Context, total int) error {
 	waiting, cancel := context.WithTimeout(ctx, podsWithin)
 	defer cancel()
-	err := world.Poll(waiting, func(ctx context.Context) (string, error) {
+	err := testenv.Poll(waiting, func(ctx context.Context) (string, error) {
 		var nodeClaims karpenterv1.NodeClaimList
 		if err := r.Spoke.List(ctx, &nodeClaims); err != nil {
 			return "", err

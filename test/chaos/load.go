@@ -73,7 +73,7 @@ func (l *load) finish() {
 // life is the life of one claim.
 func (l *load) life(ctx context.Context, m mix) {
 	r := l.r
-	id, err := r.calls.create(ctx, lo.Sample(m.choices)...)
+	id, err := r.holders.create(ctx, lo.Sample(m.choices)...)
 	if err != nil || id == "" { // no such group, or no room
 		l.sleep(ctx, between(100*time.Millisecond, 500*time.Millisecond))
 		return
@@ -93,16 +93,16 @@ func (l *load) life(ctx context.Context, m mix) {
 		l.mu.Unlock()
 		return
 	}
-	if err := r.calls.release(ctx, id, roll%3 > 0); err != nil {
+	if err := r.holders.release(ctx, id, roll%3 > 0); err != nil {
 		return
 	}
 	if roll%2 == 0 {
-		_, _ = r.calls.get(ctx, id) // the history check verifies the answer
+		_, _ = r.holders.get(ctx, id) // the history check verifies the answer
 	}
 	if roll%3 == 0 {
 		bounded, cancel := context.WithTimeout(ctx, 10*time.Second)
 		defer cancel()
-		_ = r.witness.Await(bounded, func() bool { return l.done() || r.phase(id) == agentv1.PhaseEnded })
+		_ = r.auditor.Await(bounded, func() bool { return l.done() || r.phase(id) == agentv1.PhaseEnded })
 	}
 	l.sleep(ctx, between(0, m.pace))
 }
@@ -111,7 +111,7 @@ func (l *load) life(ctx context.Context, m mix) {
 // false if the claim is gone.
 func (l *load) bound(ctx context.Context, id string) bool {
 	r := l.r
-	err := r.witness.Await(ctx, func() bool { return l.done() || r.phase(id) != agentv1.PhasePending })
+	err := r.auditor.Await(ctx, func() bool { return l.done() || r.phase(id) != agentv1.PhasePending })
 	if err != nil || r.phase(id) == agentv1.PhaseEnded {
 		r.forgive()
 		return false
@@ -119,9 +119,9 @@ func (l *load) bound(ctx context.Context, id string) bool {
 	if l.done() {
 		return true
 	}
-	claim, err := r.calls.get(ctx, id)
+	claim, err := r.holders.get(ctx, id)
 	if err == nil && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND {
-		r.calls.takes(id, claim.GetMachine().GetProviderId())
+		r.holders.takes(id, claim.GetMachine().GetProviderId())
 	}
 	return !errors.Is(err, context.Canceled)
 }

@@ -32,7 +32,7 @@ func CorePoints() []faults.Point {
 var core = []faults.Class{
 	faults.ClaimCreated, faults.ReplicasRaised, faults.ClaimEntered, faults.MachineNamed, faults.ClaimBound, faults.MachineLabelled,
 	faults.LedgerTidied, faults.ClaimReleasing, faults.ReleaseBegun, faults.MachineHeld, faults.MachineDeleted,
-	faults.ReplicasLowered, faults.MachineLetGo, faults.ClaimEnded,
+	faults.ReplicasLowered, faults.FinalizerRemoved, faults.ClaimEnded,
 }
 
 const (
@@ -146,7 +146,7 @@ func provocations() []*provocation {
 			return r.markFloor(ctx, floor)
 		}},
 		{[]faults.Class{faults.ReturnRequested, faults.FloorRaised, faults.MachineReturned}, []*group{returned}, func(ctx context.Context, r *run) error {
-			return r.giveBack(ctx, returned)
+			return r.returnMachine(ctx, returned)
 		}},
 	}
 }
@@ -154,7 +154,7 @@ func provocations() []*provocation {
 // claimBound makes a claim and waits until it has a Machine with a Node.
 func (r *run) claimBound(ctx context.Context, groups ...*group) (string, error) {
 	names := lo.Map(groups, func(g *group, _ int) string { return g.name })
-	id, err := r.calls.create(ctx, names...)
+	id, err := r.holders.create(ctx, names...)
 	if err != nil || id == "" {
 		return "", fmt.Errorf("no claim on %v: %w", names, err)
 	}
@@ -171,10 +171,10 @@ func (r *run) claimBound(ctx context.Context, groups ...*group) (string, error) 
 
 // awaitEnd releases a claim and waits until the release is complete.
 func (r *run) awaitEnd(ctx context.Context, id string) error {
-	if err := r.calls.release(ctx, id, true); err != nil {
+	if err := r.holders.release(ctx, id, true); err != nil {
 		return err
 	}
-	return r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
+	return r.auditor.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
 }
 
 // moveOn makes more concurrent claims than their first candidate has room for.
@@ -182,7 +182,7 @@ func (r *run) moveOn(ctx context.Context, tight, roomy *group) error {
 	var making sync.WaitGroup
 	for range 3 {
 		making.Go(func() {
-			if id, err := r.calls.create(ctx, tight.name, roomy.name); err == nil && id != "" {
+			if id, err := r.holders.create(ctx, tight.name, roomy.name); err == nil && id != "" {
 				_ = wait(ctx, between(0, time.Second))
 				_ = r.awaitEnd(ctx, id)
 			}
@@ -222,10 +222,10 @@ func (r *run) wipe(ctx context.Context, g *group) error {
 		unclear := inFlight(text)
 		return edit{
 			patch: []operation{test(path, text), {Op: "remove", Path: path}},
-			begin: func() { r.people.share(g.name, 0, unclear) },
+			begin: func() { r.intent.share(g.name, 0, unclear) },
 			end: func(applied bool) {
 				if !applied {
-					r.people.share(g.name, 0, -unclear)
+					r.intent.share(g.name, 0, -unclear)
 				}
 			},
 		}
@@ -251,10 +251,10 @@ func (r *run) adopt(ctx context.Context, g *group) error {
 	call := request(uuid.NewString(), g.name)
 	call.AdoptMachine = m.Name
 	// The user has one Machine less as soon as a claim has it.
-	r.people.share(g.name, -1, 0)
-	id, err := r.calls.make(ctx, call)
+	r.intent.share(g.name, -1, 0)
+	id, err := r.holders.make(ctx, call)
 	if err != nil || id == "" {
-		r.people.share(g.name, 0, 1) // the outcome is unknown
+		r.intent.share(g.name, 0, 1) // the outcome is unknown
 		return err
 	}
 	for {
@@ -263,7 +263,7 @@ func (r *run) adopt(ctx context.Context, g *group) error {
 			break
 		}
 		if err := wait(ctx, pause); err != nil {
-			r.people.share(g.name, 0, 1) // it may be released before it has the Machine
+			r.intent.share(g.name, 0, 1) // it may be released before it has the Machine
 			return err
 		}
 	}
@@ -275,14 +275,14 @@ func (r *run) adopt(ctx context.Context, g *group) error {
 
 // failOn makes claims on a group whose infrastructure has no capacity.
 func (r *run) failOn(ctx context.Context, g *group) error {
-	id, err := r.calls.create(ctx, g.name)
+	id, err := r.holders.create(ctx, g.name)
 	if err != nil {
 		return err
 	}
 	if id == "" { // it is cooling down
 		return wait(ctx, time.Second)
 	}
-	err = r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
+	err = r.auditor.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
 	r.forgive()
 	return err
 }
@@ -304,7 +304,7 @@ func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
 			}
 		}
 		for range 2 {
-			id, err := r.calls.create(ctx, g.name)
+			id, err := r.holders.create(ctx, g.name)
 			if err != nil {
 				return err
 			}
@@ -313,7 +313,7 @@ func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
 			}
 			ids = append(ids, id)
 		}
-		if err := r.witness.Await(ctx, func() bool {
+		if err := r.auditor.Await(ctx, func() bool {
 			return lo.EveryBy(ids, func(id string) bool { return r.phase(id) != agentv1.PhasePending })
 		}); err != nil {
 			return err
@@ -325,21 +325,21 @@ func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
 	}
 	rand.Shuffle(len(ids), func(i, j int) { ids[i], ids[j] = ids[j], ids[i] })
 	for _, id := range ids {
-		if err := r.calls.release(ctx, id, true); err != nil {
+		if err := r.holders.release(ctx, id, true); err != nil {
 			return err
 		}
 		if err := wait(ctx, between(0, time.Second)); err != nil {
 			return err
 		}
 	}
-	return r.witness.Await(ctx, func() bool {
+	return r.auditor.Await(ctx, func() bool {
 		return lo.EveryBy(ids, func(id string) bool { return r.phase(id) == agentv1.PhaseEnded })
 	})
 }
 
 // claimBlocked makes claims on a group whose Machines never come, and releases them.
 func (r *run) claimBlocked(ctx context.Context, g *group) error {
-	id, err := r.calls.create(ctx, g.name)
+	id, err := r.holders.create(ctx, g.name)
 	if err != nil || id == "" {
 		return err
 	}
@@ -389,20 +389,20 @@ func (r *run) loseClaim(ctx context.Context, g *group) error {
 // it.
 func (r *run) releaseUnknown(ctx context.Context, g *group) error {
 	late := request(uuid.NewString(), g.name)
-	if err := r.calls.release(ctx, late.GetClaimId(), false); err != nil {
+	if err := r.holders.release(ctx, late.GetClaimId(), false); err != nil {
 		return err
 	}
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
-		answered := r.calls.told.Begin(late.GetClaimId(), history.Create)
-		_, err := r.calls.anyone().Claims.CreateClaim(bounded, late)
+		answered := r.holders.told.Begin(late.GetClaimId(), history.Create)
+		_, err := r.holders.anyAgent().Claims.CreateClaim(bounded, late)
 		cancel()
 		answered(madeOf(err))
 		if agenterrors.IsEnded(err) {
 			break
 		}
 		if err == nil {
-			r.calls.odd("a claim was made that had been released before: %s", late.GetClaimId())
+			r.holders.odd("a claim was made that had been released before: %s", late.GetClaimId())
 			break
 		}
 		if err := wait(ctx, pause); err != nil {
@@ -430,7 +430,7 @@ func (r *run) markFloor(ctx context.Context, g *group) error {
 		}
 	}
 	for {
-		if err := r.calls.report(ctx, machines); err != nil {
+		if err := r.holders.report(ctx, machines); err != nil {
 			return err
 		}
 		err := r.Hub.Get(ctx, client.ObjectKeyFromObject(&m), &m)
@@ -446,25 +446,25 @@ func (r *run) markFloor(ctx context.Context, g *group) error {
 	}
 }
 
-// giveBack returns a claim's Machine to the user, who then has one more and removes another one.
-func (r *run) giveBack(ctx context.Context, g *group) error {
+// returnMachine returns a claim's Machine to the user, who then has one more and removes another one.
+func (r *run) returnMachine(ctx context.Context, g *group) error {
 	id, err := r.claimBound(ctx, g)
 	if err != nil {
 		return err
 	}
-	returns, err := r.calls.giveBack(ctx, id)
+	returns, err := r.holders.returnMachine(ctx, id)
 	if err == nil && returns {
-		err = r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
+		err = r.auditor.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
 	}
 	if err != nil { // the owner of the Machine is unknown after its release
-		r.calls.giveUp(id)
-		r.people.share(g.name, 0, 1)
+		r.holders.giveUp(id)
+		r.intent.share(g.name, 0, 1)
 		return err
 	}
 	if !returns {
 		return fmt.Errorf("the Machine of claim %s, which is Bound, was not returned", id)
 	}
-	r.calls.drop(id)
-	r.people.share(g.name, 1, 0)
+	r.holders.drop(id)
+	r.intent.share(g.name, 1, 0)
 	return r.scale(ctx, g, -1)
 }

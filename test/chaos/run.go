@@ -85,7 +85,7 @@ type scenario struct {
 
 // run is one run of one scenario.
 type run struct {
-	*stage
+	*environment
 	options  Options
 	scenario *scenario
 	row      *Row
@@ -97,9 +97,9 @@ func (r *run) say(format string, args ...any) {
 	r.options.Say("  "+format, args...)
 }
 
-// phase returns the claim's phase as last seen by the witness.
+// phase returns the claim's phase as last seen by the auditor.
 func (r *run) phase(id string) agentv1.Phase {
-	if c := r.witness.Claim(id); c != nil {
+	if c := r.auditor.Claim(id); c != nil {
 		return c.Phase
 	}
 	return agentv1.PhasePending
@@ -107,9 +107,9 @@ func (r *run) phase(id string) agentv1.Phase {
 
 // forgive drops the claims that ended for a reason that the scenario causes.
 func (r *run) forgive() {
-	for _, id := range r.calls.wanted() {
-		if c := r.witness.Claim(id); c != nil && c.Phase == agentv1.PhaseEnded && lo.Contains(r.scenario.losses, c.Reason) {
-			r.calls.drop(id)
+	for _, id := range r.holders.wanted() {
+		if c := r.auditor.Claim(id); c != nil && c.Phase == agentv1.PhaseEnded && lo.Contains(r.scenario.losses, c.Reason) {
+			r.holders.drop(id)
 		}
 	}
 }
@@ -133,15 +133,15 @@ func (r *run) rest(ctx context.Context) error {
 	bounded, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
 	// Interrupted callers complete their releases.
-	for _, id := range r.calls.unreleased() {
-		if err := r.calls.release(bounded, id, false); err != nil {
+	for _, id := range r.holders.unreleased() {
+		if err := r.holders.release(bounded, id, false); err != nil {
 			r.row.Unsettled++
 			return fmt.Errorf("no agent takes a release %s after the last fault", settleWithin)
 		}
 	}
 	r.Checker.Expected = func() invariants.Expected {
 		r.forgive()
-		return r.people.expected()
+		return r.intent.expected()
 	}
 	violations, err := r.Checker.Settle(bounded)
 	if err != nil {
@@ -164,8 +164,8 @@ func (r *run) rest(ctx context.Context) error {
 func (r *run) releaseAll(ctx context.Context) error {
 	var group errgroup.Group
 	group.SetLimit(16)
-	for i, id := range r.calls.wanted() {
-		group.Go(func() error { return r.calls.release(ctx, id, i%2 == 0) })
+	for i, id := range r.holders.wanted() {
+		group.Go(func() error { return r.holders.release(ctx, id, i%2 == 0) })
 	}
 	return group.Wait()
 }
@@ -173,9 +173,9 @@ func (r *run) releaseAll(ctx context.Context) error {
 // releaseOf releases the claims of a group, also those that an interrupted caller has given up: they
 // would fill a small group, and those of a group whose Machines never come would never be at rest.
 func (r *run) releaseOf(ctx context.Context, g *group) error {
-	for _, id := range slices.Concat(r.calls.wanted(), r.calls.unreleased()) {
-		if c := r.witness.Claim(id); c != nil && c.Group == g.name {
-			if err := r.calls.release(ctx, id, false); err != nil {
+	for _, id := range slices.Concat(r.holders.wanted(), r.holders.unreleased()) {
+		if c := r.auditor.Claim(id); c != nil && c.Group == g.name {
+			if err := r.holders.release(ctx, id, false); err != nil {
 				return err
 			}
 		}
@@ -240,15 +240,15 @@ type counts struct {
 	kills, faults, claims, releases, violations, odd, strange, mistold int
 }
 
-func (s *stage) counts() counts {
+func (s *environment) counts() counts {
 	_, mistold := s.watched.check()
 	return counts{
 		kills: int(s.kills.Load()), faults: int(s.count.Load()),
-		claims: s.witness.Count(func(c invariants.ClaimRecord) bool { return c.Group != "" && (c.Entered || c.Releasing) }),
-		releases: s.witness.Count(func(c invariants.ClaimRecord) bool {
+		claims: s.auditor.Count(func(c invariants.ClaimRecord) bool { return c.Group != "" && (c.Entered || c.Releasing) }),
+		releases: s.auditor.Count(func(c invariants.ClaimRecord) bool {
 			return c.Group != "" && c.Releasing && c.Phase == agentv1.PhaseEnded
 		}),
-		violations: len(s.witness.Violations()), odd: len(s.calls.oddities()), strange: len(s.strangeWrites()),
+		violations: len(s.auditor.Violations()), odd: len(s.holders.oddities()), strange: len(s.strangeWrites()),
 		mistold: len(mistold),
 	}
 }
@@ -276,7 +276,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		return nil, err
 	}
 	began := time.Now()
-	s, err := newStage(ctx, o)
+	s, err := newEnvironment(ctx, o)
 	if err != nil {
 		return nil, err
 	}
@@ -302,10 +302,10 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	}
 	report.Took = time.Since(began)
 	var wrong []string
-	report.Calls, report.Claims, wrong = s.calls.told.Check()
+	report.Calls, report.Claims, wrong = s.holders.told.Check()
 	var mistold []string
 	report.Streams, mistold = s.watched.check()
-	report.Strange = slices.Concat(s.strangeWrites(), s.calls.oddities(), wrong, mistold)
+	report.Strange = slices.Concat(s.strangeWrites(), s.holders.oddities(), wrong, mistold)
 	return report, context.Cause(ctx)
 }
 
@@ -328,7 +328,7 @@ func choose(o Options) ([]*scenario, error) {
 }
 
 // play runs one scenario as often as requested.
-func (s *stage) play(ctx context.Context, o Options, scenario *scenario) *Row {
+func (s *environment) play(ctx context.Context, o Options, scenario *scenario) *Row {
 	row := &Row{Scenario: scenario.name}
 	began, before := time.Now(), s.counts()
 	o.Say("chaos: %s: %s", scenario.name, scenario.about)
@@ -339,7 +339,7 @@ func (s *stage) play(ctx context.Context, o Options, scenario *scenario) *Row {
 		if o.Short {
 			do = scenario.short
 		}
-		r := &run{stage: s, options: o, scenario: scenario, row: row, short: o.Short}
+		r := &run{environment: s, options: o, scenario: scenario, row: row, short: o.Short}
 		err := do(bounded, r)
 		if cause := context.Cause(bounded); err != nil && cause != nil {
 			err = errors.Join(err, cause)
@@ -354,12 +354,12 @@ func (s *stage) play(ctx context.Context, o Options, scenario *scenario) *Row {
 	row.Took = time.Since(began)
 	row.Kills, row.Faults = after.kills-before.kills, after.faults-before.faults
 	row.Claims, row.Releases = after.claims-before.claims, after.releases-before.releases
-	row.Violations = append(row.Violations, s.witness.Violations()[before.violations:]...)
+	row.Violations = append(row.Violations, s.auditor.Violations()[before.violations:]...)
 	row.tally()
-	if odd := s.calls.oddities()[before.odd:]; len(odd) > 0 && row.Err == nil {
+	if odd := s.holders.oddities()[before.odd:]; len(odd) > 0 && row.Err == nil {
 		row.Err = fmt.Errorf("%d answers that no agent may give, such as: %s", len(odd), odd[0])
 	}
-	if _, _, wrong := s.calls.told.Check(); len(wrong) > 0 {
+	if _, _, wrong := s.holders.told.Check(); len(wrong) > 0 {
 		row.Err = errors.Join(row.Err, fmt.Errorf("%d claims of which callers were told what cannot be, such as: %s", len(wrong), wrong[0]))
 	}
 	if _, mistold := s.watched.check(); len(mistold) > before.mistold {

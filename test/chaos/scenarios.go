@@ -386,7 +386,7 @@ func rollout(ctx context.Context, r *run) error {
 				}
 			}
 			for range 4 {
-				if _, err := r.calls.create(ctx, g.name); err != nil {
+				if _, err := r.holders.create(ctx, g.name); err != nil {
 					return err
 				}
 			}
@@ -394,7 +394,7 @@ func rollout(ctx context.Context, r *run) error {
 				return err
 			}
 		}
-		old := r.calls.wanted()
+		old := r.holders.wanted()
 		l := r.startLoad(ctx, mix{workers: 6, choices: on(g), hold: 4 * time.Second, pace: 4 * time.Second})
 		defer l.finish()
 		stop := r.killing(ctx, 2*time.Second, 6*time.Second, sandbox.Agent)
@@ -402,7 +402,7 @@ func rollout(ctx context.Context, r *run) error {
 		began := time.Now()
 		for i := 0; time.Since(began) < loadFor+30*time.Second; i++ {
 			if i < len(old) {
-				if err := r.calls.release(ctx, old[i], i%2 == 0); err != nil {
+				if err := r.holders.release(ctx, old[i], i%2 == 0); err != nil {
 					return err
 				}
 			}
@@ -546,7 +546,7 @@ func (r *run) hurt(ctx context.Context, g *group) (bool, error) {
 	m := lo.Sample(healthy)
 	r.fault("Node %s of Machine %s is unhealthy", m.Status.NodeRef.Name, m.Name)
 	// Cluster API deletes it, as the user requested with the MachineHealthCheck.
-	r.people.update(func() { r.people.deleted[m.UID] = true })
+	r.intent.update(func() { r.intent.deleted[m.UID] = true })
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.Status.NodeRef.Name}}
 	if rand.IntN(4) == 0 {
 		return true, client.IgnoreNotFound(r.Spoke.Delete(ctx, node))
@@ -630,14 +630,14 @@ func (r *run) ledgers(ctx context.Context, most int32, do func(*run, context.Con
 func (r *run) takeBack(ctx context.Context, g *group) error {
 	return r.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
 		replicas := ptr.Deref(md.Spec.Replicas, 0)
-		share := r.people.expected().Shares[g.name]
+		share := r.intent.expected().Shares[g.name]
 		surplus := replicas - share.Own
 		r.row.Notes = append(r.row.Notes, fmt.Sprintf("%s: %d of at most %d machines had become the user's", g.name, surplus, share.Unclear))
 		return edit{
 			patch: []operation{test("/spec/replicas", replicas), replace("/spec/replicas", share.Own)},
 			begin: func() {
-				r.people.update(func() { r.people.lowered[g.name] += int(surplus) })
-				r.people.share(g.name, 0, -share.Unclear)
+				r.intent.update(func() { r.intent.lowered[g.name] += int(surplus) })
+				r.intent.share(g.name, 0, -share.Unclear)
 			},
 		}
 	})
@@ -681,10 +681,10 @@ func (r *run) editLedger(ctx context.Context, g *group) error {
 		}
 		return edit{
 			patch: []operation{test(path, text), replace(path, edited)},
-			begin: func() { r.people.share(g.name, own, unclear) },
+			begin: func() { r.intent.share(g.name, own, unclear) },
 			end: func(applied bool) {
 				if !applied {
-					r.people.share(g.name, -own, -unclear)
+					r.intent.share(g.name, -own, -unclear)
 				}
 			},
 		}
@@ -720,8 +720,8 @@ func invent(l map[string]any, m *clusterv1.Machine) {
 func (r *run) claimed(g *group) *clusterv1.Machine {
 	ctx, cancel := context.WithTimeout(context.Background(), attemptWithin)
 	defer cancel()
-	for _, id := range r.calls.wanted() {
-		if c := r.witness.Claim(id); c == nil || c.Group != g.name || c.Phase != agentv1.PhaseBound {
+	for _, id := range r.holders.wanted() {
+		if c := r.auditor.Claim(id); c == nil || c.Group != g.name || c.Phase != agentv1.PhaseBound {
 			continue
 		}
 		if m, err := r.machineOf(ctx, id); err == nil && m != nil {
@@ -751,7 +751,7 @@ func noCapacity(ctx context.Context, r *run) error {
 			for i := range tries {
 				asking.Go(func() {
 					for ctx.Err() == nil && tries[i] <= triesAtMost {
-						id, err := r.calls.create(ctx, bad.name, good.name)
+						id, err := r.holders.create(ctx, bad.name, good.name)
 						if err != nil || id == "" {
 							continue
 						}
@@ -784,7 +784,7 @@ func noCapacity(ctx context.Context, r *run) error {
 func (r *run) joins(ctx context.Context, id string) bool {
 	for ctx.Err() == nil {
 		if r.phase(id) == agentv1.PhaseEnded || r.phase(id) == agentv1.PhaseReleasing {
-			r.calls.drop(id)
+			r.holders.drop(id)
 			return false
 		}
 		if m, err := r.machineOf(ctx, id); err == nil && m != nil && m.Spec.ProviderID != "" {
@@ -858,7 +858,7 @@ func (r *run) deleteBusy(ctx context.Context, name string, other *group, several
 			return err
 		}
 	}
-	r.calls.goes(g.name)
+	r.holders.goes(g.name)
 	r.fault("a person deletes %s", g.name)
 	if err := r.raze(ctx, g); err != nil {
 		return fmt.Errorf("deleting a node group: %w", err)

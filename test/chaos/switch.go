@@ -18,8 +18,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/bystander"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/peer"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/migration"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const (
@@ -67,7 +67,7 @@ func (r *run) switchOver(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("making what the other provider leaves: %w", err)
 	}
-	watching, err := bystander.Watch(ctx, r.World)
+	watching, err := bystander.Watch(ctx, r.Env)
 	if err != nil {
 		return err
 	}
@@ -80,7 +80,7 @@ func (r *run) switchOver(ctx context.Context) error {
 		return fmt.Errorf("%d things happened to what ran in the spoke, such as: %s", len(incidents), incidents[0])
 	}
 	// Two Nodes are empty, and are removed once the user allows it.
-	if err := peer.AllowDisruption(ctx, r.World); err != nil {
+	if err := migration.AllowDisruption(ctx, r.Env); err != nil {
 		return err
 	}
 	if err := r.runPods(ctx, map[string]int32{"east": 0, "west": 0}); err != nil {
@@ -111,7 +111,7 @@ func (l *leavings) mayGo(incident string) bool {
 // leave stops agents and shim, and changes their state into what the other provider would have left
 // in the middle of scaling up and down.
 func (r *run) leave(ctx context.Context) (*leavings, error) {
-	before, err := invariants.Read(ctx, r.Hub, r.Spoke, world.Cluster)
+	before, err := invariants.Read(ctx, r.Hub, r.Spoke, testenv.Cluster)
 	if err != nil {
 		return nil, err
 	}
@@ -123,7 +123,7 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 	for i := range before.Claims {
 		r.watched.excuse(before.Claims[i].Spec.ClaimID)
 	}
-	if err := peer.Disguise(ctx, r.World); err != nil {
+	if err := migration.Strip(ctx, r.Env); err != nil {
 		return nil, err
 	}
 	l := &leavings{machines: map[string]types.NamespacedName{}}
@@ -137,20 +137,20 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 		}
 	}
 	add := func(name, group string, change func(*clusterv1.Machine) func(*karpenterv1.NodeClaim)) (*karpenterv1.NodeClaim, *clusterv1.Machine, error) {
-		m, err := peer.AnotherMachine(ctx, r.World, group)
+		m, err := migration.AnotherMachine(ctx, r.Env, group)
 		if err != nil {
 			return nil, nil, err
 		}
-		nc, err := peer.AddNodeClaim(ctx, r.World, models[group], name, m, change(m))
+		nc, err := migration.AddNodeClaim(ctx, r.Env, models[group], name, m, change(m))
 		return nc, m, err
 	}
 	for i := range unfinished {
-		begun, m, err := add(fmt.Sprintf("begun-%d", i), "west", peer.NotLaunched)
+		begun, m, err := add(fmt.Sprintf("begun-%d", i), "west", migration.NotLaunched)
 		if err != nil {
 			return nil, err
 		}
 		l.machines[m.Name] = types.NamespacedName{Name: begun.Name, Namespace: string(begun.UID)}
-		leaving, m, err := add(fmt.Sprintf("leaving-%d", i), "east", func(*clusterv1.Machine) func(*karpenterv1.NodeClaim) { return peer.Terminating })
+		leaving, m, err := add(fmt.Sprintf("leaving-%d", i), "east", func(*clusterv1.Machine) func(*karpenterv1.NodeClaim) { return migration.Terminating })
 		if err != nil {
 			return nil, err
 		}
@@ -159,16 +159,16 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 			return nil, err
 		}
 	}
-	if _, err := peer.AnotherMachine(ctx, r.World, "east"); err != nil { // forgotten, and therefore the user's from now on
+	if _, err := migration.AnotherMachine(ctx, r.Env, "east"); err != nil { // forgotten, and therefore the user's from now on
 		return nil, err
 	}
-	r.people.share("east", 1, 0)
+	r.intent.share("east", 1, 0)
 	shared := before.Claims[0].Status.Machine.Name
 	var m clusterv1.Machine
 	if err := r.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: shared}, &m); err != nil {
 		return nil, err
 	}
-	l.second, err = peer.AddNodeClaim(ctx, r.World, models[before.Claims[0].Spec.NodeGroup], "second", &m, func(*karpenterv1.NodeClaim) {})
+	l.second, err = migration.AddNodeClaim(ctx, r.Env, models[before.Claims[0].Spec.NodeGroup], "second", &m, func(*karpenterv1.NodeClaim) {})
 	if err != nil {
 		return nil, err
 	}
@@ -178,7 +178,7 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 	}
 	bounded, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
-	return l, world.Poll(bounded, func(context.Context) (string, error) {
+	return l, testenv.Poll(bounded, func(context.Context) (string, error) {
 		is := r.Recorder.State().Pods
 		return lo.Ternary(is.Running == 2*switched-2 && is.Total() == podsThen, "", "the pods of two Nodes to go, and others to be made"), nil
 	})
@@ -210,7 +210,7 @@ func (r *run) takeOver(ctx context.Context, l *leavings, watching *bystander.Bys
 	over := time.Now()
 	bounded, cancelAdopted := context.WithTimeout(ctx, settleWithin)
 	defer cancelAdopted()
-	if err := world.Poll(bounded, func(ctx context.Context) (string, error) { return r.missing(ctx, l) }); err != nil {
+	if err := testenv.Poll(bounded, func(ctx context.Context) (string, error) { return r.missing(ctx, l) }); err != nil {
 		r.row.Unsettled++
 		return err
 	}
@@ -256,7 +256,7 @@ func (r *run) outage(ctx context.Context) error {
 // missing returns which NodeClaim does not have its own Machine yet. It returns "" once each has,
 // and those being removed are gone.
 func (r *run) missing(ctx context.Context, l *leavings) (string, error) {
-	state, err := invariants.Read(ctx, r.Hub, r.Spoke, world.Cluster)
+	state, err := invariants.Read(ctx, r.Hub, r.Spoke, testenv.Cluster)
 	if err != nil {
 		return "", err
 	}

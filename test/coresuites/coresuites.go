@@ -99,8 +99,8 @@ type Verdict struct {
 	Left []Exception
 }
 
-// Judge evaluates specs.
-func Judge(specs []Spec, all []Exception) Verdict {
+// Evaluate evaluates specs.
+func Evaluate(specs []Spec, all []Exception) Verdict {
 	v := Verdict{Excepted: map[string]Exception{}}
 	used, ran := map[Exception]bool{}, map[string]bool{}
 	for _, s := range specs {

@@ -28,7 +28,7 @@ func TestSpecsAreJudged(t *testing.T) {
 	specs, err := coresuites.Read(strings.NewReader(report), "disruption")
 	require.NoError(t, err)
 	reboot := coresuites.Exception{Suite: "disruption", Specs: "Reboot", Why: "no"}
-	v := coresuites.Judge(specs, []coresuites.Exception{reboot, {Suite: "regression", Specs: "Chaos", Why: "did not run at all"}})
+	v := coresuites.Evaluate(specs, []coresuites.Exception{reboot, {Suite: "regression", Specs: "Chaos", Why: "did not run at all"}})
 	require.Len(t, v.Passed, 1)
 	require.Equal(t, "Drift Budgets respects them", v.Passed[0].Name)
 	require.Len(t, v.Failed, 2)
@@ -39,10 +39,11 @@ func TestSpecsAreJudged(t *testing.T) {
 	require.False(t, v.OK())
 
 	good := lo.Filter(specs, func(s coresuites.Spec, _ int) bool { return s.State == "passed" || s.State == "skipped" })
-	require.True(t, coresuites.Judge(good, []coresuites.Exception{reboot}).OK())
-	require.Len(t, coresuites.Judge(good, nil).Unexplained, 1, "skipped without an exception")
-	require.Equal(t, []coresuites.Exception{reboot}, coresuites.Judge(good[:1], []coresuites.Exception{reboot}).Stale, "there is no such spec any more")
-	require.False(t, coresuites.Judge(nil, nil).OK(), "nothing ran")
+	require.True(t, coresuites.Evaluate(good, []coresuites.Exception{reboot}).OK())
+	require.Len(t, coresuites.Evaluate(good, nil).Unexplained, 1, "skipped without an exception")
+	stale := coresuites.Evaluate(good[:1], []coresuites.Exception{reboot}).Stale
+	require.Equal(t, []coresuites.Exception{reboot}, stale, "there is no such spec any more")
+	require.False(t, coresuites.Evaluate(nil, nil).OK(), "nothing ran")
 }
 
 func TestEverySpecIsInOnePartOfItsSuite(t *testing.T) {
@@ -87,11 +88,11 @@ func TestEveryExceptionSaysWhy(t *testing.T) {
 func TestASuiteOfWhichNothingCanRunIsListed(t *testing.T) {
 	none := coresuites.Exception{Suite: "dra", Why: "no"}
 	passed := coresuites.Spec{Suite: "disruption", Name: "Drift", State: "passed"}
-	v := coresuites.Judge([]coresuites.Spec{passed}, []coresuites.Exception{none})
+	v := coresuites.Evaluate([]coresuites.Spec{passed}, []coresuites.Exception{none})
 	require.Equal(t, []coresuites.Exception{none}, v.Left)
 	require.True(t, v.OK())
 
-	v = coresuites.Judge([]coresuites.Spec{passed, {Suite: "dra", Name: "GPU", State: "passed"}}, []coresuites.Exception{none})
+	v = coresuites.Evaluate([]coresuites.Spec{passed, {Suite: "dra", Name: "GPU", State: "passed"}}, []coresuites.Exception{none})
 	require.Equal(t, []coresuites.Exception{none}, v.Stale, "it can run")
 	require.Empty(t, v.Left)
 }

@@ -26,7 +26,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/cost"
 	"github.com/karpenter-capi/karpenter-capi/test/loadgen"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const (
@@ -78,7 +78,7 @@ var shared *measured
 
 // measured is a sandbox whose hub keeps an audit log.
 type measured struct {
-	*loadgen.Site
+	*loadgen.Env
 
 	log *cost.Log
 	dir string
@@ -98,23 +98,23 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 	defer cancel()
 	s, log := start(ctx, t)
 	must(t, s.CreateGroup(ctx, loadgen.Group{Name: group, Max: claims, Held: true, Termination: time.Second}))
-	wishes := lo.Times(claims, func(i int) loadgen.Wish {
-		return loadgen.Wish{ID: fmt.Sprintf("crowd-%03d", i), Groups: []string{group}}
+	requested := lo.Times(claims, func(i int) loadgen.ClaimRequest {
+		return loadgen.ClaimRequest{ID: fmt.Sprintf("crowd-%03d", i), Groups: []string{group}}
 	})
 	next(t, log) // skip the setup
 
-	if _, err := s.Claim(ctx, wishes); err != nil {
+	if _, err := s.Claim(ctx, requested); err != nil {
 		t.Fatal(err)
 	}
 	// Infrastructure is slower than Cluster API.
-	must(t, s.AwaitBound(ctx, wishes))
+	must(t, s.AwaitBound(ctx, requested))
 	binding := next(t, log)
 	report(t, "binding", binding)
 	t.Run("binding a claim takes few requests", func(t *testing.T) { eachCosts(t, binding, claims, bindWrites, bindRequests) })
 	must(t, s.Unhold(ctx))
-	must(t, s.AwaitServed(ctx, wishes))
-	must(t, world.Poll(ctx, inFlight(s, group)))
-	must(t, world.Poll(ctx, everyNodeIsNoted(s, wishes)))
+	must(t, s.AwaitServed(ctx, requested))
+	must(t, testenv.Poll(ctx, inFlight(s, group)))
+	must(t, testenv.Poll(ctx, everyNodeIsNoted(s, requested)))
 	joining := next(t, log)
 	report(t, "joining", joining)
 	claiming := slices.Concat(binding, joining)
@@ -140,11 +140,11 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 		}
 	})
 
-	if _, err := s.Release(ctx, wishes); err != nil {
+	if _, err := s.Release(ctx, requested); err != nil {
 		t.Fatal(err)
 	}
 	must(t, s.AwaitGone(ctx, group))
-	must(t, world.Poll(ctx, inFlight(s, group)))
+	must(t, testenv.Poll(ctx, inFlight(s, group)))
 	releasing := next(t, log)
 	report(t, "releasing", releasing)
 	t.Run("releasing a claim takes few requests", func(t *testing.T) { eachCosts(t, releasing, claims, releaseWrites, releaseRequests) })
@@ -182,34 +182,34 @@ func TestWhatAdoptionsCost(t *testing.T) {
 		names = lo.FilterMap(machines, func(m loadgen.Machine, _ int) (string, bool) { return m.Name, m.Group == group && m.Node != "" })
 		return lo.Ternary(len(names) == *adopted, "", fmt.Sprintf("%d Machines to have a Node: %d have", *adopted, len(names)))
 	}))
-	wishes := lo.Map(names, func(name string, i int) loadgen.Wish {
-		return loadgen.Wish{ID: fmt.Sprintf("adopted-%03d", i), Groups: []string{group}, Adopt: name}
+	requested := lo.Map(names, func(name string, i int) loadgen.ClaimRequest {
+		return loadgen.ClaimRequest{ID: fmt.Sprintf("adopted-%03d", i), Groups: []string{group}, Adopt: name}
 	})
 	next(t, log)
 
 	began := time.Now()
-	if _, err := s.Claim(ctx, wishes); err != nil {
+	if _, err := s.Claim(ctx, requested); err != nil {
 		t.Fatal(err)
 	}
-	must(t, s.AwaitServed(ctx, wishes))
+	must(t, s.AwaitServed(ctx, requested))
 	t.Logf("%d Machines were adopted in %.1f s", *adopted, time.Since(began).Seconds())
-	must(t, world.Poll(ctx, inFlight(s, group)))
-	must(t, world.Poll(ctx, everyNodeIsNoted(s, wishes)))
+	must(t, testenv.Poll(ctx, inFlight(s, group)))
+	must(t, testenv.Poll(ctx, everyNodeIsNoted(s, requested)))
 	adopting := next(t, log)
 	report(t, "adopting", adopting)
 	t.Run("adopting a Machine takes few requests", func(t *testing.T) { eachCosts(t, adopting, *adopted, adoptWrites, adoptRequests) })
 	t.Run("replicas stay", func(t *testing.T) { replicasStay(t, adopting) })
 
 	began = time.Now()
-	if _, err := s.Return(ctx, wishes); err != nil {
+	if _, err := s.Return(ctx, requested); err != nil {
 		t.Fatal(err)
 	}
-	must(t, world.Poll(ctx, func(ctx context.Context) (string, error) {
+	must(t, testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		left, err := s.Claims(ctx)
 		return lo.Ternary(len(left) == 0, "", fmt.Sprintf("%d claims to end", len(left))), err
 	}))
 	t.Logf("%d Machines were returned in %.1f s", *adopted, time.Since(began).Seconds())
-	must(t, world.Poll(ctx, inFlight(s, group)))
+	must(t, testenv.Poll(ctx, inFlight(s, group)))
 	returning := next(t, log)
 	report(t, "returning", returning)
 	t.Run("returning a Machine takes few requests", func(t *testing.T) { eachCosts(t, returning, *adopted, returnWrites, returnRequests) })
@@ -239,21 +239,21 @@ func TestWhatOneClaimCosts(t *testing.T) {
 	defer cancel()
 	s, log := start(ctx, t)
 	must(t, s.CreateGroup(ctx, loadgen.Group{Name: group, Boot: time.Second, Join: time.Second, Termination: time.Second}))
-	wishes := []loadgen.Wish{{ID: group, Groups: []string{group}}}
+	requested := []loadgen.ClaimRequest{{ID: group, Groups: []string{group}}}
 	next(t, log)
-	if _, err := s.Claim(ctx, wishes); err != nil {
+	if _, err := s.Claim(ctx, requested); err != nil {
 		t.Fatal(err)
 	}
-	must(t, s.AwaitServed(ctx, wishes))
-	must(t, world.Poll(ctx, everyNodeIsNoted(s, wishes)))
-	must(t, world.Poll(ctx, inFlight(s, group)))
+	must(t, s.AwaitServed(ctx, requested))
+	must(t, testenv.Poll(ctx, everyNodeIsNoted(s, requested)))
+	must(t, testenv.Poll(ctx, inFlight(s, group)))
 	all := next(t, log)
 	report(t, "claiming", all)
-	if _, err := s.Release(ctx, wishes); err != nil {
+	if _, err := s.Release(ctx, requested); err != nil {
 		t.Fatal(err)
 	}
 	must(t, s.AwaitGone(ctx, group))
-	must(t, world.Poll(ctx, inFlight(s, group)))
+	must(t, testenv.Poll(ctx, inFlight(s, group)))
 	releasing := next(t, log)
 	report(t, "releasing", releasing)
 	fewRefused(t, append(all, releasing...))
@@ -264,7 +264,7 @@ func TestWhatOneClaimCosts(t *testing.T) {
 }
 
 // start returns a sandbox in which no other test is running, and its log.
-func start(ctx context.Context, t *testing.T) (*loadgen.Site, *cost.Log) {
+func start(ctx context.Context, t *testing.T) (*loadgen.Env, *cost.Log) {
 	t.Helper()
 	if shared == nil {
 		shared = startSandbox(ctx, t)
@@ -277,7 +277,7 @@ func start(ctx context.Context, t *testing.T) (*loadgen.Site, *cost.Log) {
 			t.Logf("the sandbox's logs are in %s", m.Sandbox.State().Paths.Logs)
 		}
 	})
-	return m.Site, m.log
+	return m.Env, m.log
 }
 
 func startSandbox(ctx context.Context, t *testing.T) *measured {
@@ -374,7 +374,7 @@ func fewRefused(t *testing.T, requests []cost.Request) {
 
 // eachMachineOnce verifies that every Machine of the node group was written to once, and thereby has
 // its claim.
-func eachMachineOnce(t *testing.T, s *loadgen.Site, group string, requests []cost.Request) {
+func eachMachineOnce(t *testing.T, s *loadgen.Env, group string, requests []cost.Request) {
 	t.Helper()
 	writes := lo.CountValuesBy(
 		lo.Filter(requests, func(r cost.Request, _ int) bool {
@@ -397,7 +397,7 @@ func eachMachineOnce(t *testing.T, s *loadgen.Site, group string, requests []cos
 }
 
 // inFlight returns a condition: the node group's ledger has no entries in flight.
-func inFlight(s *loadgen.Site, group string) func(context.Context) (string, error) {
+func inFlight(s *loadgen.Env, group string) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		md, err := s.Deployment(ctx, group)
 		if err != nil {
@@ -420,7 +420,7 @@ func inFlight(s *loadgen.Site, group string) func(context.Context) (string, erro
 
 // everyNodeIsNoted returns a condition: each of the claims names its Node, which is the last thing
 // written to it.
-func everyNodeIsNoted(s *loadgen.Site, wishes []loadgen.Wish) func(context.Context) (string, error) {
+func everyNodeIsNoted(s *loadgen.Env, requested []loadgen.ClaimRequest) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var list agentv1.MachineClaimList
 		if err := s.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
@@ -429,14 +429,14 @@ func everyNodeIsNoted(s *loadgen.Site, wishes []loadgen.Wish) func(context.Conte
 		named := lo.SliceToMap(list.Items, func(c agentv1.MachineClaim) (string, bool) {
 			return c.Spec.ClaimID, c.Status.Machine != nil && c.Status.Machine.NodeName != ""
 		})
-		without := lo.CountBy(wishes, func(w loadgen.Wish) bool { return !named[w.ID] })
+		without := lo.CountBy(requested, func(w loadgen.ClaimRequest) bool { return !named[w.ID] })
 		return lo.Ternary(without == 0, "", fmt.Sprintf("%d claims to name their Node", without)), nil
 	}
 }
 
 // idle makes the agent reconcile the node group many times with nothing to do: another writer
 // changes what does not concern it, and the agent's own metrics show the reconciles.
-func idle(ctx context.Context, t *testing.T, s *loadgen.Site, group string) {
+func idle(ctx context.Context, t *testing.T, s *loadgen.Env, group string) {
 	t.Helper()
 	url := s.Sandbox.State().AgentMetrics
 	md, err := s.Deployment(ctx, group)
@@ -446,7 +446,7 @@ func idle(ctx context.Context, t *testing.T, s *loadgen.Site, group string) {
 		must(t, err)
 		patch := fmt.Sprintf(`{"metadata":{"annotations":{"example.com/touched":"%d"}}}`, i)
 		must(t, s.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, []byte(patch))))
-		must(t, world.Poll(ctx, func(ctx context.Context) (string, error) {
+		must(t, testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 			now, err := looks(ctx, url)
 			return lo.Ternary(now > before, "", "the agent to look at the node group"), err
 		}))

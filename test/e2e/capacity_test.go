@@ -22,8 +22,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 // consolidated bounds a replacement: Karpenter itself waits before and between its steps.
@@ -360,7 +360,7 @@ func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
 	figure := sizes(t, "snapshot: a change in the hub is in the shim's")
 	const rounds, bound = 20, 500 * time.Millisecond
-	spoke, err := client.NewWithWatch(w.Sandbox.SpokeConfig(), client.Options{Scheme: world.Scheme()})
+	spoke, err := client.NewWithWatch(w.Sandbox.SpokeConfig(), client.Options{Scheme: testenv.Scheme()})
 	require.NoError(t, err)
 	ctx := within(t, 2*time.Minute)
 	watch, err := spoke.Watch(ctx, &shimv1.ClusterAPINodeClassList{}, client.MatchingFields{"metadata.name": "sizes"})

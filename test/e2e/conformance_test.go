@@ -21,7 +21,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // conformsWithin bounds the whole run of the command.
@@ -47,7 +47,7 @@ func TestTheAgentConforms(t *testing.T) {
 		}
 		box.Stop()
 	})
-	hub, err := client.New(box.HubConfig(), client.Options{Scheme: world.Scheme()})
+	hub, err := client.New(box.HubConfig(), client.Options{Scheme: testenv.Scheme()})
 	require.NoError(t, err)
 	require.NoError(t, manifests.Apply(within(t, soon), hub, manifests.MoveHub))
 	atRest := replicasRun(hub, map[string]int32{"east": own, "west": 0})
@@ -108,7 +108,7 @@ func TestTheAgentConforms(t *testing.T) {
 	require.Equal(t, []int{wanted, 0, 0}, []int{suite.Tests, suite.Failures, suite.Skipped})
 
 	poll(t, settleWithin, atRest)
-	require.Empty(t, faultsInLogs(&world.World{Sandbox: box}, lo.Times(agents, sandbox.AgentName)...))
+	require.Empty(t, faultsInLogs(&testenv.Env{Sandbox: box}, lo.Times(agents, sandbox.AgentName)...))
 }
 
 // replicasRun is satisfied once the MachineDeployments have these numbers of replicas, all with

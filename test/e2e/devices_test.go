@@ -17,8 +17,8 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const (
@@ -90,7 +90,7 @@ func driveDevices(t *testing.T) {
 	t.Cleanup(func() { cancel(); <-done })
 	go func() {
 		defer close(done)
-		_ = world.Poll(ctx, func(ctx context.Context) (string, error) {
+		_ = testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 			var nodes corev1.NodeList
 			// Failures are retried.
 			_ = w.Spoke.List(ctx, &nodes, client.MatchingLabels{corev1.LabelInstanceTypeStable: "devices"})

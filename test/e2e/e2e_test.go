@@ -29,8 +29,8 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const (
@@ -54,7 +54,7 @@ const (
 
 // w is the sandbox that all tests of a process share. `make e2e` runs several processes at once,
 // and names the sandbox of each.
-var w *world.World
+var w *testenv.Env
 
 func TestMain(m *testing.M) {
 	klog.LogToStderr(false)
@@ -75,7 +75,7 @@ func run(m *testing.M) int {
 	say("e2e: bringing a sandbox up")
 	began := time.Now()
 	var err error
-	w, err = world.Start(starting, hasty(sandbox.Options{
+	w, err = testenv.Start(starting, hasty(sandbox.Options{
 		Name: cmp.Or(os.Getenv("E2E_SANDBOX"), "e2e"),
 		// The short run only uses the charts' default permissions.
 		FeatureGates: lo.Ternary(testing.Short(), nil, []string{"NodeOverlay", "StaticCapacity", "CapacityBuffer", "SpotToSpotConsolidation"}),
@@ -123,7 +123,7 @@ func hasty(o sandbox.Options) sandbox.Options {
 // inSandbox gives the test its own sandbox as [w].
 func inSandbox(t *testing.T, options sandbox.Options) {
 	t.Helper()
-	own, err := world.Start(within(t, startWithin), hasty(options), nil)
+	own, err := testenv.Start(within(t, startWithin), hasty(options), nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -147,12 +147,12 @@ func say(format string, args ...any) { fmt.Fprintf(os.Stdout, format+"\n", args.
 // permissions in the charts, and crashes.
 var faults = regexp.MustCompile(`(?i)is forbidden:|"reason":"Forbidden"|panic:|runtime error|nil pointer dereference|DATA RACE`)
 
-func faultsInLogs(w *world.World, components ...string) []string {
+func faultsInLogs(w *testenv.Env, components ...string) []string {
 	return faultsInLogsBut(nil, w, components...)
 }
 
 // faultsInLogsBut ignores the lines that are expected, which may be nil.
-func faultsInLogsBut(expected func(line string) bool, w *world.World, components ...string) []string {
+func faultsInLogsBut(expected func(line string) bool, w *testenv.Env, components ...string) []string {
 	var found []string
 	for _, component := range components {
 		data, err := os.ReadFile(w.Status(component).Log)
@@ -291,11 +291,11 @@ func await(t *testing.T, d time.Duration, condition func(timeline.State) string)
 	}
 }
 
-// poll fails the test if the condition, as for [world.Poll], does not come true in time, multiplied
-// by [slow].
+// poll fails the test if the condition, as for [testenv.Poll], does not come true in time,
+// multiplied by [slow].
 func poll(t *testing.T, d time.Duration, condition func(context.Context) (string, error)) {
 	t.Helper()
-	if err := world.Poll(within(t, slow*d), condition); err != nil {
+	if err := testenv.Poll(within(t, slow*d), condition); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -315,7 +315,7 @@ func throughout(t *testing.T, d, interval time.Duration, checks func()) {
 }
 
 // settle fails the test if an invariant is still violated after d.
-func settle(t *testing.T, in *world.World, d time.Duration) {
+func settle(t *testing.T, in *testenv.Env, d time.Duration) {
 	t.Helper()
 	violations, err := in.Checker.Settle(within(t, d))
 	require.NoError(t, err)

@@ -19,8 +19,8 @@ import (
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const (
@@ -156,7 +156,7 @@ func fitRound(t *testing.T, random *rand.Rand, round int) (pods, nodes int) {
 	for _, object := range slices.Backward(groups) {
 		require.NoError(t, w.Hub.Delete(ctx, object))
 	}
-	require.NoError(t, world.Poll(ctx, func(ctx context.Context) (string, error) {
+	require.NoError(t, testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		for _, object := range groups {
 			if err := w.Hub.Get(ctx, client.ObjectKeyFromObject(object), object.DeepCopy()); client.IgnoreNotFound(err) != nil || err == nil {
 				return object.GetKind() + " " + object.GetName() + " to be gone", client.IgnoreNotFound(err)

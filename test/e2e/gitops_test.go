@@ -22,7 +22,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const (
@@ -108,7 +108,7 @@ func TestReplicasThatAreWrittenBackFreezeTheGroup(t *testing.T) {
 	// Each of these makes the agent write another number.
 	for pods := int32(written - floor + 1); pods < written; pods++ {
 		scale(t, "crowd", pods)
-		if err := world.Poll(within(t, 20*time.Second), frozen); err == nil {
+		if err := testenv.Poll(within(t, 20*time.Second), frozen); err == nil {
 			break
 		}
 	}

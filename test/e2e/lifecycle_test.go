@@ -30,8 +30,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const (
@@ -197,7 +197,7 @@ func eachOf[T any, P interface {
 
 // life is one scenario.
 type life struct {
-	*world.World
+	*testenv.Env
 
 	name       string
 	stage      stage
@@ -240,7 +240,7 @@ func TestNodesSurviveWhateverIsDoneToThem(t *testing.T) {
 	var going errgroup.Group
 	going.SetLimit(livesAtOnce)
 	for _, l := range lives {
-		l.World, l.hub, l.spoke, l.agent = w, hub, spoke, agent
+		l.Env, l.hub, l.spoke, l.agent = w, hub, spoke, agent
 		going.Go(func() error {
 			began := time.Now()
 			l.err = l.live(t.Context())
@@ -275,7 +275,7 @@ func tellLives(lives []*life) {
 // cached returns a cache of a cluster's objects for the duration of the test.
 func cached(t *testing.T, config *rest.Config) cache.Cache {
 	t.Helper()
-	reads, err := cache.New(config, cache.Options{Scheme: world.Scheme()})
+	reads, err := cache.New(config, cache.Options{Scheme: testenv.Scheme()})
 	require.NoError(t, err)
 	ctx, stop := context.WithCancel(context.Background())
 	var running sync.WaitGroup
@@ -313,7 +313,7 @@ func (l *life) live(ctx context.Context) error {
 			return nil
 		}},
 		{"doing it", stageWithin, func(ctx context.Context) error {
-			return world.Poll(ctx, func(ctx context.Context) (string, error) { return "", l.deed.do(l, ctx) })
+			return testenv.Poll(ctx, func(ctx context.Context) (string, error) { return "", l.deed.do(l, ctx) })
 		}},
 		{"what has to come of it", doneWithin, func(ctx context.Context) error { return l.settle(ctx, lo.Ternary(l.deed.gone, 0, 1)) }},
 		{"the invariants after it", slow * settleWithin, l.holds},
@@ -358,12 +358,12 @@ func (l *life) apply(ctx context.Context, c client.Client, file string) error {
 
 // until waits until nothing is missing.
 func (l *life) until(ctx context.Context, missing func() string) error {
-	return world.Poll(ctx, func(context.Context) (string, error) { return missing(), nil })
+	return testenv.Poll(ctx, func(context.Context) (string, error) { return missing(), nil })
 }
 
 // run waits until the pod runs.
 func (l *life) run(ctx context.Context) error {
-	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+	return testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		running := lo.CountBy(l.pods(), func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
 		return lo.Ternary(running == 1, "", "the pod to run"), l.start(ctx)
 	})
@@ -376,8 +376,8 @@ func (l *life) settle(ctx context.Context, pods int) error {
 	if err := l.Hub.Patch(ctx, template, mergePatch(`{"spec":{"template":{"spec":{"stuckAt":null}}}}`)); err != nil {
 		return err
 	}
-	return world.Poll(ctx, func(ctx context.Context) (string, error) {
-		if err := errors.Join(l.start(ctx), l.letGo(ctx)); err != nil {
+	return testenv.Poll(ctx, func(ctx context.Context) (string, error) {
+		if err := errors.Join(l.start(ctx), l.unblock(ctx)); err != nil {
 			return "", err
 		}
 		if missing := l.lacks(pods); missing != "" {
@@ -430,7 +430,7 @@ func (l *life) start(ctx context.Context) error {
 	return nil
 }
 
-func (l *life) letGo(ctx context.Context) error {
+func (l *life) unblock(ctx context.Context) error {
 	for _, i := range l.instances() {
 		if i.Spec.StuckAt != "" {
 			if err := client.IgnoreNotFound(l.Hub.Patch(ctx, &i, mergePatch(`{"spec":{"stuckAt":null}}`))); err != nil {

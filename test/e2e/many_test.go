@@ -21,9 +21,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/cost"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/peer"
+	"github.com/karpenter-capi/karpenter-capi/test/migration"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 // many is the number of Nodes of each of two node groups.
@@ -67,7 +67,7 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 	}
 	// The cost of an unclaimed Machine is not part of the cost of its adoption.
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {
-		state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, world.Cluster)
+		state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, testenv.Cluster)
 		if err != nil {
 			return "", err
 		}
@@ -92,8 +92,8 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
 		require.NoError(t, h.source.Sandbox.StopComponent(component))
 	}
-	require.NoError(t, peer.Disguise(within(t, 10*time.Minute), h.source))
-	left, err := invariants.Read(within(t, soon), h.source.Hub, h.source.Spoke, world.Cluster)
+	require.NoError(t, migration.Strip(within(t, 10*time.Minute), h.source))
+	left, err := invariants.Read(within(t, soon), h.source.Hub, h.source.Spoke, testenv.Cluster)
 	require.NoError(t, err)
 	for i := range left.Nodes {
 		require.True(t, isDisguised(&left.Nodes[i]), "what the shim wrote on Node %s is gone", left.Nodes[i].Name)
@@ -126,7 +126,7 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 // adopted is satisfied once each of the Machines has a claim, and the claim's NodeClaim has the
 // values of its node group.
 func (h hubs) adopted(ctx context.Context) (string, error) {
-	state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, world.Cluster)
+	state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, testenv.Cluster)
 	if err != nil {
 		return "", err
 	}

@@ -32,8 +32,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/bystander"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const (
@@ -161,7 +161,7 @@ func TestAMoveCarriesReleasesAndEndedClaims(t *testing.T) {
 
 // hubs are a spoke with its hub, and a hub to which its Cluster is moved. Two agents serve each
 // hub.
-type hubs struct{ source, target *world.World }
+type hubs struct{ source, target *testenv.Env }
 
 // startHubs names the two sandboxes after the test, so that the logs of one test are kept when
 // another one begins.
@@ -177,12 +177,12 @@ func startHubs(t *testing.T, name string) hubs {
 	ofSource.Authority, ofTarget.Authority = authority, authority
 	ctx := within(t, startWithin)
 	var (
-		source   *world.World
+		source   *testenv.Env
 		target   *sandbox.Sandbox
 		starting errgroup.Group
 	)
 	starting.Go(func() (err error) {
-		source, err = world.Start(ctx, ofSource, nil)
+		source, err = testenv.Start(ctx, ofSource, nil)
 		return err
 	})
 	starting.Go(func() (err error) {
@@ -231,7 +231,7 @@ func startHub(t *testing.T, name string, changes ...func(*sandbox.Options)) hubs
 	for _, change := range changes {
 		change(&options)
 	}
-	alone, err := world.Start(within(t, startWithin), options, nil)
+	alone, err := testenv.Start(within(t, startWithin), options, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -253,14 +253,14 @@ func whoseMachines() invariants.Expected {
 
 // run creates the node groups and pods for each, and waits until the pods run and everything is at
 // rest.
-func (h hubs) run(t *testing.T, in *world.World, east, west int) {
+func (h hubs) run(t *testing.T, in *testenv.Env, east, west int) {
 	t.Helper()
 	require.NoError(t, manifests.Apply(within(t, soon), in.Hub, manifests.MoveHub))
 	h.occupy(t, in, east, west)
 }
 
 // occupy creates pods for each node group, and waits until they run and everything is at rest.
-func (h hubs) occupy(t *testing.T, in *world.World, east, west int) {
+func (h hubs) occupy(t *testing.T, in *testenv.Env, east, west int) {
 	t.Helper()
 	for _, file := range []string{manifests.MoveSpoke, manifests.MoveWorkload} {
 		require.NoError(t, manifests.Apply(within(t, soon), in.Spoke, file))
@@ -372,7 +372,7 @@ type holdings struct {
 // holding is what a claim holds.
 type holding struct{ nodeClaim, group, machine, providerID string }
 
-func (h hubs) holdings(t *testing.T, of *world.World) holdings {
+func (h hubs) holdings(t *testing.T, of *testenv.Env) holdings {
 	t.Helper()
 	state, err := invariants.Read(within(t, soon), of.Hub, of.Spoke, of.Checker.Cluster)
 	if err != nil {
@@ -458,7 +458,7 @@ func (h hubs) sourceIsEmpty(ctx context.Context) (string, error) {
 }
 
 // claims returns the claims in a phase.
-func (h hubs) claims(t *testing.T, of *world.World, phase agentv1.Phase) []agentv1.MachineClaim {
+func (h hubs) claims(t *testing.T, of *testenv.Env, phase agentv1.Phase) []agentv1.MachineClaim {
 	t.Helper()
 	var list agentv1.MachineClaimList
 	if err := of.Hub.List(t.Context(), &list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
@@ -468,7 +468,7 @@ func (h hubs) claims(t *testing.T, of *world.World, phase agentv1.Phase) []agent
 }
 
 // hold makes every instance hang when it is told to stop, or no longer hang.
-func (h hubs) hold(t *testing.T, in *world.World, stuck bool) {
+func (h hubs) hold(t *testing.T, in *testenv.Env, stuck bool) {
 	t.Helper()
 	var instances simv1.SimMachineList
 	require.NoError(t, in.Hub.List(t.Context(), &instances, client.InNamespace(sandbox.ClusterNamespace)))
@@ -510,7 +510,7 @@ func (h hubs) faultsBut(expected func(line string) bool) []string {
 
 // providerLogs returns a function that returns the lines with a text that the infrastructure
 // provider has logged since.
-func providerLogs(t *testing.T, of *world.World, text string) func() []string {
+func providerLogs(t *testing.T, of *testenv.Env, text string) func() []string {
 	t.Helper()
 	read := func() string {
 		data, err := os.ReadFile(of.Status(sandbox.SimProvider).Log)
@@ -526,7 +526,7 @@ func providerLogs(t *testing.T, of *world.World, text string) func() []string {
 }
 
 // nodesWithPods returns the names of the Nodes on which the tests' pods run.
-func nodesWithPods(t *testing.T, of *world.World) []string {
+func nodesWithPods(t *testing.T, of *testenv.Env) []string {
 	t.Helper()
 	var pods corev1.PodList
 	if err := of.Spoke.List(t.Context(), &pods, client.InNamespace("default")); err != nil {
@@ -536,7 +536,7 @@ func nodesWithPods(t *testing.T, of *world.World) []string {
 }
 
 // watchSpoke observes the spoke until the test ends.
-func watchSpoke(t *testing.T, of *world.World) *bystander.Bystander {
+func watchSpoke(t *testing.T, of *testenv.Env) *bystander.Bystander {
 	t.Helper()
 	watching, err := bystander.Watch(t.Context(), of)
 	if err != nil {

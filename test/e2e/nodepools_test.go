@@ -20,7 +20,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 func TestNodePoolsFromTheHub(t *testing.T) {
@@ -100,14 +100,14 @@ func published(t *testing.T) *v1alpha1.NodePoolSet {
 	return set
 }
 
-func nodePool(t *testing.T, in *world.World) *karpv1.NodePool {
+func nodePool(t *testing.T, in *testenv.Env) *karpv1.NodePool {
 	t.Helper()
 	pool := &karpv1.NodePool{}
 	require.NoError(t, in.Spoke.Get(within(t, soon), client.ObjectKey{Name: "move"}, pool))
 	return pool
 }
 
-func selectCluster(t *testing.T, of *world.World, label string) {
+func selectCluster(t *testing.T, of *testenv.Env, label string) {
 	t.Helper()
 	cluster := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: of.Checker.Cluster.Namespace, Name: of.Checker.Cluster.Name}}
 	patch := client.RawPatch("application/merge-patch+json", fmt.Appendf(nil, `{"metadata":{"labels":{"pools":%q}}}`, label))
@@ -115,7 +115,7 @@ func selectCluster(t *testing.T, of *world.World, label string) {
 }
 
 // shownNodePool waits until the Spoke shows the NodePool as expected.
-func shownNodePool(in *world.World, as func(v1alpha1.SpokeNodePool) bool) func(context.Context) (string, error) {
+func shownNodePool(in *testenv.Env, as func(v1alpha1.SpokeNodePool) bool) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		spoke := &v1alpha1.Spoke{}
 		if err := in.Hub.Get(ctx, in.Checker.Cluster, spoke); err != nil {
@@ -131,7 +131,7 @@ func shownNodePool(in *world.World, as func(v1alpha1.SpokeNodePool) bool) func(c
 }
 
 // readyFor waits until the set's condition has the reason and a message with the text.
-func readyFor(in *world.World, set *v1alpha1.NodePoolSet, reason, text string) func(context.Context) (string, error) {
+func readyFor(in *testenv.Env, set *v1alpha1.NodePoolSet, reason, text string) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		if err := in.Hub.Get(ctx, client.ObjectKeyFromObject(set), set); err != nil {
 			return "", err

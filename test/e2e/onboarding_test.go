@@ -19,7 +19,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // TestASpokeIsOnboardedAnew onboards the spoke again, as every sandbox does initially, but while
@@ -53,14 +53,14 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 	nodes, nodeClaims := uids(t, &corev1.NodeList{}), uids(t, &karpenterv1.NodeClaimList{})
 	paths := w.Sandbox.State().Paths
 	var cluster clusterv1.Cluster
-	require.NoError(t, w.Hub.Get(within(t, soon), world.Cluster, &cluster))
+	require.NoError(t, w.Hub.Get(within(t, soon), testenv.Cluster, &cluster))
 	certificate, key, err := w.Sandbox.AgentCertificate("earlier",
-		sandbox.ClusterIdentity(world.Cluster.Namespace, world.Cluster.Name, cluster.Labels[agentv1.OnboardingLabel]))
+		sandbox.ClusterIdentity(testenv.Cluster.Namespace, testenv.Cluster.Name, cluster.Labels[agentv1.OnboardingLabel]))
 	require.NoError(t, err)
 	earlier := agentAs(t, certificate, key)
 	list := func(ctx context.Context) error {
 		_, err := earlier.NodeGroups.ListNodeGroups(ctx, &agentv1alpha1.ListNodeGroupsRequest{
-			Cluster: &agentv1alpha1.ClusterRef{Namespace: world.Cluster.Namespace, Name: world.Cluster.Name},
+			Cluster: &agentv1alpha1.ClusterRef{Namespace: testenv.Cluster.Namespace, Name: testenv.Cluster.Name},
 		})
 		return err
 	}
@@ -116,7 +116,7 @@ const lifetime = 24 * time.Hour
 func connectedSince(moment time.Time) func(ctx context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var spoke agentv1.Spoke
-		if err := w.Hub.Get(ctx, world.Cluster, &spoke); client.IgnoreNotFound(err) != nil {
+		if err := w.Hub.Get(ctx, testenv.Cluster, &spoke); client.IgnoreNotFound(err) != nil {
 			return "", err
 		}
 		enrolled, status := spoke.Spec.Enrollment, spoke.Status

@@ -19,8 +19,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 // outage is how long the hub is unreachable: longer than the grace period and several rounds of
@@ -123,7 +123,7 @@ func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
 func follow(t *testing.T) func() int {
 	t.Helper()
 	state := w.Sandbox.State()
-	cluster := &agentv1alpha1.ClusterRef{Namespace: world.Cluster.Namespace, Name: world.Cluster.Name}
+	cluster := &agentv1alpha1.ClusterRef{Namespace: testenv.Cluster.Namespace, Name: testenv.Cluster.Name}
 	mirrors := lo.Map(state.AgentAddresses, func(address string, _ int) *agentclient.Mirror[*agentv1alpha1.NodeGroup] {
 		c, err := agentclient.New(agentclient.Options{
 			Address: address,

@@ -21,8 +21,8 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 // answerWithin is how long `kubectl capi why` may take.
@@ -130,7 +130,7 @@ func newPlugin(t *testing.T) *plugin {
 		}
 	}
 	return &plugin{t: t, flags: []string{
-		"--kubeconfig=" + state.Paths.SpokeKubeconfig, "--agent-address=" + state.AgentAddress, "--tls-dir=" + dir, "--cluster=" + world.Cluster.String(),
+		"--kubeconfig=" + state.Paths.SpokeKubeconfig, "--agent-address=" + state.AgentAddress, "--tls-dir=" + dir, "--cluster=" + testenv.Cluster.String(),
 	}}
 }
 

@@ -27,8 +27,8 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 // An earlier etcd snapshot is restored, in the hub or in the spoke, while everything else has moved
@@ -282,7 +282,7 @@ func (h hubs) reports(d differences) func(context.Context) (string, error) {
 		expected["Node "+c.machine] = invariants.NodeHasMachine
 	}
 	return func(ctx context.Context) (string, error) {
-		state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, world.Cluster)
+		state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, testenv.Cluster)
 		if err != nil {
 			return "", err
 		}
@@ -376,7 +376,7 @@ func (h hubs) restartKubelet(t *testing.T, was corev1.Node) {
 }
 
 // podsOn returns the UIDs of the tests' pods on these Nodes, sorted.
-func podsOn(t *testing.T, of *world.World, nodes []string) []types.UID {
+func podsOn(t *testing.T, of *testenv.Env, nodes []string) []types.UID {
 	t.Helper()
 	var pods corev1.PodList
 	if err := of.Spoke.List(within(t, soon), &pods, client.InNamespace("default")); err != nil {

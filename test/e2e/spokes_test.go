@@ -13,7 +13,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 func TestTwoSpokesHaveOneHub(t *testing.T) {
@@ -83,7 +83,7 @@ func joinHub(t *testing.T, name, hub string, changes ...func(*sandbox.Options)) 
 		change(&options)
 	}
 	options.HubOf, options.Agents, options.AgentArgs = hub, 0, nil
-	second, err := world.Start(within(t, startWithin), options, nil)
+	second, err := testenv.Start(within(t, startWithin), options, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -24,7 +24,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	shimv1alpha1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/peer"
+	"github.com/karpenter-capi/karpenter-capi/test/migration"
 )
 
 // TestNodesOfAnotherProviderAreTakenOver starts agent and shim on what
@@ -40,16 +40,16 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
 		require.NoError(t, h.source.Sandbox.StopComponent(component))
 	}
-	require.NoError(t, peer.Disguise(within(t, settleWithin), h.source))
+	require.NoError(t, migration.Strip(within(t, settleWithin), h.source))
 	pods := podsOn(t, h.source, slices.Collect(maps.Keys(before.nodes)))
 
 	// The replicas that the other provider raised last: for a NodeClaim that it is launching, for
 	// one that is being deleted, and for a Machine without a NodeClaim.
 	h.scale(t, inGroup, inGroup+1)
 	chosen := h.another(t, "west")
-	begun := h.nodeClaimOn(t, before, "begun", chosen, peer.NotLaunched(chosen))
+	begun := h.nodeClaimOn(t, before, "begun", chosen, migration.NotLaunched(chosen))
 	leavingOn := h.another(t, "east")
-	leaving := h.nodeClaimOn(t, before, "leaving", leavingOn, peer.Terminating)
+	leaving := h.nodeClaimOn(t, before, "leaving", leavingOn, migration.Terminating)
 	require.NoError(t, h.source.Spoke.Delete(within(t, soon), leaving))
 	forgotten := h.another(t, "east")
 	shared := h.machine(t, lo.MinBy(slices.Collect(maps.Values(before.claims)), func(a, b holding) bool { return a.machine < b.machine }).machine)
@@ -129,7 +129,7 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	returned := h.adoptTheUsers(t)
 	figure("%d nodes of the user's were adopted, and one was returned", own+1)
 
-	require.NoError(t, peer.AllowDisruption(within(t, settleWithin), h.source))
+	require.NoError(t, migration.AllowDisruption(within(t, settleWithin), h.source))
 	h.scale(t, 0, 0)
 	require.NoError(t, h.source.Recorder.Await(within(t, 8*time.Minute), nothingLives))
 	poll(t, settleWithin, func(context.Context) (string, error) {
@@ -210,14 +210,14 @@ func (h hubs) nodeClaimOn(
 			break
 		}
 	}
-	made, err := peer.AddNodeClaim(within(t, soon), h.source, model, name, m, change)
+	made, err := migration.AddNodeClaim(within(t, soon), h.source, model, name, m, change)
 	require.NoError(t, err)
 	return made
 }
 
 func (h hubs) another(t *testing.T, group string) *clusterv1.Machine {
 	t.Helper()
-	m, err := peer.AnotherMachine(within(t, settleWithin), h.source, group)
+	m, err := migration.AnotherMachine(within(t, settleWithin), h.source, group)
 	require.NoError(t, err)
 	return m
 }

@@ -25,7 +25,7 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const (
@@ -56,7 +56,7 @@ func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
 	u.apply(t, manifests.CrowdWorkload, u.Spoke)
 	require.NoError(t, u.AwaitNodePool(within(t, soon), "crowd"))
 	u.run(t, before)
-	settle(t, u.World, settleWithin)
+	settle(t, u.Env, settleWithin)
 
 	// One machine has not joined yet: Cluster API has not found its Node, and keeps reporting that
 	// while it cannot look again.
@@ -117,24 +117,24 @@ func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
 			claim, c.Status.Phase, c.Status.Reason, c.Status.Message)), err
 	})
 	require.NoError(t, u.Recorder.Await(within(t, slowly), everyMachineRuns))
-	settle(t, u.World, slowly)
+	settle(t, u.Env, slowly)
 	require.Empty(t, u.givenUp(t))
 	require.Len(t, u.uids(t), len(kept)-3, "one Machine, NodeClaim and Node less")
 	require.Empty(t, lo.Keys(u.unseen(t)))
 
 	u.scale(t, 0)
 	require.NoError(t, u.Recorder.Await(within(t, slowly), noMachines))
-	settle(t, u.World, settleWithin)
-	require.Empty(t, faultsInLogs(u.World, sandbox.AgentName(0), sandbox.AgentName(1), sandbox.Shim))
+	settle(t, u.Env, settleWithin)
+	require.Empty(t, faultsInLogs(u.Env, sandbox.AgentName(0), sandbox.AgentName(1), sandbox.Shim))
 }
 
 // unseen is a separate sandbox with two active agents, because nothing else can run while Cluster
 // API is cut off from its spoke.
-type unseen struct{ *world.World }
+type unseen struct{ *testenv.Env }
 
 func newUnseen(t *testing.T) unseen {
 	t.Helper()
-	own, err := world.Start(within(t, startWithin), sandbox.Options{
+	own, err := testenv.Start(within(t, startWithin), sandbox.Options{
 		Name: "e2e-unseen", Agents: 2,
 		AgentArgs: []string{"--machine-node-deadline=" + nodeDeadline.String(), "--spare-grace-period=" + spareGrace.String()},
 		ShimEnv:   []string{"CLAIM_SYNC_INTERVAL=5s"},
@@ -159,7 +159,7 @@ func (u unseen) apply(t *testing.T, file string, to client.Client) {
 // poll is the function of that name, and also reports the pods without a Node.
 func (u unseen) poll(t *testing.T, d time.Duration, condition func(context.Context) (string, error)) {
 	t.Helper()
-	if err := world.Poll(within(t, d), condition); err != nil {
+	if err := testenv.Poll(within(t, d), condition); err != nil {
 		pending, _ := u.Pending(context.Background())
 		t.Fatalf("%v\npods without a Node:\n  %s", err, strings.Join(pending, "\n  "))
 	}
@@ -290,7 +290,7 @@ func (u unseen) givenUp(t *testing.T) []string {
 
 func (u unseen) read(t *testing.T) invariants.State {
 	t.Helper()
-	state, err := invariants.Read(within(t, soon), u.Hub, u.Spoke, world.Cluster)
+	state, err := invariants.Read(within(t, soon), u.Hub, u.Spoke, testenv.Cluster)
 	require.NoError(t, err)
 	return state
 }

@@ -43,7 +43,7 @@ const (
 	PausePut          Class = "MachineDeployment paused"
 	SetLowered        Class = "MachineSet lowered"
 	PauseRemoved      Class = "MachineDeployment lowered and unpaused"
-	MachineLetGo      Class = "finalizer taken off"
+	FinalizerRemoved  Class = "finalizer taken off"
 	MachineUnlabelled Class = "label taken off for a hand-over"
 	ClaimEnded        Class = "claim Ended"
 	SetPaused         Class = "MachineSet paused"
@@ -70,7 +70,7 @@ const (
 var Classes = []Class{
 	ClaimCreated, ClaimMoved, LedgerBegun, ReplicasRaised, SpareEntered, AdoptEntered, ClaimEntered, ClaimExplained, MachineNamed,
 	ClaimBound, MachineLabelled, LedgerTidied, NodeNoted, ClaimReleasing, ClaimFailed, ReleaseBegun, MachineHeld, MachineDeleted,
-	ReplicasLowered, PausePut, SetLowered, PauseRemoved, MachineLetGo, MachineUnlabelled, ClaimEnded, SetPaused, SetUnpaused,
+	ReplicasLowered, PausePut, SetLowered, PauseRemoved, FinalizerRemoved, MachineUnlabelled, ClaimEnded, SetPaused, SetUnpaused,
 	ClaimRemade, ClaimRestored, TombstoneCreated, TombstoneEngraved, ClaimForgotten, FloorChosen, FloorMarked,
 	ReturnRequested, FloorRaised, MachineReturned,
 }
@@ -443,7 +443,7 @@ func machine(body []byte) (Class, error) {
 	case c.finalizers != nil && slices.Contains(*c.finalizers, agentv1.ReleaseFinalizer):
 		return MachineHeld, nil
 	case c.finalizers != nil:
-		return MachineLetGo, nil
+		return FinalizerRemoved, nil
 	case len(c.labels) == 0 && len(c.annotations) == 0:
 		return MachineHeld, nil // a repetition that is already in place
 	}

@@ -109,8 +109,8 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		},
 		{faults.MachineHeld, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":["m","` + ours + `/release"]}]`},
 		{faults.MachineHeld, "patch", capi, "machines", "", `{"metadata":{"resourceVersion":"7"}}`},
-		{faults.MachineLetGo, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":[]}]`},
-		{faults.MachineLetGo, "patch", capi, "machines", "", `{"metadata":{"finalizers":null}}`},
+		{faults.FinalizerRemoved, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":[]}]`},
+		{faults.FinalizerRemoved, "patch", capi, "machines", "", `{"metadata":{"finalizers":null}}`},
 		{faults.FloorMarked, "patch", capi, "machines", "", `{"metadata":{"annotations":{"` + ours + `/floor":"true"},"resourceVersion":"7"}}`},
 		{faults.MachineDeleted, "delete", capi, "machines", "", `{"preconditions":{"uid":"u"}}`},
 

@@ -39,8 +39,8 @@ import (
 // soon bounds what takes milliseconds, on a machine that is busy with other work.
 const soon = 20 * time.Second
 
-// scene is an API server behind a proxy, and a caller that can be killed.
-type scene struct {
+// fixture is an API server behind a proxy, and a caller that can be killed.
+type fixture struct {
 	proxy  *faults.Proxy
 	caller *http.Client
 	// arrived counts the requests that have reached the server.
@@ -56,9 +56,9 @@ type scene struct {
 	conns []net.Conn
 }
 
-func newScene(t *testing.T) *scene {
+func newFixture(t *testing.T) *fixture {
 	t.Helper()
-	s := &scene{events: make(chan string, 10)}
+	s := &fixture{events: make(chan string, 10)}
 	s.answer.Store(http.StatusOK)
 	server := httptest.NewTLSServer(http.HandlerFunc(s.serve))
 	t.Cleanup(server.Close)
@@ -94,7 +94,7 @@ func newScene(t *testing.T) *scene {
 	return s
 }
 
-func (s *scene) serve(w http.ResponseWriter, r *http.Request) {
+func (s *fixture) serve(w http.ResponseWriter, r *http.Request) {
 	s.arrived.Add(1)
 	if r.URL.Query().Get("watch") == "" {
 		_, _ = io.Copy(io.Discard, r.Body)
@@ -116,7 +116,7 @@ func (s *scene) serve(w http.ResponseWriter, r *http.Request) {
 }
 
 // kill closes the caller's connections, as the kernel does when a process dies.
-func (s *scene) kill() error {
+func (s *fixture) kill() error {
 	s.killed.Add(1)
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -128,7 +128,7 @@ func (s *scene) kill() error {
 }
 
 // write makes a claim, and returns the answer's status code, header and body.
-func (s *scene) write(t *testing.T) (code int, header http.Header, body []byte, err error) {
+func (s *fixture) write(t *testing.T) (code int, header http.Header, body []byte, err error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	t.Cleanup(cancel)
@@ -168,7 +168,7 @@ func TestFaultsOfWrites(t *testing.T) {
 		{kind: faults.Slow, code: http.StatusOK, arrives: true},
 	} {
 		t.Run(tc.kind.String(), func(t *testing.T) {
-			s := newScene(t)
+			s := newFixture(t)
 			happened := make(chan struct{}, 1)
 			s.fault.Store(&faults.Fault{Kind: tc.kind, Done: func() { happened <- struct{}{} }})
 			code, header, body, err := s.write(t)
@@ -202,7 +202,7 @@ func TestFaultsOfWrites(t *testing.T) {
 func TestAWriteThatIsRefusedIsAnswered(t *testing.T) {
 	for _, kind := range []faults.Kind{faults.KillAfter, faults.Cut, faults.TimeoutAfter} {
 		t.Run(kind.String(), func(t *testing.T) {
-			s := newScene(t)
+			s := newFixture(t)
 			s.answer.Store(http.StatusConflict)
 			s.fault.Store(&faults.Fault{Kind: kind, Done: func() { t.Error("nothing was applied") }})
 			code, _, _, err := s.write(t)
@@ -214,7 +214,7 @@ func TestAWriteThatIsRefusedIsAnswered(t *testing.T) {
 }
 
 // watch opens a watch and returns its lines. The channel is closed when the watch ends.
-func (s *scene) watch(t *testing.T, parameters ...string) <-chan string {
+func (s *fixture) watch(t *testing.T, parameters ...string) <-chan string {
 	t.Helper()
 	query := strings.Join(append([]string{"watch=true"}, parameters...), "&")
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.proxy.Endpoint().URL+"/api/v1/nodes?"+query, nil)
@@ -262,7 +262,7 @@ func closes[T any](t *testing.T, channel <-chan T) {
 }
 
 func TestWatchesStallAndGoOn(t *testing.T) {
-	s := newScene(t)
+	s := newFixture(t)
 	lines := s.watch(t)
 	s.events <- "one"
 	require.Equal(t, "one", next(t, lines))
@@ -280,7 +280,7 @@ func TestWatchesStallAndGoOn(t *testing.T) {
 }
 
 func TestWatchesExpire(t *testing.T) {
-	s := newScene(t)
+	s := newFixture(t)
 	lines := s.watch(t)
 	s.events <- "one"
 	require.Equal(t, "one", next(t, lines))
@@ -348,7 +348,7 @@ func TestBuiltInKindsAreWatchedThroughTheProxy(t *testing.T) {
 }
 
 func TestOneEventIsHidden(t *testing.T) {
-	s := newScene(t)
+	s := newFixture(t)
 	lines := s.watch(t)
 	event := func(kind, name string) string {
 		return fmt.Sprintf(`{"type":%q,"object":{"kind":"Machine","metadata":{"name":%q}}}`, kind, name)
@@ -368,7 +368,7 @@ func TestOneEventIsHidden(t *testing.T) {
 }
 
 func TestNothingOfAListIsHidden(t *testing.T) {
-	s := newScene(t)
+	s := newFixture(t)
 	s.proxy.Hide("nodes")
 	lines := s.watch(t, "sendInitialEvents=true")
 	event := func(kind, metadata string) string {
@@ -387,7 +387,7 @@ func TestNothingOfAListIsHidden(t *testing.T) {
 }
 
 func TestConnectionsAreReset(t *testing.T) {
-	s := newScene(t)
+	s := newFixture(t)
 	lines := s.watch(t)
 	s.proxy.ResetConnections()
 	closes(t, lines)

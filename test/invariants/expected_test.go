@@ -14,7 +14,7 @@ func TestWhatPeopleKnowIsComparedWithWhatIsThere(t *testing.T) {
 	mine := invariants.Expected{Shares: map[string]invariants.Share{"small": {Own: 1}}, Wanted: []string{claimID}, Holder: holder}
 	for _, tc := range []struct {
 		name     string
-		change   func(*scene)
+		change   func(*fixture)
 		expected func(*invariants.Expected)
 		rule     invariants.Rule
 		count    int
@@ -26,25 +26,25 @@ func TestWhatPeopleKnowIsComparedWithWhatIsThere(t *testing.T) {
 		{name: "claims of another holder", expected: func(e *invariants.Expected) { e.Wanted, e.Holder = nil, "chaos" }},
 		{
 			name: "Machines that were not requested, whatever the ledger contains", rule: invariants.NothingLeaked, count: 2,
-			change: func(s *scene) {
+			change: func(s *fixture) {
 				s.ledger(`{"v":1,"seq":7,"floor":3,"lastReplicas":4}`)
 				s.hub = append(s.hub, machine("one", ""), machine("two", ""))
 			},
 		},
 		{
 			name:   "Machines that may be the user's",
-			change: func(s *scene) { s.hub = append(s.hub, machine("one", ""), machine("two", "")) },
+			change: func(s *fixture) { s.hub = append(s.hub, machine("one", ""), machine("two", "")) },
 			expected: func(e *invariants.Expected) {
 				e.Shares["small"] = invariants.Share{Own: 1, Unclear: 2}
 			},
 		},
 		{
 			name: "the user's Machine is gone", rule: invariants.NothingTaken, count: 1,
-			change: func(s *scene) { s.own = nil },
+			change: func(s *fixture) { s.own = nil },
 		},
 		{
 			name: "a wanted claim has ended", rule: invariants.WantedClaims, count: 1,
-			change: func(s *scene) {
+			change: func(s *fixture) {
 				s.claim.Status.Phase = agentv1.PhaseEnded
 				s.claimed = nil
 			},

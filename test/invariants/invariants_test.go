@@ -22,7 +22,7 @@ import (
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 var cluster = types.NamespacedName{Namespace: "fleet", Name: "spoke"}
@@ -32,8 +32,8 @@ const (
 	idOfClaimed = "sim://spoke/claimed"
 )
 
-// scene is a node group at rest with two machines: the user's own and a claimed one.
-type scene struct {
+// fixture is a node group at rest with two machines: the user's own and a claimed one.
+type fixture struct {
 	group            *clusterv1.MachineDeployment
 	own, claimed     *clusterv1.Machine
 	claim            *agentv1.MachineClaim
@@ -43,14 +43,14 @@ type scene struct {
 	hub, spoke []client.Object
 }
 
-func atRest() *scene {
+func atRest() *fixture {
 	nodeClaim := &karpenterv1.NodeClaim{
 		ObjectMeta: metav1.ObjectMeta{Name: "default-x", UID: claimID},
 		Status:     karpenterv1.NodeClaimStatus{ProviderID: idOfClaimed, NodeName: "claimed"},
 	}
 	nodeClaim.StatusConditions().SetTrue(karpenterv1.ConditionTypeLaunched)
 	nodeClaim.StatusConditions().SetTrue(karpenterv1.ConditionTypeRegistered)
-	return &scene{
+	return &fixture{
 		group: &clusterv1.MachineDeployment{
 			ObjectMeta: metav1.ObjectMeta{
 				Namespace: cluster.Namespace, Name: "small",
@@ -99,11 +99,11 @@ func node(name string) *corev1.Node {
 	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.NodeSpec{ProviderID: "sim://spoke/" + name}}
 }
 
-func (s *scene) clients() (hub, spoke client.WithWatch) {
+func (s *fixture) clients() (hub, spoke client.WithWatch) {
 	present := func(objects ...client.Object) []client.Object {
 		return lo.Filter(objects, func(o client.Object, _ int) bool { return !isNil(o) })
 	}
-	scheme := world.Scheme()
+	scheme := testenv.Scheme()
 	hub = fake.NewClientBuilder().WithScheme(scheme).
 		WithObjects(present(append(s.hub, s.group, s.own, s.claimed, s.claim)...)...).Build()
 	spoke = fake.NewClientBuilder().WithScheme(scheme).
@@ -126,7 +126,7 @@ func isNil(o client.Object) bool {
 	return false
 }
 
-func (s *scene) read(t *testing.T) invariants.State {
+func (s *fixture) read(t *testing.T) invariants.State {
 	t.Helper()
 	hub, spoke := s.clients()
 	state, err := invariants.Read(t.Context(), hub, spoke, cluster)
@@ -136,44 +136,44 @@ func (s *scene) read(t *testing.T) invariants.State {
 	return state
 }
 
-func (s *scene) ledger(text string) { s.group.Annotations[agentv1.LedgerAnnotation] = text }
+func (s *fixture) ledger(text string) { s.group.Annotations[agentv1.LedgerAnnotation] = text }
 
 func TestNothingIsWrongAtRest(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
-		change func(*scene)
+		change func(*fixture)
 	}{
-		{"one machine is the user's, one is claimed", func(*scene) {}},
-		{"a person has raised the floor and the agent has not written since", func(s *scene) {
+		{"one machine is the user's, one is claimed", func(*fixture) {}},
+		{"a person has raised the floor and the agent has not written since", func(s *fixture) {
 			s.group.Spec.Replicas = ptr.To[int32](3)
 			s.hub = append(s.hub, machine("another", ""))
 			s.spoke = append(s.spoke, node("another"))
 		}},
-		{"the min size is above the floor that was noted", func(s *scene) {
+		{"the min size is above the floor that was noted", func(s *fixture) {
 			s.group.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = "1"
 			s.ledger(`{"v":1,"seq":7,"floor":0,"lastReplicas":2}`)
 		}},
-		{"the user's machines alone are above the max size", func(s *scene) {
+		{"the user's machines alone are above the max size", func(s *fixture) {
 			s.group.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "1"
 			s.ledger(`{"v":1,"seq":7,"floor":2,"lastReplicas":2}`)
 			delete(s.claimed.Labels, agentv1.ClaimLabel)
 			s.claim, s.nodeClaim = nil, nil
 		}},
-		{"a claim has ended and is remembered", func(s *scene) {
+		{"a claim has ended and is remembered", func(s *fixture) {
 			ended := s.claim.DeepCopy()
 			ended.Name, ended.Spec.ClaimID, ended.Status.Phase = "spoke.ended", "ended", agentv1.PhaseEnded
 			s.hub = append(s.hub, ended)
 		}},
-		{"another holder than Karpenter has the claim", func(s *scene) {
+		{"another holder than Karpenter has the claim", func(s *fixture) {
 			s.claim.Spec.Holder = "a-person"
 			s.nodeClaim = nil
 		}},
-		{"another Cluster of the namespace is in turmoil", func(s *scene) {
+		{"another Cluster of the namespace is in turmoil", func(s *fixture) {
 			other := machine("other", "nobodys")
 			other.Spec.ClusterName = "other"
 			s.hub = append(s.hub, other)
 		}},
-		{"a group was never claimed from", func(s *scene) {
+		{"a group was never claimed from", func(s *fixture) {
 			s.hub = append(s.hub, &clusterv1.MachineDeployment{
 				ObjectMeta: metav1.ObjectMeta{Namespace: cluster.Namespace, Name: "idle"},
 				Spec:       clusterv1.MachineDeploymentSpec{ClusterName: cluster.Name, Replicas: ptr.To[int32](0)},
@@ -192,104 +192,104 @@ func TestEachViolationIsCaught(t *testing.T) {
 	now := metav1.Now()
 	for _, tc := range []struct {
 		name   string
-		change func(*scene)
+		change func(*fixture)
 		rule   invariants.Rule
 		object string
 		// always means that it must never be violated, not even briefly.
 		always bool
 	}{
-		{"two live claims have one Machine", func(s *scene) {
+		{"two live claims have one Machine", func(s *fixture) {
 			second := s.claim.DeepCopy()
 			second.Name, second.Spec.ClaimID = "spoke.second", "second"
 			s.hub = append(s.hub, second)
 		}, invariants.OneClaimOneMachine, "MachineClaim spoke.second", true},
-		{"two Machines carry one claim's label", func(s *scene) {
+		{"two Machines carry one claim's label", func(s *fixture) {
 			s.own.Labels[agentv1.ClaimLabel] = claimID
 		}, invariants.OneClaimOneMachine, "Machine own", false},
-		{"a Machine carries the label of a claim that ended", func(s *scene) {
+		{"a Machine carries the label of a claim that ended", func(s *fixture) {
 			s.claim.Status.Phase = agentv1.PhaseEnded
 		}, invariants.OneClaimOneMachine, "Machine claimed", false},
-		{"a Bound claim's Machine lacks the label", func(s *scene) {
+		{"a Bound claim's Machine lacks the label", func(s *fixture) {
 			delete(s.claimed.Labels, agentv1.ClaimLabel)
 		}, invariants.OneClaimOneMachine, "MachineClaim spoke." + claimID, false},
-		{"a claim's Machine is of another group", func(s *scene) {
+		{"a claim's Machine is of another group", func(s *fixture) {
 			s.claim.Spec.NodeGroup = "large"
 		}, invariants.OneClaimOneMachine, "Machine claimed", false},
-		{"two Machines have one provider ID", func(s *scene) {
+		{"two Machines have one provider ID", func(s *fixture) {
 			s.own.Spec.ProviderID = idOfClaimed
 		}, invariants.OneClaimOneMachine, "Machine own", false},
-		{"two NodeClaims have one provider ID", func(s *scene) {
+		{"two NodeClaims have one provider ID", func(s *fixture) {
 			second := s.nodeClaim.DeepCopy()
 			second.Name, second.UID = "default-y", "second"
 			s.spoke = append(s.spoke, second)
 		}, invariants.OneProviderID, "NodeClaim default-y", true},
-		{"a NodeClaim has another's placeholder", func(s *scene) {
+		{"a NodeClaim has another's placeholder", func(s *fixture) {
 			s.nodeClaim.Status.ProviderID = "capi-claim://fleet/spoke/another"
 		}, invariants.OneProviderID, "NodeClaim default-x", true},
-		{"replicas exceed the floor and the claims", func(s *scene) {
+		{"replicas exceed the floor and the claims", func(s *fixture) {
 			s.group.Spec.Replicas = ptr.To[int32](3)
 			s.ledger(`{"v":1,"seq":7,"floor":1,"lastReplicas":3,"spare":1}`)
 			s.hub = append(s.hub, machine("spare", ""))
 			s.spoke = append(s.spoke, node("spare"))
 		}, invariants.Accounting, "MachineDeployment small", false},
-		{"a Machine is missing", func(s *scene) {
+		{"a Machine is missing", func(s *fixture) {
 			s.own, s.ownNode = nil, nil
 		}, invariants.Accounting, "MachineDeployment small", false},
-		{"the floor was taken", func(s *scene) {
+		{"the floor was taken", func(s *fixture) {
 			s.group.Spec.Replicas = ptr.To[int32](1)
 			s.ledger(`{"v":1,"seq":7,"floor":1,"lastReplicas":1}`)
 			s.own, s.ownNode = nil, nil
 		}, invariants.Accounting, "MachineDeployment small", false},
-		{"claims live and there is no ledger", func(s *scene) {
+		{"claims live and there is no ledger", func(s *fixture) {
 			delete(s.group.Annotations, agentv1.LedgerAnnotation)
 		}, invariants.Accounting, "MachineDeployment small", false},
-		{"the ledger is not readable", func(s *scene) {
+		{"the ledger is not readable", func(s *fixture) {
 			s.ledger("{")
 		}, invariants.Accounting, "MachineDeployment small", false},
-		{"the group is above its max size", func(s *scene) {
+		{"the group is above its max size", func(s *fixture) {
 			s.group.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "1"
 		}, invariants.MaxSize, "MachineDeployment small", false},
-		{"the agent's finalizer is on a Machine that is not being released", func(s *scene) {
+		{"the agent's finalizer is on a Machine that is not being released", func(s *fixture) {
 			s.own.Finalizers = append(s.own.Finalizers, agentv1.ReleaseFinalizer)
 		}, invariants.FinalizerOnLive, "Machine own", true},
-		{"a Machine was marked for release and never deleted", func(s *scene) {
+		{"a Machine was marked for release and never deleted", func(s *fixture) {
 			s.own.Finalizers = append(s.own.Finalizers, agentv1.ReleaseFinalizer)
 			s.own.Annotations = map[string]string{clusterv1.DeleteMachineAnnotation: agentv1.Group}
 		}, invariants.FinalizerOnLive, "Machine own", false},
-		{"a Machine is being deleted for ever", func(s *scene) {
+		{"a Machine is being deleted for ever", func(s *fixture) {
 			s.own.DeletionTimestamp = &now
 		}, invariants.NothingInFlight, "Machine own", false},
-		{"a claim is being released for ever", func(s *scene) {
+		{"a claim is being released for ever", func(s *fixture) {
 			s.claim.Status.Phase = agentv1.PhaseReleasing
 		}, invariants.NothingInFlight, "MachineClaim spoke." + claimID, false},
-		{"a claim never gets a Machine", func(s *scene) {
+		{"a claim never gets a Machine", func(s *fixture) {
 			s.claim.Status.Phase, s.claim.Status.Machine = agentv1.PhasePending, nil
 		}, invariants.NothingInFlight, "MachineClaim spoke." + claimID, false},
-		{"the ledger holds a pending claim", func(s *scene) {
+		{"the ledger holds a pending claim", func(s *fixture) {
 			s.ledger(`{"v":1,"seq":7,"floor":1,"lastReplicas":2,"pending":{"` + claimID + `":{}}}`)
 		}, invariants.NothingInFlight, "MachineDeployment small", false},
-		{"the ledger holds a release", func(s *scene) {
+		{"the ledger holds a release", func(s *fixture) {
 			s.ledger(`{"v":1,"seq":7,"floor":1,"lastReplicas":2,"releasing":{"uid-gone":{"m":"gone"}}}`)
 		}, invariants.NothingInFlight, "MachineDeployment small", false},
-		{"the agent's pause was left behind", func(s *scene) {
+		{"the agent's pause was left behind", func(s *fixture) {
 			s.group.Annotations[clusterv1.PausedAnnotation] = agentv1.PausedByAgent
 		}, invariants.NothingInFlight, "MachineDeployment small", false},
-		{"a claim outlives its NodeClaim", func(s *scene) {
+		{"a claim outlives its NodeClaim", func(s *fixture) {
 			s.nodeClaim = nil
 		}, invariants.ClaimHasNodeClaim, "MachineClaim spoke." + claimID, false},
-		{"a NodeClaim has no claim", func(s *scene) {
+		{"a NodeClaim has no claim", func(s *fixture) {
 			s.claim.Spec.ClaimID = "another"
 		}, invariants.NodeClaimHasClaim, "NodeClaim default-x", false},
-		{"a NodeClaim keeps its placeholder", func(s *scene) {
+		{"a NodeClaim keeps its placeholder", func(s *fixture) {
 			s.nodeClaim.Status.ProviderID = "capi-claim://fleet/spoke/" + claimID
 		}, invariants.SameProviderID, "NodeClaim default-x", false},
-		{"a NodeClaim is being deleted for ever", func(s *scene) {
+		{"a NodeClaim is being deleted for ever", func(s *fixture) {
 			s.nodeClaim.DeletionTimestamp, s.nodeClaim.Finalizers = &now, []string{karpenterv1.TerminationFinalizer}
 		}, invariants.NothingInFlight, "NodeClaim default-x", false},
-		{"a registered NodeClaim's Node is gone", func(s *scene) {
+		{"a registered NodeClaim's Node is gone", func(s *fixture) {
 			s.newNode = nil
 		}, invariants.RegisteredHasOneNode, "NodeClaim default-x", false},
-		{"a Node outlives its Machine", func(s *scene) {
+		{"a Node outlives its Machine", func(s *fixture) {
 			s.spoke = append(s.spoke, node("left-behind"))
 		}, invariants.NodeHasMachine, "Node left-behind", false},
 	} {
@@ -389,7 +389,7 @@ func TestSettle(t *testing.T) {
 // Another NodePool, with a node group of its own, is busy.
 func TestAPartIsAtRestByItself(t *testing.T) {
 	part := invariants.Part{NodeGroup: "small", NodePool: "default", InstanceType: "small"}
-	busy := func() *scene {
+	busy := func() *fixture {
 		s := atRest()
 		s.nodeClaim.Labels = map[string]string{karpenterv1.NodePoolLabelKey: part.NodePool}
 		for _, n := range []*corev1.Node{s.ownNode, s.newNode} {
@@ -410,7 +410,7 @@ func TestAPartIsAtRestByItself(t *testing.T) {
 		s.hub, s.spoke = append(s.hub, group, going, claim), append(s.spoke, nodeClaim, left)
 		return s
 	}
-	settle := func(t *testing.T, s *scene) []invariants.Violation {
+	settle := func(t *testing.T, s *fixture) []invariants.Violation {
 		t.Helper()
 		hub, spoke := s.clients()
 		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
@@ -425,13 +425,13 @@ func TestAPartIsAtRestByItself(t *testing.T) {
 			require.Empty(t, settle(t, busy()))
 		})
 	})
-	for name, violate := range map[string]func(*scene){
-		"its claim is not":        func(s *scene) { s.claim.Status.Phase = agentv1.PhaseReleasing },
-		"its Machine is not":      func(s *scene) { s.own.DeletionTimestamp = new(metav1.Now()) },
-		"its replicas are not":    func(s *scene) { s.group.Spec.Replicas = ptr.To[int32](3) },
-		"its NodeClaim is not":    func(s *scene) { s.nodeClaim.UID = "another" },
-		"one of its Nodes is not": func(s *scene) { s.ownNode.Spec.ProviderID = "sim://spoke/another" },
-		"anything is always wrong": func(s *scene) { // two claims of different groups have one Machine
+	for name, violate := range map[string]func(*fixture){
+		"its claim is not":        func(s *fixture) { s.claim.Status.Phase = agentv1.PhaseReleasing },
+		"its Machine is not":      func(s *fixture) { s.own.DeletionTimestamp = new(metav1.Now()) },
+		"its replicas are not":    func(s *fixture) { s.group.Spec.Replicas = ptr.To[int32](3) },
+		"its NodeClaim is not":    func(s *fixture) { s.nodeClaim.UID = "another" },
+		"one of its Nodes is not": func(s *fixture) { s.ownNode.Spec.ProviderID = "sim://spoke/another" },
+		"anything is always wrong": func(s *fixture) { // two claims of different groups have one Machine
 			second := s.claim.DeepCopy()
 			second.Name, second.Spec.ClaimID, second.Spec.NodeGroup = "spoke.second", "second", "other"
 			s.hub = append(s.hub, second)

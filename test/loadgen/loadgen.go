@@ -29,7 +29,7 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // Holder is the holder of this package's claims. Only an administrator may act as it.
@@ -42,9 +42,9 @@ const version = "v1.36.3"
 // machine may be busy.
 const callTimeout = time.Minute
 
-// Site is a sandbox with an agent that only this package calls. Its methods are safe for concurrent
+// Env is a sandbox with an agent that only this package calls. Its methods are safe for concurrent
 // use.
-type Site struct {
+type Env struct {
 	Sandbox *sandbox.Sandbox
 	// Hub is an administrator's client, without a cache.
 	Hub      client.Client
@@ -52,14 +52,14 @@ type Site struct {
 	machines *machines
 }
 
-// Start starts a sandbox without a shim. The context only bounds the start; [Site.Stop] ends it.
-func Start(ctx context.Context, options sandbox.Options) (*Site, error) {
+// Start starts a sandbox without a shim. The context only bounds the start; [Env.Stop] ends it.
+func Start(ctx context.Context, options sandbox.Options) (*Env, error) {
 	options.WithoutShim = true
 	box, err := sandbox.Start(ctx, options)
 	if err != nil {
 		return nil, err
 	}
-	s := &Site{Sandbox: box}
+	s := &Env{Sandbox: box}
 	if err := s.connect(ctx); err != nil {
 		s.Stop()
 		return nil, err
@@ -67,11 +67,11 @@ func Start(ctx context.Context, options sandbox.Options) (*Site, error) {
 	return s, nil
 }
 
-func (s *Site) connect(ctx context.Context) error {
+func (s *Env) connect(ctx context.Context) error {
 	config := s.Sandbox.HubConfig()
 	config.QPS, config.Burst = 1000, 1000
 	var err error
-	if s.Hub, err = client.New(config, client.Options{Scheme: world.Scheme()}); err != nil {
+	if s.Hub, err = client.New(config, client.Options{Scheme: testenv.Scheme()}); err != nil {
 		return err
 	}
 	state := s.Sandbox.State()
@@ -87,7 +87,7 @@ func (s *Site) connect(ctx context.Context) error {
 }
 
 // Stop stops everything.
-func (s *Site) Stop() {
+func (s *Env) Stop() {
 	if s.machines != nil {
 		s.machines.stop()
 	}
@@ -100,7 +100,7 @@ func (s *Site) Stop() {
 // CreateCluster creates another Cluster in the hub, as for another tenant, and waits until Cluster
 // API has connected to it. It shares the control plane of the sandbox's own Cluster, so it is only
 // for node groups whose Machines are held.
-func (s *Site) CreateCluster(ctx context.Context, name string) error {
+func (s *Env) CreateCluster(ctx context.Context, name string) error {
 	var plane simv1.SimControlPlane
 	var secret corev1.Secret
 	if err := errors.Join(
@@ -131,7 +131,7 @@ func (s *Site) CreateCluster(ctx context.Context, name string) error {
 			return fmt.Errorf("creating %T %s: %w", object, object.GetName(), err)
 		}
 	}
-	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+	return testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		err := s.Hub.Get(ctx, client.ObjectKeyFromObject(cluster), cluster)
 		connected := apimeta.IsStatusConditionTrue(cluster.Status.Conditions, clusterv1.ClusterRemoteConnectionProbeCondition)
 		return lo.Ternary(connected, "", "Cluster API to connect to the Cluster "+name), err
@@ -147,12 +147,12 @@ type Group struct {
 	Max int
 	// Boot, Join and Termination are the delays of the infrastructure.
 	Boot, Join, Termination time.Duration
-	// Held keeps every machine from booting until [Site.Unhold].
+	// Held keeps every machine from booting until [Env.Unhold].
 	Held bool
 }
 
 // CreateGroup creates a node group without machines and waits until the agent knows it.
-func (s *Site) CreateGroup(ctx context.Context, g Group) error {
+func (s *Env) CreateGroup(ctx context.Context, g Group) error {
 	delay := func(d time.Duration) metav1.Duration { return metav1.Duration{Duration: d} }
 	meta := metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: g.Name}
 	template := &simv1.SimMachineTemplate{ObjectMeta: meta}
@@ -193,7 +193,7 @@ func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 			return fmt.Errorf("creating %T %s: %w", object, g.Name, err)
 		}
 	}
-	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+	return testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		r, err := s.Agent.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{
 			Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: of}, Id: groupID(g.Name),
 		})
@@ -203,7 +203,7 @@ func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 }
 
 // Unhold lets all existing machines boot.
-func (s *Site) Unhold(ctx context.Context) error {
+func (s *Env) Unhold(ctx context.Context) error {
 	var list simv1.SimMachineList
 	if err := s.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
 		return err
@@ -220,8 +220,8 @@ func cluster() *agentv1alpha1.ClusterRef {
 
 func groupID(name string) string { return sandbox.ClusterNamespace + "/" + name }
 
-// Wish is a claim to make.
-type Wish struct {
+// ClaimRequest is a claim to make.
+type ClaimRequest struct {
 	ID string
 	// Groups are the names of the candidate node groups, best first.
 	Groups []string
@@ -230,8 +230,8 @@ type Wish struct {
 }
 
 // Claim makes the claims, all at once, and returns the duration of each call.
-func (s *Site) Claim(ctx context.Context, wishes []Wish) ([]time.Duration, error) {
-	return AtOnce(ctx, wishes, func(ctx context.Context, w Wish) error {
+func (s *Env) Claim(ctx context.Context, requested []ClaimRequest) ([]time.Duration, error) {
+	return AtOnce(ctx, requested, func(ctx context.Context, w ClaimRequest) error {
 		_, err := s.Agent.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
 			Cluster: cluster(), ClaimId: w.ID, Holder: Holder, DisplayName: w.ID,
 			Candidates: lo.Map(w.Groups, func(name string, _ int) string { return groupID(name) }), AdoptMachine: w.Adopt,
@@ -242,16 +242,16 @@ func (s *Site) Claim(ctx context.Context, wishes []Wish) ([]time.Duration, error
 
 // Return returns the claims' Machines to the user, all at once, and returns the duration of each
 // call.
-func (s *Site) Return(ctx context.Context, wishes []Wish) ([]time.Duration, error) {
-	return AtOnce(ctx, wishes, func(ctx context.Context, w Wish) error {
+func (s *Env) Return(ctx context.Context, requested []ClaimRequest) ([]time.Duration, error) {
+	return AtOnce(ctx, requested, func(ctx context.Context, w ClaimRequest) error {
 		_, err := s.Agent.Claims.ReturnMachine(ctx, &agentv1alpha1.ReturnMachineRequest{Cluster: cluster(), ClaimId: w.ID})
 		return err
 	})
 }
 
 // Release releases the claims, all at once, and returns the duration of each call.
-func (s *Site) Release(ctx context.Context, wishes []Wish) ([]time.Duration, error) {
-	return AtOnce(ctx, wishes, func(ctx context.Context, w Wish) error {
+func (s *Env) Release(ctx context.Context, requested []ClaimRequest) ([]time.Duration, error) {
+	return AtOnce(ctx, requested, func(ctx context.Context, w ClaimRequest) error {
 		_, err := s.Agent.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{Cluster: cluster(), ClaimId: w.ID, Drained: true})
 		return err
 	})
@@ -273,54 +273,55 @@ func AtOnce[T any](ctx context.Context, items []T, call func(context.Context, T)
 }
 
 // Claims returns the live claims of this package, as reported by the agent.
-func (s *Site) Claims(ctx context.Context) ([]*agentv1alpha1.Claim, error) {
+func (s *Env) Claims(ctx context.Context) ([]*agentv1alpha1.Claim, error) {
 	r, err := s.Agent.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: cluster(), Holder: Holder})
 	return r.GetClaims(), err
 }
 
 // AwaitBound waits until each of the claims has a Machine with its label.
-func (s *Site) AwaitBound(ctx context.Context, wishes []Wish) error {
-	wanted := set(wishes)
+func (s *Env) AwaitBound(ctx context.Context, requested []ClaimRequest) error {
+	wanted := set(requested)
 	return s.AwaitMachines(ctx, func(machines []Machine) string {
 		bound := lo.CountBy(machines, func(m Machine) bool { return wanted[m.Claim] })
-		return lo.Ternary(bound == len(wishes), "", fmt.Sprintf("every claim to have a Machine: %d of %d have", bound, len(wishes)))
+		return lo.Ternary(bound == len(requested), "", fmt.Sprintf("every claim to have a Machine: %d of %d have", bound, len(requested)))
 	})
 }
 
-func set(wishes []Wish) map[string]bool {
-	return lo.SliceToMap(wishes, func(w Wish) (string, bool) { return w.ID, true })
+func set(requested []ClaimRequest) map[string]bool {
+	return lo.SliceToMap(requested, func(w ClaimRequest) (string, bool) { return w.ID, true })
 }
 
 // AwaitServed waits until the agent reports each of the claims as Bound, with a provider ID.
-func (s *Site) AwaitServed(ctx context.Context, wishes []Wish) error {
-	wanted := set(wishes)
+func (s *Env) AwaitServed(ctx context.Context, requested []ClaimRequest) error {
+	wanted := set(requested)
 	// The hub's Machines first: watching them does not cost the agent anything.
 	err := s.AwaitMachines(ctx, func(machines []Machine) string {
 		served := lo.CountBy(machines, func(m Machine) bool { return wanted[m.Claim] && m.ProviderID != "" })
-		return lo.Ternary(served == len(wishes), "", fmt.Sprintf("every claim to have a Machine with a provider ID: %d of %d have", served, len(wishes)))
+		missing := fmt.Sprintf("every claim to have a Machine with a provider ID: %d of %d have", served, len(requested))
+		return lo.Ternary(served == len(requested), "", missing)
 	})
 	if err != nil {
 		return err
 	}
-	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+	return testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		claims, err := s.Claims(ctx)
 		bound := lo.CountBy(claims, func(c *agentv1alpha1.Claim) bool {
 			return wanted[c.GetClaimId()] && c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND && c.GetMachine().GetProviderId() != ""
 		})
-		return lo.Ternary(bound == len(wishes), "", fmt.Sprintf("every claim to be told as Bound: %d of %d are", bound, len(wishes))), err
+		return lo.Ternary(bound == len(requested), "", fmt.Sprintf("every claim to be told as Bound: %d of %d are", bound, len(requested))), err
 	})
 }
 
 // AwaitGone waits until the agent reports no live claim, and the node groups have neither Machines
 // nor replicas.
-func (s *Site) AwaitGone(ctx context.Context, groups ...string) error {
+func (s *Env) AwaitGone(ctx context.Context, groups ...string) error {
 	if err := s.AwaitMachines(ctx, func(machines []Machine) string {
 		left := lo.CountBy(machines, func(m Machine) bool { return lo.Contains(groups, m.Group) })
 		return lo.Ternary(left == 0, "", fmt.Sprintf("%d Machines to go", left))
 	}); err != nil {
 		return err
 	}
-	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+	return testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		claims, err := s.Claims(ctx)
 		if err != nil || len(claims) > 0 {
 			return fmt.Sprintf("%d claims to end", len(claims)), err
@@ -336,14 +337,14 @@ func (s *Site) AwaitGone(ctx context.Context, groups ...string) error {
 }
 
 // Deployment reads a node group's MachineDeployment.
-func (s *Site) Deployment(ctx context.Context, name string) (*clusterv1.MachineDeployment, error) {
+func (s *Env) Deployment(ctx context.Context, name string) (*clusterv1.MachineDeployment, error) {
 	md := &clusterv1.MachineDeployment{}
 	err := s.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, md)
 	return md, err
 }
 
 // Scale sets a node group's replicas, as a user does.
-func (s *Site) Scale(ctx context.Context, name string, replicas int) error {
+func (s *Env) Scale(ctx context.Context, name string, replicas int) error {
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: name}}
 	return s.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, replicas)))
 }
@@ -356,7 +357,7 @@ type Machine struct {
 
 // AwaitMachines waits until the condition, evaluated on the hub's Machines, reports nothing
 // missing.
-func (s *Site) AwaitMachines(ctx context.Context, missing func([]Machine) string) error {
+func (s *Env) AwaitMachines(ctx context.Context, missing func([]Machine) string) error {
 	return s.machines.await(ctx, missing)
 }
 
@@ -372,7 +373,7 @@ type machines struct {
 
 func watchMachines(ctx context.Context, config *rest.Config) (*machines, error) {
 	follower, err := cache.New(config, cache.Options{
-		Scheme: world.Scheme(), DefaultNamespaces: map[string]cache.Config{sandbox.ClusterNamespace: {}},
+		Scheme: testenv.Scheme(), DefaultNamespaces: map[string]cache.Config{sandbox.ClusterNamespace: {}},
 	})
 	if err != nil {
 		return nil, err

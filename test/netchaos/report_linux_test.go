@@ -77,7 +77,7 @@ func TestAnOutageIsTimed(t *testing.T) {
 		{"noticed too late", changes(50, 61), []change{{at(-60), true}}, 60, Row{Noticed: 50 * time.Second}, true},
 	} {
 		t.Run(test.shows, func(t *testing.T) {
-			r := &run{stage: &stage{watch: &watch{connected: test.connected, ready: test.ready}}}
+			r := &run{environment: &environment{watch: &watch{connected: test.connected, ready: test.ready}}}
 			lost, notReady := r.watch.lostAfter(began)
 			err := r.note(began, at(test.over), lost, notReady)
 			require.Equal(t, test.wrong, err != nil, "%v", err)

@@ -115,7 +115,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		return nil, errors.New("there have to be pods, and what periods are divided by is at least 1")
 	}
 	began := time.Now()
-	s, err := newStage(ctx, o)
+	s, err := newEnvironment(ctx, o)
 	if err != nil {
 		return nil, err
 	}
@@ -124,7 +124,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	random := rand.New(rand.NewPCG(o.Seed, o.Seed))
 	for _, scenario := range chosen {
 		o.Say("netchaos: %s: %s", scenario.name, scenario.about)
-		row := (&run{stage: s, options: o, random: random}).play(ctx, scenario)
+		row := (&run{environment: s, options: o, random: random}).play(ctx, scenario)
 		report.Rows = append(report.Rows, row)
 		o.Say("  %s", row)
 		if row.Err != nil {
@@ -140,7 +140,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 
 // run is one run of one scenario.
 type run struct {
-	*stage
+	*environment
 
 	options Options
 	random  *rand.Rand
@@ -184,9 +184,9 @@ func (r *run) play(ctx context.Context, scenario scenario) *Row {
 func (r *run) course(ctx context.Context, scenario scenario) error {
 	var err error
 	if scenario.outage == nil {
-		err = r.breathe(ctx, scenario.conditions)
+		err = r.scaleUnder(ctx, scenario.conditions)
 	} else {
-		err = r.endure(ctx, scenario.outage)
+		err = r.scaleThrough(ctx, scenario.outage)
 	}
 	if err != nil {
 		return err
@@ -197,8 +197,8 @@ func (r *run) course(ctx context.Context, scenario scenario) error {
 	return r.awaitOneConnection(ctx)
 }
 
-// breathe lets pods come and go under constant conditions.
-func (r *run) breathe(ctx context.Context, conditions badlink.Conditions) error {
+// scaleUnder lets pods come and go under constant conditions.
+func (r *run) scaleUnder(ctx context.Context, conditions badlink.Conditions) error {
 	if err := r.link.Set(conditions); err != nil {
 		return err
 	}
@@ -216,17 +216,18 @@ func (r *run) breathe(ctx context.Context, conditions badlink.Conditions) error 
 	return r.link.Set(badlink.Conditions{})
 }
 
-// endure lets pods come and go during an outage, and verifies that everything recovers afterwards.
-func (r *run) endure(ctx context.Context, o *outage) error {
+// scaleThrough lets pods come and go during an outage, and verifies that everything recovers
+// afterwards.
+func (r *run) scaleThrough(ctx context.Context, o *outage) error {
 	if err := r.scaleAndWait(ctx, r.options.Pods/2); err != nil {
 		return err
 	}
-	if err := o.begin(ctx, r.stage); err != nil {
+	if err := o.begin(ctx, r.environment); err != nil {
 		return err
 	}
 	began := time.Now()
 	if o.lasts == 0 {
-		if err := r.endureUntilBack(ctx, began); err != nil {
+		if err := r.scaleUntilBack(ctx, began); err != nil {
 			return err
 		}
 	} else {
@@ -236,7 +237,7 @@ func (r *run) endure(ctx context.Context, o *outage) error {
 		}
 		over := time.NewTimer(r.row.Lasted)
 		defer over.Stop()
-		if err := r.restlessly(ctx, over.C); err != nil {
+		if err := r.scaleUntil(ctx, over.C); err != nil {
 			return err
 		}
 		if err := r.link.Set(badlink.Conditions{}); err != nil {
@@ -254,8 +255,8 @@ func (r *run) endure(ctx context.Context, o *outage) error {
 	return nil
 }
 
-// restlessly changes the number of pods until the channel receives a value.
-func (r *run) restlessly(ctx context.Context, until <-chan time.Time) error {
+// scaleUntil changes the number of pods until the channel receives a value.
+func (r *run) scaleUntil(ctx context.Context, until <-chan time.Time) error {
 	ticker := time.NewTicker(step)
 	defer ticker.Stop()
 	for {
@@ -272,9 +273,9 @@ func (r *run) restlessly(ctx context.Context, until <-chan time.Time) error {
 	}
 }
 
-// endureUntilBack changes the number of pods until the shim has noticed the outage and has found
+// scaleUntilBack changes the number of pods until the shim has noticed the outage and has found
 // another way.
-func (r *run) endureUntilBack(ctx context.Context, began time.Time) error {
+func (r *run) scaleUntilBack(ctx context.Context, began time.Time) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, noticedWithin+backWithin,
 		fmt.Errorf("the shim does not follow the agents again within %s", noticedWithin+backWithin))
 	defer cancel()
@@ -290,7 +291,7 @@ func (r *run) endureUntilBack(ctx context.Context, began time.Time) error {
 			return !found.IsZero()
 		})
 	}()
-	if err := r.restlessly(ctx, back); err != nil {
+	if err := r.scaleUntil(ctx, back); err != nil {
 		return err
 	}
 	lost, notReady := r.watch.lostAfter(began)

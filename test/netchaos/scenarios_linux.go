@@ -22,7 +22,7 @@ type scenario struct {
 
 // outage is a temporary or permanent disruption of the link.
 type outage struct {
-	begin func(ctx context.Context, s *stage) error
+	begin func(ctx context.Context, s *environment) error
 	// lasts is the time until the link is good again. Zero means never, so that the shim must find
 	// another way.
 	lasts time.Duration
@@ -49,7 +49,7 @@ func scenarios() []scenario {
 	}
 	during := func(name, about string, conditions badlink.Conditions, lasts time.Duration) scenario {
 		return scenario{name: name, about: about, outage: &outage{
-			begin: func(_ context.Context, s *stage) error { return s.link.Set(conditions) }, lasts: lasts, compressed: lasts == long,
+			begin: func(_ context.Context, s *environment) error { return s.link.Set(conditions) }, lasts: lasts, compressed: lasts == long,
 		}}
 	}
 	all := []scenario{good}
@@ -70,10 +70,10 @@ func scenarios() []scenario {
 		during("requests lost "+short(partition), "the agents hear nothing, and are heard", badlink.Conditions{Mute: true}, partition),
 		during("answers lost "+short(partition), "the agents hear everything, and are not heard", badlink.Conditions{Deaf: true}, partition),
 		scenario{name: "half-open", about: "a gateway forgets the connection; neither end is told, and new ones pass", outage: &outage{
-			begin: func(_ context.Context, s *stage) error { return s.link.Forget() },
+			begin: func(_ context.Context, s *environment) error { return s.link.Forget() },
 		}},
 		scenario{name: "another address", about: "the agents' name leads to another address, and the former one is silent", outage: &outage{
-			begin: func(_ context.Context, s *stage) error { return s.moveAgents() },
+			begin: func(_ context.Context, s *environment) error { return s.moveAgents() },
 		}},
 	)
 }

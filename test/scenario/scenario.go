@@ -20,8 +20,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const (
@@ -94,7 +94,7 @@ type Result struct {
 }
 
 type run struct {
-	*world.World
+	*testenv.Env
 	Options
 
 	result Result
@@ -112,8 +112,8 @@ func (r *run) mine(s timeline.State) []timeline.Timeline {
 
 // Run applies the fleet's manifests and runs all parts once. If it returns without an error, all
 // invariants hold and all numbers are as at the start.
-func Run(ctx context.Context, w *world.World, options Options) (Result, error) {
-	r := &run{World: w, Options: options, began: time.Now()}
+func Run(ctx context.Context, w *testenv.Env, options Options) (Result, error) {
+	r := &run{Env: w, Options: options, began: time.Now()}
 	for _, part := range []func(context.Context) error{r.prepare, r.scaleUp, r.consolidate, r.scaleToZero} {
 		if err := part(ctx); err != nil {
 			return r.result, err
@@ -158,7 +158,7 @@ func (r *run) prepare(ctx context.Context) error {
 	}
 	ready, cancel := context.WithTimeout(ctx, readyWithin)
 	defer cancel()
-	if err := errors.Join(r.AwaitNodePool(ready, "default"), world.Poll(ready, r.ownTakePods)); err != nil {
+	if err := errors.Join(r.AwaitNodePool(ready, "default"), testenv.Poll(ready, r.ownTakePods)); err != nil {
 		return err
 	}
 	r.Note("NodePool and ClusterAPINodeClass are ready, and so is the user's own node; replicas: %s", Replicas(r.start))

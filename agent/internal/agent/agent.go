@@ -28,7 +28,6 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/configmap"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/contact"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fleet"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
@@ -44,6 +43,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/storage"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/version"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 )
 
 // Config configures an [Agent].
@@ -101,19 +101,19 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err := hub.Index(ctx, a.manager.GetFieldIndexer()); err != nil {
 		return nil, err
 	}
-	nodeGroups := newFeed(o, nodegroupview.Equal)
-	machines := newFeed(o, machineview.EqualMachines)
-	shownClaims := newFeed(o, machineview.EqualClaims)
-	held := newFeed(o, nodegroupview.EqualHeld)
+	nodeGroups := newCache(o, nodegroupview.Equal)
+	machines := newCache(o, machineview.EqualMachines)
+	shownClaims := newCache(o, machineview.EqualClaims)
+	held := newCache(o, nodegroupview.EqualHeld)
 
 	var groups *nodegroupview.View
 	engine := claims.New(claims.Config{
 		Name:    o.InstanceName,
-		Indexes: claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, Live: hub.LiveClaims(),
+		Indexes: claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, NotEnded: hub.NotEndedClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,
-		Failure: o.Failure(), Report: infrastructure.NewReports(a.manager.GetAPIReader(), clock.RealClock{}).Of,
+		Failure: o.FailurePolicy(), Report: infrastructure.NewReports(a.manager.GetAPIReader(), clock.RealClock{}).Of,
 		Bounds: claims.Bounds{
 			Claims: o.MaxClaimsPerCluster, Ended: o.MaxEndedClaimsPerCluster,
 			Creations: o.MaxCreationsPerMinute, Releases: o.MaxReleasesPerWindow, ReleaseWindow: o.ReleaseWindow,
@@ -144,7 +144,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		return nil, err
 	}
 	groups, err = nodegroupview.New(nodegroupview.Config{
-		Feed: nodeGroups, Held: held, Scope: scope, SyncedLabels: o.SyncedLabels(),
+		Cache: nodeGroups, Held: held, Scope: scope, SyncedLabels: o.SyncedLabels(),
 		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock, Observed: nodes, Pricing: o.Pricing(), PriceList: prices,
 	})
@@ -186,9 +186,9 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Changed:      func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
 		AgentVersion: version.Version(), APIVersion: server.APIVersion, Recorder: a.manager.GetEventRecorder("capi-agent"),
 	})
-	clusters := newFeed(o, fleet.Equal)
+	clusters := newCache(o, fleet.Equal)
 	shownClusters = fleet.New(fleet.Config{
-		Feed: clusters, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Spokes: keeper, Scope: scope,
+		Cache: clusters, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Spokes: keeper, Scope: scope,
 	})
 	if err := shownClusters.SetupWithManager(a.manager); err != nil {
 		return nil, err
@@ -240,9 +240,9 @@ func (a *Agent) publishing(c Config, scope hub.Scope, keeper *spokes.Spokes) (*s
 	if !c.Options.PublishNodePools {
 		return nil, nil
 	}
-	objects := newFeed(c.Options, nodepools.Equal)
+	objects := newCache(c.Options, nodepools.Equal)
 	publisher, err := nodepools.New(nodepools.Config{
-		Feed: objects, Scope: scope, Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+		Cache: objects, Scope: scope, Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 	})
 	if err != nil {
 		return nil, err
@@ -250,7 +250,7 @@ func (a *Agent) publishing(c Config, scope hub.Scope, keeper *spokes.Spokes) (*s
 	if err := publisher.SetupWithManager(a.manager); err != nil {
 		return nil, err
 	}
-	return &server.NodePools{Feed: objects, List: publisher.List, Report: keeper.Report}, nil
+	return &server.NodePools{Cache: objects, List: publisher.List, Report: keeper.Report}, nil
 }
 
 // followPolicy sets c.Policy to the policy that the options name, unless c.Policy is already set.
@@ -394,8 +394,8 @@ func newProbe(c Config, scope hub.Scope, mgr manager.Manager) (*contact.Probe, e
 	}), nil
 }
 
-func newFeed[T any](o *options.Options, equal func(a, b T) bool) *feed.Feed[T] {
-	return feed.New(feed.Options[T]{Equal: equal, Buffer: o.WatchBuffer, Heartbeat: o.HeartbeatInterval})
+func newCache[T any](o *options.Options, equal func(a, b T) bool) *watchcache.Cache[T] {
+	return watchcache.New(watchcache.Options[T]{Equal: equal, Buffer: o.WatchBuffer, Heartbeat: o.HeartbeatInterval})
 }
 
 // Run serves on the listeners until the context ends. The server stops before the rest, so that

@@ -28,7 +28,7 @@ func Uninstall(ctx context.Context, config *rest.Config, o *options.Options, for
 	if err != nil {
 		return fmt.Errorf("connecting to the hub: %w", err)
 	}
-	engine := claims.New(claims.Config{Client: direct, Reader: direct, Live: hub.LiveClaims(), Failure: protocol.Failure{}})
+	engine := claims.New(claims.Config{Client: direct, Reader: direct, NotEnded: hub.NotEndedClaims(), Failure: protocol.FailurePolicy{}})
 	scope := hub.NewScope(o.Namespaces, o.ClusterNames())
 	if err := engine.Uninstall(ctx, claims.UninstallOptions{Serves: scope.Contains, Force: force, Report: report}); err != nil {
 		return err

@@ -35,8 +35,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -61,7 +61,7 @@ const (
 type Engine interface {
 	Create(ctx context.Context, request claims.Request) (*v1alpha1.MachineClaim, error)
 	Release(ctx context.Context, key claims.Key, options claims.ReleaseOptions) (*v1alpha1.MachineClaim, error)
-	Whole(ctx context.Context, cluster types.NamespacedName) (*clusterv1.Cluster, error)
+	UnpausedCluster(ctx context.Context, cluster types.NamespacedName) (*clusterv1.Cluster, error)
 }
 
 // Config configures a [Scaler].
@@ -69,9 +69,9 @@ type Config struct {
 	// Engine is the claim engine. REQUIRED.
 	Engine Engine
 	// Groups are the node groups of the holder [Holder]. REQUIRED.
-	Groups *feed.Feed[nodegroup.NodeGroup]
+	Groups *watchcache.Cache[nodegroup.NodeGroup]
 	// Claims are the claims of every holder. REQUIRED.
-	Claims *feed.Feed[*agentv1alpha1.Claim]
+	Claims *watchcache.Cache[*agentv1alpha1.Claim]
 	// Clock provides the time. Nil means the system clock.
 	Clock clock.PassiveClock
 }
@@ -172,17 +172,17 @@ type Size struct {
 }
 
 // Check returns nil if the Cluster exists and is not paused, and the views can be relied upon. It
-// asks the API server. Errors: those of [claims.Engine.Whole], [feed.ErrNotReady],
-// [feed.ErrClosed].
+// asks the API server. Errors: those of [claims.Engine.UnpausedCluster], [watchcache.ErrNotReady],
+// [watchcache.ErrClosed].
 func (s *Scaler) Check(ctx context.Context, name types.NamespacedName) error {
-	if _, err := s.config.Engine.Whole(ctx, name); err != nil {
+	if _, err := s.config.Engine.UnpausedCluster(ctx, name); err != nil {
 		return err
 	}
 	return s.read(name, func(*cluster) error { return nil })
 }
 
-// Groups returns the bounds of all groups of a Cluster, ordered by ID. Errors: [feed.ErrNotReady],
-// [feed.ErrClosed].
+// Groups returns the bounds of all groups of a Cluster, ordered by ID. Errors:
+// [watchcache.ErrNotReady], [watchcache.ErrClosed].
 func (s *Scaler) Groups(name types.NamespacedName) (sizes []Size, err error) {
 	err = s.read(name, func(c *cluster) error {
 		sizes = make([]Size, 0, len(c.view.order))
@@ -214,7 +214,7 @@ func (g *group) max() int32 {
 }
 
 // TargetSize returns how many claims the cluster-autoscaler has on a group. Errors:
-// [*UnknownGroupError], [feed.ErrNotReady], [feed.ErrClosed].
+// [*UnknownGroupError], [watchcache.ErrNotReady], [watchcache.ErrClosed].
 func (s *Scaler) TargetSize(name types.NamespacedName, id string) (target int32, err error) {
 	err = s.inGroup(name, id, func(c *cluster, _ *group) error {
 		target = c.target(id)
@@ -252,7 +252,7 @@ type Failure struct {
 
 // Instances returns the instances of the cluster-autoscaler's claims on a group, oldest first:
 // those of live claims, those being deleted, and those that failed and were neither deleted nor are
-// ten minutes old. Errors: [*UnknownGroupError], [feed.ErrNotReady], [feed.ErrClosed].
+// ten minutes old. Errors: [*UnknownGroupError], [watchcache.ErrNotReady], [watchcache.ErrClosed].
 func (s *Scaler) Instances(name types.NamespacedName, id string) (instances []Instance, err error) {
 	err = s.inGroup(name, id, func(c *cluster, g *group) error {
 		instances = make([]Instance, 0, len(g.claims))
@@ -280,7 +280,7 @@ type Node struct {
 
 // GroupOf returns the bounds of the group that a node belongs to. found is false if the
 // cluster-autoscaler must leave the node alone: it is the user's, or another holder's. Errors:
-// [feed.ErrNotReady], [feed.ErrClosed].
+// [watchcache.ErrNotReady], [watchcache.ErrClosed].
 func (s *Scaler) GroupOf(name types.NamespacedName, node Node) (size Size, found bool, err error) {
 	err = s.read(name, func(c *cluster) error {
 		id := c.claimOf(name, node)

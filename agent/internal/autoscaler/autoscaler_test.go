@@ -25,10 +25,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/autoscaler"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroupview"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -67,7 +67,7 @@ func (e *engine) Release(_ context.Context, key claims.Key, o claims.ReleaseOpti
 	return &v1alpha1.MachineClaim{}, nil
 }
 
-func (e *engine) Whole(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
+func (e *engine) UnpausedCluster(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
 	return nil, e.whole
 }
 
@@ -77,8 +77,8 @@ type fixture struct {
 
 	engine *engine
 	clock  *clocktesting.FakePassiveClock
-	groups *feed.Feed[nodegroup.NodeGroup]
-	claims *feed.Feed[*agentv1alpha1.Claim]
+	groups *watchcache.Cache[nodegroup.NodeGroup]
+	claims *watchcache.Cache[*agentv1alpha1.Claim]
 }
 
 // newFixture has a node group with two machines of the user, two claims of Karpenter, and a max size
@@ -88,8 +88,8 @@ func newFixture(t *testing.T, changes ...func(*nodegroup.NodeGroup)) *fixture {
 	f := &fixture{
 		T: t, clock: clocktesting.NewFakePassiveClock(start),
 		engine: &engine{made: map[string]claims.Request{}, released: map[string]claims.ReleaseOptions{}, refuse: map[int]error{}},
-		groups: feed.New(feed.Options[nodegroup.NodeGroup]{Equal: nodegroupview.EqualHeld, Buffer: 1, Heartbeat: time.Minute}),
-		claims: feed.New(feed.Options[*agentv1alpha1.Claim]{
+		groups: watchcache.New(watchcache.Options[nodegroup.NodeGroup]{Equal: nodegroupview.EqualHeld, Buffer: 1, Heartbeat: time.Minute}),
+		claims: watchcache.New(watchcache.Options[*agentv1alpha1.Claim]{
 			Equal: func(a, b *agentv1alpha1.Claim) bool { return proto.Equal(a, b) }, Buffer: 1, Heartbeat: time.Minute,
 		}),
 	}
@@ -527,18 +527,18 @@ func TestOptions(t *testing.T) {
 }
 
 func TestNothingIsAnsweredFromAnIncompleteView(t *testing.T) {
-	groups := feed.New(feed.Options[nodegroup.NodeGroup]{Equal: nodegroupview.EqualHeld, Buffer: 1, Heartbeat: time.Minute})
+	groups := watchcache.New(watchcache.Options[nodegroup.NodeGroup]{Equal: nodegroupview.EqualHeld, Buffer: 1, Heartbeat: time.Minute})
 	f := newFixture(t)
 	s := autoscaler.New(autoscaler.Config{Engine: f.engine, Groups: groups, Claims: f.claims})
 	_, err := s.Groups(spoke)
-	require.ErrorIs(t, err, feed.ErrNotReady)
-	require.ErrorIs(t, s.Check(t.Context(), spoke), feed.ErrNotReady)
+	require.ErrorIs(t, err, watchcache.ErrNotReady)
+	require.ErrorIs(t, s.Check(t.Context(), spoke), watchcache.ErrNotReady)
 	f.engine.whole = claims.ErrClusterPaused
 	require.ErrorIs(t, f.Check(t.Context(), spoke), claims.ErrClusterPaused)
 	require.Zero(t, f.target())
 	f.groups.Close()
 	_, err = f.TargetSize(spoke, group)
-	require.ErrorIs(t, err, feed.ErrClosed)
+	require.ErrorIs(t, err, watchcache.ErrClosed)
 }
 
 func TestOtherClustersAreInvisible(t *testing.T) {

@@ -16,7 +16,7 @@ type Options struct {
 
 // Options returns the options of a group: the defaults, with those that the MachineDeployment's
 // annotations replace. replaced is false if they replace none. Errors: [*UnknownGroupError],
-// [feed.ErrNotReady], [feed.ErrClosed].
+// [watchcache.ErrNotReady], [watchcache.ErrClosed].
 func (s *Scaler) Options(name types.NamespacedName, id string, defaults Options) (o Options, replaced bool, err error) {
 	err = s.inGroup(name, id, func(_ *cluster, g *group) error {
 		of := g.Autoscaling

@@ -31,7 +31,7 @@ const templatePrefix = "template-node-for-"
 
 // NodePrice returns the price of a node of a group for a time. The node may be a real one, or one
 // that the cluster-autoscaler made up for a simulation. Errors: [*UnknownNodeError],
-// [feed.ErrNotReady], [feed.ErrClosed].
+// [watchcache.ErrNotReady], [watchcache.ErrClosed].
 func (s *Scaler) NodePrice(name types.NamespacedName, node Node, during time.Duration) (price float64, err error) {
 	err = s.read(name, func(c *cluster) error {
 		g := c.pricedGroup(name, node)
@@ -61,8 +61,8 @@ func (c *cluster) pricedGroup(name types.NamespacedName, node Node) *group {
 }
 
 // PodPrice returns the least that the machines of any group cost for a time, by the share of a
-// machine that the pod requests. Errors: [*UnpricedPodError], [feed.ErrNotReady],
-// [feed.ErrClosed].
+// machine that the pod requests. Errors: [*UnpricedPodError], [watchcache.ErrNotReady],
+// [watchcache.ErrClosed].
 func (s *Scaler) PodPrice(name types.NamespacedName, pod *corev1.Pod, during time.Duration) (price float64, err error) {
 	requests := resource.PodRequests(pod, resource.PodResourcesOptions{})
 	err = s.read(name, func(c *cluster) error {

@@ -14,7 +14,7 @@ import (
 const GPULabel = "cluster-api/accelerator"
 
 // Template returns a Node of a group as it would join, for simulations. Errors:
-// [*UnknownGroupError], [feed.ErrNotReady], [feed.ErrClosed].
+// [*UnknownGroupError], [watchcache.ErrNotReady], [watchcache.ErrClosed].
 func (s *Scaler) Template(name types.NamespacedName, id string) (node *corev1.Node, err error) {
 	err = s.inGroup(name, id, func(_ *cluster, g *group) error {
 		node = g.template()
@@ -73,7 +73,7 @@ func (g *group) allocatable() corev1.ResourceList {
 }
 
 // GPUTypes returns the values that the label [GPULabel] has in the Cluster's groups, in order.
-// Errors: [feed.ErrNotReady], [feed.ErrClosed].
+// Errors: [watchcache.ErrNotReady], [watchcache.ErrClosed].
 func (s *Scaler) GPUTypes(name types.NamespacedName) (kinds []string, err error) {
 	err = s.read(name, func(c *cluster) error {
 		for _, g := range c.view.order {

@@ -14,7 +14,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// view is what the feeds show of a Cluster, by group. It does not change after it was made.
+// view is what the caches show of a Cluster, by group. It does not change after it was made.
 type view struct {
 	generations [2]int64
 	groups      map[string]*group
@@ -41,18 +41,18 @@ func generations(c Config, name types.NamespacedName) [2]int64 {
 	return [2]int64{c.Groups.GenerationIn(name), c.Claims.GenerationIn(name)}
 }
 
-// current reports whether the view is still what the feeds show.
+// current reports whether the view is still what the caches show.
 func (v *view) current(c Config, name types.NamespacedName) bool {
 	return v != nil && v.generations == generations(c, name) && !closed(c)
 }
 
-// closed reports whether the feeds have been closed, after which nothing is served.
+// closed reports whether the caches have been closed, after which nothing is served.
 func closed(c Config) bool {
 	_, _, err := c.Groups.Get(types.NamespacedName{}, "")
 	return err != nil
 }
 
-// look reads the feeds.
+// look reads the caches.
 func look(c Config, name types.NamespacedName) (*view, error) {
 	// Read first: a change in between makes the view outdated, and it is made again.
 	v := &view{

@@ -50,7 +50,7 @@ func groupWith(uid types.UID, replicas int32, ledger *protocol.Ledger) *clusterv
 
 func readSmall(t *testing.T, objects ...client.Object) *protocol.Snapshot {
 	t.Helper()
-	s, err := engineWith(t, objects...).read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+	s, err := engineWith(t, objects...).read(t.Context(), uncached, client.ObjectKey{Namespace: namespace, Name: "small"})
 	require.NoError(t, err)
 	s.Sets = []*clusterv1.MachineSet{{
 		ObjectMeta: metav1.ObjectMeta{Name: "small-a"}, Spec: clusterv1.MachineSetSpec{Replicas: &s.Group.Replicas},
@@ -60,7 +60,7 @@ func readSmall(t *testing.T, objects ...client.Object) *protocol.Snapshot {
 
 func TestAMachineDeploymentThatWasMadeAgainKeepsItsFloor(t *testing.T) {
 	old := &protocol.Ledger{
-		Version: 1, Of: namespace + "/small", UID: "old", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]protocol.Named{"a": {}, "b": {}},
+		Version: 1, Of: namespace + "/small", UID: "old", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]protocol.Assignment{"a": {}, "b": {}},
 	}
 	for name, ledger := range map[string]*protocol.Ledger{"from its manifest": nil, "from an export, ledger and all": old} {
 		t.Run(name, func(t *testing.T) {
@@ -70,7 +70,7 @@ func TestAMachineDeploymentThatWasMadeAgainKeepsItsFloor(t *testing.T) {
 			require.NotNil(t, d.Ledger)
 			assert.Equal(t, int32(3), d.Ledger.Floor, "all three are the user's")
 			assert.Equal(t, int32(4), d.Replicas, "and one is for the claim that came after")
-			assert.Equal(t, map[string]protocol.Named{"c": {}}, d.Ledger.Pending)
+			assert.Equal(t, map[string]protocol.Assignment{"c": {}}, d.Ledger.Pending)
 			require.Equal(t, []protocol.ActionKind{protocol.End, protocol.End}, kinds(d), "the others have nothing to wait for")
 			assert.Equal(t, protocol.ReasonNodeGroupGone, d.Actions[0].Event.Reason)
 		})
@@ -94,7 +94,7 @@ func TestAMachineDeploymentThatWasMadeAgainIsNotFrozen(t *testing.T) {
 
 func TestAMachineDeploymentThatWasMovedKeepsItsLedger(t *testing.T) {
 	ledger := &protocol.Ledger{
-		Version: 1, Of: namespace + "/small", UID: "source", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]protocol.Named{"waits": {}},
+		Version: 1, Of: namespace + "/small", UID: "source", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]protocol.Assignment{"waits": {}},
 	}
 	bound, users := machineOf("bound"), machineOf("user's")
 	bound.Labels[v1alpha1.ClaimLabel] = "a"
@@ -113,7 +113,7 @@ func TestAMachineDeploymentThatWasMovedKeepsItsLedger(t *testing.T) {
 
 func TestWhatWasDecidedForAMachineDeploymentIsNotDoneToTheNextOne(t *testing.T) {
 	ledger := &protocol.Ledger{
-		Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Named{"a": {Machine: "m", UID: "m"}},
+		Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Assignment{"a": {Machine: "m", UID: "m"}},
 	}
 	again := func(t *testing.T, e *Engine) {
 		t.Helper()
@@ -122,7 +122,7 @@ func TestWhatWasDecidedForAMachineDeploymentIsNotDoneToTheNextOne(t *testing.T) 
 	}
 	t.Run("its ledger", func(t *testing.T) {
 		e := engineWith(t, groupWith("old", 1, ledger))
-		s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+		s, err := e.read(t.Context(), uncached, client.ObjectKey{Namespace: namespace, Name: "small"})
 		require.NoError(t, err)
 		again(t, e)
 		_, err = e.writeLedger(t.Context(), s, &protocol.Decision{Ledger: s.Ledger.Clone(), Replicas: 1})
@@ -164,7 +164,7 @@ func TestAClaimKnowsTheMachineDeploymentThatItWasEnteredFor(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(c), c))
 	assert.Equal(t, types.UID("uid"), c.Status.NodeGroupUID)
-	s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+	s, err := e.read(t.Context(), uncached, client.ObjectKey{Namespace: namespace, Name: "small"})
 	require.NoError(t, err)
 	assert.Equal(t, types.UID("uid"), s.Ledger.UID)
 }

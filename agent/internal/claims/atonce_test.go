@@ -68,7 +68,7 @@ func TestALoneClaimIsEnteredWithoutReadingAnything(t *testing.T) {
 	md, l := small(t, e)
 	assert.Equal(t, int32(3), *md.Spec.Replicas)
 	assert.Equal(t, int32(2), l.Floor)
-	assert.Equal(t, map[string]protocol.Named{"a": {}}, l.Pending)
+	assert.Equal(t, map[string]protocol.Assignment{"a": {}}, l.Pending)
 	assert.Equal(t, "1", md.Annotations[v1alpha1.ClaimedAnnotation])
 }
 
@@ -82,7 +82,7 @@ func TestAClaimIsNotEnteredAtOnceOnOldKnowledge(t *testing.T) {
 	}{
 		"another claim is in the ledger": {func(md *clusterv1.MachineDeployment) {
 			l := restingLedger(2)
-			l.Seq, l.LastReplicas, l.Pending = 8, 3, map[string]protocol.Named{"other": {}}
+			l.Seq, l.LastReplicas, l.Pending = 8, 3, map[string]protocol.Assignment{"other": {}}
 			md.Spec.Replicas = new(int32(3))
 			md.Annotations[v1alpha1.LedgerAnnotation] = l.Encode()
 		}, 4, false, []client.Object{movingClaim("other", v1alpha1.PhasePending, "", nil)}},
@@ -378,7 +378,7 @@ func TestAClaimThatIsReleasedWhileItIsEnteredIsNotMarked(t *testing.T) {
 	_, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
 	assert.True(t, released)
-	c, err := e.stored(t.Context(), key)
+	c, err := e.getUncached(t.Context(), key)
 	require.NoError(t, err)
 	assert.Equal(t, v1alpha1.PhaseEnded, c.Status.Phase)
 }
@@ -476,14 +476,14 @@ func TestAGroupIsLeftForAsLongAsLedgersAreWritten(t *testing.T) {
 			for range c.bound / time.Second {
 				d := &protocol.Decision{Ledger: s.Ledger.Clone()} // a different one each time
 				d.Ledger.Seq = clock.Now().Unix()
-				left = g.leave(s, d)
+				left = g.deferToOther(s, d)
 				require.NotZero(t, left)
 				if clock.Step(time.Second); c.writes {
 					s.Ledger.Seq++
 				}
 			}
 			assert.Equal(t, time.Second, left)
-			assert.Zero(t, g.leave(s, &protocol.Decision{Ledger: s.Ledger.Clone()}))
+			assert.Zero(t, g.deferToOther(s, &protocol.Decision{Ledger: s.Ledger.Clone()}))
 		})
 	}
 }
@@ -544,7 +544,7 @@ func TestAReleaseIsMadeOfThePresentClaim(t *testing.T) {
 // Whichever agent finds room for a claim in the ledger, the waiting call is answered.
 func TestACallIsAnsweredWhenAnotherAgentEntersItsClaim(t *testing.T) {
 	full := restingLedger(0)
-	full.LastReplicas, full.Pending = 1, map[string]protocol.Named{"first": {}}
+	full.LastReplicas, full.Pending = 1, map[string]protocol.Assignment{"first": {}}
 	e := engineWith(t, groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: full.Encode()}),
 		movingClaim("first", v1alpha1.PhasePending, "", nil))
 	e.ledgerBudget = 200 // room for one claim
@@ -564,7 +564,7 @@ func TestACallIsAnsweredWhenAnotherAgentEntersItsClaim(t *testing.T) {
 	<-waits
 
 	md, l := small(t, e)
-	l.Seq, l.By, l.Pending = l.Seq+1, "another", map[string]protocol.Named{"second": {}}
+	l.Seq, l.By, l.Pending = l.Seq+1, "another", map[string]protocol.Assignment{"second": {}}
 	md.Annotations[v1alpha1.LedgerAnnotation] = l.Encode()
 	require.NoError(t, e.Client.Update(t.Context(), md))
 	e.deference = time.Hour
@@ -587,7 +587,7 @@ func TestAClaimThatAnotherAgentEnteredMeanwhileStays(t *testing.T) {
 			d = &protocol.Decision{Refused: map[string]eligibility.Refusal{"a": protocol.FullGroup("small", 0)}}
 			md, _ := small(t, e)
 			l := restingLedger(0)
-			l.By, l.LastReplicas, l.Pending = "another", 1, map[string]protocol.Named{"a": {}}
+			l.By, l.LastReplicas, l.Pending = "another", 1, map[string]protocol.Assignment{"a": {}}
 			md.Spec.Replicas, md.Annotations = new(int32(1)), map[string]string{v1alpha1.LedgerAnnotation: l.Encode()}
 			require.NoError(t, e.Client.Update(t.Context(), md))
 		}
@@ -615,7 +615,7 @@ func TestEventsAreNotPutOffForLong(t *testing.T) {
 		require.NoError(t, err)
 		return result
 	}
-	assert.Equal(t, occupiedLook, reconcile().RequeueAfter)
+	assert.Equal(t, occupiedDelay, reconcile().RequeueAfter)
 	_, l := small(t, e)
 	assert.Nil(t, l)
 	clock.Step(longestOccupied)

@@ -38,8 +38,8 @@ const (
 	// rememberedAtLeast is how long an ended claim is kept however many there are. No call takes
 	// that long, so a delayed call that arrives after the claim's end is still refused.
 	rememberedAtLeast = time.Hour
-	// crowdedLook is how often an ended claim is checked while it is kept.
-	crowdedLook = 10 * time.Minute
+	// crowdedDelay is how often an ended claim is checked while it is kept.
+	crowdedDelay = 10 * time.Minute
 	// creationWindow is the window of [Bounds].Creations.
 	creationWindow = time.Minute
 	// retrySoonest is the shortest time after which a caller should retry, because the counts may

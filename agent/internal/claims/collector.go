@@ -196,15 +196,15 @@ func parts(l *protocol.Ledger) map[string]int64 {
 	parts := map[string]int64{
 		"floor": int64(l.Floor), "spare": int64(l.Spare), "pending": 0, "named": 0, "releasing": 0, "given_back": 0,
 	}
-	for _, named := range l.Pending {
-		if named.UID == "" {
+	for _, entry := range l.Pending {
+		if entry.UID == "" {
 			parts["pending"]++
 		} else {
 			parts["named"]++
 		}
 	}
 	for _, r := range l.Releasing {
-		if r.GivenBack {
+		if r.Decremented {
 			parts["given_back"]++
 		} else {
 			parts["releasing"]++

@@ -23,8 +23,8 @@ func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
 	must(t, v1alpha1.AddToScheme(scheme))
 	l := protocol.Ledger{
 		Version: protocol.LedgerVersion, Seq: 7, Floor: 2, LastReplicas: 8, Spare: 1,
-		Pending:   map[string]protocol.Named{"a": {}, "b": {Machine: "m", UID: "u"}, "c": {}},
-		Releasing: map[types.UID]protocol.Release{"x": {Machine: "x"}, "y": {Machine: "y", GivenBack: true}},
+		Pending:   map[string]protocol.Assignment{"a": {}, "b": {Machine: "m", UID: "u"}, "c": {}},
+		Releasing: map[types.UID]protocol.Release{"x": {Machine: "x"}, "y": {Machine: "y", Decremented: true}},
 	}
 	deployment := func(name, ledger string) *clusterv1.MachineDeployment {
 		return &clusterv1.MachineDeployment{

@@ -190,7 +190,7 @@ func TestAClaimHasItsConditionsFromTheWritesThatItHasAnyway(t *testing.T) {
 	_, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
 	key := Key{Namespace: namespace, Cluster: clusterName, ID: "a"}
-	entered, err := e.stored(t.Context(), key)
+	entered, err := e.getUncached(t.Context(), key)
 	require.NoError(t, err)
 	require.Equal(t, v1alpha1.PhasePending, entered.Status.Phase)
 	status := func(c *v1alpha1.MachineClaim) map[string]metav1.ConditionStatus {
@@ -202,7 +202,7 @@ func TestAClaimHasItsConditionsFromTheWritesThatItHasAnyway(t *testing.T) {
 	assert.NotEmpty(t, released.Status.Conditions)
 	_, err = e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
-	ended, err := e.stored(t.Context(), key)
+	ended, err := e.getUncached(t.Context(), key)
 	require.NoError(t, err)
 	require.Equal(t, v1alpha1.PhaseEnded, ended.Status.Phase)
 	assert.Equal(t, map[string]metav1.ConditionStatus{"Assigned": "False", "Ready": "False", "Ended": "True"}, status(ended))

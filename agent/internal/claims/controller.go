@@ -26,9 +26,9 @@ import (
 const concurrentGroups = 16
 
 const (
-	// occupiedLook is the delay of an event for a node group that a run or a call of this process
+	// occupiedDelay is the delay of an event for a node group that a run or a call of this process
 	// is writing to.
-	occupiedLook = 100 * time.Millisecond
+	occupiedDelay = 100 * time.Millisecond
 	// longestOccupied bounds that delay: writes may hang, and calls may follow each other without a
 	// pause.
 	longestOccupied = time.Second
@@ -101,43 +101,43 @@ func groupOfMember(_ context.Context, object client.Object) []reconcile.Request 
 // server only if they show something to do.
 func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.Result, error) {
 	g := e.group(r.Namespace, r.Name)
-	d, err := g.glance(ctx)
+	d, err := g.plan(ctx)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
 	if d != nil && d.Ledger == nil && len(d.Actions) == 0 {
-		return reconcile.Result{RequeueAfter: d.Again}, nil
+		return reconcile.Result{RequeueAfter: d.RequeueAfter}, nil
 	}
 	if d != nil && g.occupied() {
-		return reconcile.Result{RequeueAfter: occupiedLook}, nil // what is due may already be in progress
+		return reconcile.Result{RequeueAfter: occupiedDelay}, nil // what is due may already be in progress
 	}
-	again, err := g.run(ctx)
-	if err != nil && again > 0 {
-		log.FromContext(ctx).Error(err, "some writes failed; they are tried again", "in", again)
-		return reconcile.Result{RequeueAfter: again}, nil
+	requeueAfter, err := g.run(ctx)
+	if err != nil && requeueAfter > 0 {
+		log.FromContext(ctx).Error(err, "some writes failed; they are tried again", "in", requeueAfter)
+		return reconcile.Result{RequeueAfter: requeueAfter}, nil
 	}
 	if err != nil {
 		return reconcile.Result{}, err
 	}
 	if d == nil {
-		e.forget(g)
+		e.dropGroup(g)
 	}
-	return reconcile.Result{RequeueAfter: again}, nil
+	return reconcile.Result{RequeueAfter: requeueAfter}, nil
 }
 
-// glance decides from a cached snapshot what this agent has to do now, without doing it. It returns
+// plan decides from a cached snapshot what this agent has to do now, without doing it. It returns
 // nil if the caches show no such group.
-func (g *group) glance(ctx context.Context) (*protocol.Decision, error) {
+func (g *group) plan(ctx context.Context) (*protocol.Decision, error) {
 	if err := g.acquire(ctx); err != nil {
 		return nil, err
 	}
 	defer func() { <-g.lock }()
-	return g.look(ctx)
+	return g.planLocked(ctx)
 }
 
-// look is [group.glance] for a caller that holds lock. It decides from the caches and this
+// planLocked is [group.plan] for a caller that holds lock. It decides from the caches and this
 // process's own writes.
-func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
+func (g *group) planLocked(ctx context.Context) (*protocol.Decision, error) {
 	s, err := g.engine.read(ctx, cached, g.key)
 	if s == nil || err != nil {
 		return nil, err
@@ -145,8 +145,8 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	g.belongsTo(s)
 	g.answerEntered(s) // whichever agent entered them
 	s.SpareSince = g.spareSince
-	if left, _ := g.rest(); left > 0 {
-		return &protocol.Decision{Again: left}, nil
+	if left, _ := g.panicBackoff(); left > 0 {
+		return &protocol.Decision{RequeueAfter: left}, nil
 	}
 	var d *protocol.Decision
 	err = recovered(ctx, func() error {
@@ -155,27 +155,27 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 		return nil
 	})
 	if bug, panicked := errors.AsType[*panicError](err); panicked {
-		return &protocol.Decision{Again: g.notePanic(bug)}, nil
+		return &protocol.Decision{RequeueAfter: g.notePanic(bug)}, nil
 	}
 	// A lagging cache must not restart the grace period of a spare. A cache that shows a later
 	// ledger does not lag, unless that ledger is this agent's own: the spare went to a claim, which
 	// another agent may have served, and the next spare has a grace period of its own.
-	if d.Spare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {
+	if d.HasSpare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {
 		g.noteSpare(s, d)
 	}
 	if wait := g.coalesce(s, d); wait > 0 {
 		d.Ledger = nil
 		d.Wake(wait)
 	}
-	if left := g.leave(s, d); left > 0 {
+	if left := g.deferToOther(s, d); left > 0 {
 		d.Ledger, d.Actions = nil, nil
 		d.Wake(left)
 	}
 	return d, nil
 }
 
-// forget drops the state of a group that is gone, unless a call waits for it or a run is due.
-func (e *Engine) forget(g *group) {
+// dropGroup drops the state of a group that is gone, unless a call waits for it or a run is due.
+func (e *Engine) dropGroup(g *group) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	g.mu.Lock()

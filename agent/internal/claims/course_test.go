@@ -19,8 +19,8 @@ import (
 // trouble is that they do not.
 type course struct {
 	*world
-	trouble trouble
-	feeds   []*follower
+	trouble   trouble
+	followers []*follower
 	// ticks bounds how long an expected result may take.
 	ticks int
 	// given is the number of revisions at the start.
@@ -113,7 +113,7 @@ func newCourse(t failer, o worldOptions, trouble trouble) *course {
 	c.chosen = c.fate
 	for e := range c.agents {
 		c.agents[e] = c.newProcess(e)
-		c.feeds = append(c.feeds, &follower{})
+		c.followers = append(c.followers, &follower{})
 		c.relist(e)
 	}
 	if len(trouble.blind) == len(c.agents) {
@@ -137,12 +137,12 @@ func (c *course) relist(e int) {
 	for _, k := range allKinds {
 		c.agents[e].caches[k] = c.hub.snapshot(k)
 	}
-	*c.feeds[e] = follower{read: len(c.hub.history), dirty: true}
+	*c.followers[e] = follower{read: len(c.hub.history), dirty: true}
 }
 
 // tell brings an agent's caches up to date, as far as the trouble allows.
 func (c *course) tell(e int) {
-	f := c.feeds[e]
+	f := c.followers[e]
 	for ; f.read < len(c.hub.history); f.read++ {
 		r := c.hub.history[f.read]
 		if f.behind[r.kind] {
@@ -175,7 +175,7 @@ func (c *course) do(e int, what func()) {
 		c.landOne()
 		c.tell(e)
 	}
-	if f := c.feeds[e]; c.trouble.once && f.behind != nil {
+	if f := c.followers[e]; c.trouble.once && f.behind != nil {
 		c.relist(e)
 	}
 	if len(c.trouble.past) > 0 && n == c.trouble.act {
@@ -204,7 +204,7 @@ func (c *course) restarted() *process {
 // goBack gives the agent caches of the past.
 func (c *course) goBack(e int) {
 	c.met = true
-	f := c.feeds[e]
+	f := c.followers[e]
 	if !c.trouble.running {
 		c.agents[e] = c.restarted()
 		*f = follower{read: len(c.hub.history), dirty: true}
@@ -219,7 +219,7 @@ func (c *course) goBack(e int) {
 // tick does everything that is due once, and advances the time.
 func (c *course) tick() {
 	before, acted := c.hub.version, false
-	for e, f := range c.feeds {
+	for e, f := range c.followers {
 		c.tell(e)
 		if !f.dirty && (f.due.IsZero() || c.clock.Now().Before(f.due)) {
 			continue
@@ -237,7 +237,7 @@ func (c *course) tick() {
 	step := 100 * time.Millisecond
 	if !acted && c.hub.version == before {
 		step = time.Minute
-		for _, f := range c.feeds {
+		for _, f := range c.followers {
 			if !f.due.IsZero() {
 				step = min(step, f.due.Sub(c.clock.Now()))
 			}
@@ -247,7 +247,7 @@ func (c *course) tick() {
 }
 
 func (c *course) reconcileAs(e int) {
-	f := c.feeds[e]
+	f := c.followers[e]
 	c.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		result, err := agent.Reconcile(ctx, ctrl.Request{NamespacedName: types.NamespacedName{Namespace: namespace, Name: c.groups[0]}})
 		switch {
@@ -273,8 +273,8 @@ func (c *course) claim(id string, e int, adopt string) {
 	})
 }
 
-// giveBack makes a holder release a claim in the same way.
-func (c *course) giveBack(id string, e int) {
+// releaseClaim makes a holder release a claim in the same way.
+func (c *course) releaseClaim(id string, e int) {
 	c.repeat("claim "+id+" is released", e, func(e int) bool {
 		c.release(e, id)
 		return c.owners[id].released
@@ -420,26 +420,26 @@ var scripts = []struct {
 	{"a claim is made, bound and released", rolling(1), func(c *course) {
 		c.claim("c0", 0, "")
 		c.untilJoined("c0")
-		c.giveBack("c0", 1)
+		c.releaseClaim("c0", 1)
 		c.untilEnded("c0")
 	}},
 	{"a Machine is handed over", rolling(0), func(c *course) {
 		c.hold(true)
 		c.claim("c0", 0, "")
 		c.untilPromised("c0")
-		c.giveBack("c0", 1)
+		c.releaseClaim("c0", 1)
 		c.claim("c1", 1, "")
 		c.untilPromised("c1")
 		c.hold(false)
 		c.untilJoined("c1")
-		c.giveBack("c1", 0)
+		c.releaseClaim("c1", 0)
 		c.untilEnded("c1")
 	}},
 	{"a spare is given back", rolling(1), func(c *course) {
 		c.hold(true)
 		c.claim("c0", 1, "")
 		c.untilPromised("c0")
-		c.giveBack("c0", 0)
+		c.releaseClaim("c0", 0)
 		c.untilEnded("c0")
 		c.rests()
 		c.hold(false)
@@ -450,9 +450,9 @@ var scripts = []struct {
 		c.rollout(c.groups[0])
 		c.claim("c1", 1, "")
 		c.untilJoined("c1")
-		c.giveBack("c0", 1)
+		c.releaseClaim("c0", 1)
 		c.untilEnded("c0")
-		c.giveBack("c1", 0)
+		c.releaseClaim("c1", 0)
 		c.untilEnded("c1")
 	}},
 	{"another actor deletes a claim's Machine", rolling(1), func(c *course) {
@@ -463,7 +463,7 @@ var scripts = []struct {
 		c.outsider(c.machineOf("c0"))
 		c.untilEnded("c0")
 		c.outsider(c.machineOf("c1"))
-		c.giveBack("c1", 0)
+		c.releaseClaim("c1", 0)
 		c.untilEnded("c1")
 	}},
 	{"a Machine is adopted", rolling(2), func(c *course) {
@@ -475,7 +475,7 @@ var scripts = []struct {
 		c.peaceful = false
 		c.claim("c0", 0, c.machines(c.groups[0])[0].Name)
 		c.untilJoined("c0")
-		c.giveBack("c0", 1)
+		c.releaseClaim("c0", 1)
 		c.untilEnded("c0")
 	}},
 	{"a Machine is returned", rolling(1), func(c *course) {

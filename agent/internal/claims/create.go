@@ -79,7 +79,7 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 		return nil, err
 	}
 	if open.none() || r.ValidateOnly {
-		existing, err := e.stored(ctx, key)
+		existing, err := e.getUncached(ctx, key)
 		switch {
 		case err == nil && r.ValidateOnly:
 			if err := r.Holders.check(existing); err != nil {
@@ -87,7 +87,7 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 			}
 			return existing, ended(existing)
 		case err == nil:
-			return e.follow(ctx, existing, r.Holders)
+			return e.resume(ctx, existing, r.Holders)
 		case !errors.Is(err, ErrNotFound):
 			return nil, err
 		case open.none() && r.ValidateOnly:
@@ -100,9 +100,9 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 	if r.ValidateOnly {
 		return c, e.room(ctx, c, true)
 	}
-	switch lost, err := e.remember(ctx, key); {
+	switch lost, err := e.restoreFromLabel(ctx, key); {
 	case err == nil:
-		return e.follow(ctx, lost, r.Holders)
+		return e.resume(ctx, lost, r.Holders)
 	case !errors.Is(err, ErrNotFound):
 		return nil, err
 	case open.none():
@@ -120,7 +120,7 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 	}
 	switch {
 	case full != nil || apierrors.IsAlreadyExists(err):
-		existing, err := e.stored(ctx, key)
+		existing, err := e.getUncached(ctx, key)
 		switch gone := errors.Is(err, ErrNotFound); {
 		case gone && full != nil:
 			return nil, full
@@ -130,14 +130,14 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 		if err != nil {
 			return nil, err
 		}
-		return e.follow(ctx, existing, r.Holders)
+		return e.resume(ctx, existing, r.Holders)
 	case err != nil:
 		return nil, fmt.Errorf("creating MachineClaim %s: %w", c.Name, err)
 	}
 	if entered {
 		return c, nil
 	}
-	return e.enter(ctx, c)
+	return e.enterOrMoveOn(ctx, c)
 }
 
 // make creates the claim's object, and enters the claim at once where possible. It reports whether
@@ -247,7 +247,7 @@ func (e *Engine) refusal(
 	// decide as if the claim existed already.
 	s, err := e.read(ctx, cached, key)
 	if err == nil && s == nil {
-		s, err = e.read(ctx, live, key)
+		s, err = e.read(ctx, uncached, key)
 	}
 	if err != nil {
 		return nil, err
@@ -295,8 +295,8 @@ func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*el
 	return protocol.CoolDownOf(key.Name, claims, e.Clock.Now(), e.Failure.CoolDown), nil
 }
 
-// follow answers a repeated call with the existing claim, once it is entered in the ledger.
-func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim, may Holders) (*v1alpha1.MachineClaim, error) {
+// resume answers a repeated call with the existing claim, once it is entered in the ledger.
+func (e *Engine) resume(ctx context.Context, c *v1alpha1.MachineClaim, may Holders) (*v1alpha1.MachineClaim, error) {
 	if err := may.check(c); err != nil {
 		return nil, err
 	}
@@ -314,7 +314,7 @@ func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim, may Holde
 	if err := e.known(ctx, c); err != nil {
 		return nil, err
 	}
-	return e.enter(ctx, c)
+	return e.enterOrMoveOn(ctx, c)
 }
 
 // ended returns an [*EndedError] for a claim that has ended or is being released or returned, else
@@ -331,14 +331,14 @@ func ended(c *v1alpha1.MachineClaim) error {
 const ledgerRefused = "the hub refuses the agent's writes on this node group; a Warning event " + protocol.ReasonWriteRefused +
 	" on its MachineDeployment has the reason"
 
-// enter waits until the claim is in its group's ledger, and moves it on from groups that have no
-// room.
-func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
+// enterOrMoveOn waits until the claim is in its group's ledger, and moves it on from groups that
+// have no room.
+func (e *Engine) enterOrMoveOn(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
 	var refusals []eligibility.Refusal
 	turn := turnOf(ctx)
 	for {
 		turn.LeaveHub()
-		refusal, err := e.group(c.Namespace, c.Spec.NodeGroup).enter(ctx, c.Spec.ClaimID)
+		refusal, err := e.group(c.Namespace, c.Spec.NodeGroup).awaitEntry(ctx, c.Spec.ClaimID)
 		if errors.Is(err, protocol.ErrNewerLedger) && c.Status.Phase == "" {
 			// An agent that knows that ledger may still enter the claim. Moving it on is decided by
 			// compare-and-swap.

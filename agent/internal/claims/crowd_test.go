@@ -144,11 +144,11 @@ func TestARefusedLedgerHoldsUpNothingElse(t *testing.T) {
 			return c.Patch(ctx, o, p, opts...)
 		},
 	})
-	again, err := e.group(namespace, "small").run(t.Context())
+	requeueAfter, err := e.group(namespace, "small").run(t.Context())
 	require.ErrorIs(t, err, ErrWriteRefused)
-	assert.GreaterOrEqual(t, again, time.Second, "it is tried again, later")
+	assert.GreaterOrEqual(t, requeueAfter, time.Second, "it is tried again, later")
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
-	assert.True(t, protocol.Held(m))
+	assert.True(t, protocol.HasFinalizer(m))
 	assert.False(t, protocol.Alive(m))
 }
 
@@ -166,11 +166,11 @@ func TestASlowRunBeginsNoFurtherStep(t *testing.T) {
 			return apierrors.NewConflict(schema.GroupResource{Resource: "machinedeployments"}, "small", errors.New("somebody else wrote"))
 		},
 	})
-	again, err := e.group(namespace, "small").run(t.Context())
+	requeueAfter, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
 	assert.Equal(t, 2, tries, "where a fast hub would be asked %d times", maxConflicts)
-	assert.Less(t, again, time.Second, "the rest is done at once, after what else waits")
-	assert.NotZero(t, again)
+	assert.Less(t, requeueAfter, time.Second, "the rest is done at once, after what else waits")
+	assert.NotZero(t, requeueAfter)
 }
 
 // The list of released Machines on a MachineSet does not grow with their number, and keeps all that
@@ -280,7 +280,7 @@ func crowd(t *rapid.T, several bool) {
 		w.t.Fatalf("the ledger had up to %d bytes", most)
 	}
 	for _, m := range w.machines(group) {
-		if w.joined[m.UID] > 0 || !protocol.Alive(m) || protocol.Held(m) {
+		if w.joined[m.UID] > 0 || !protocol.Alive(m) || protocol.HasFinalizer(m) {
 			w.t.Fatalf("I6: the floor's Machines are gone\n%s", w.describe())
 		}
 	}

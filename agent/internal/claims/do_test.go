@@ -36,7 +36,7 @@ func TestAMachineThatIsKeptLosesWhatItsReleaseWrote(t *testing.T) {
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
 	require.NoError(t, e.do(t.Context(), protocol.Action{Kind: protocol.Keep, Machine: m.DeepCopy()}))
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
-	assert.False(t, protocol.Held(m))
+	assert.False(t, protocol.HasFinalizer(m))
 	assert.Equal(t, map[string]string{"example.com/note": "x"}, m.Annotations)
 }
 
@@ -56,7 +56,7 @@ func TestAMachineThatIsKeptMeanwhileIsNotDeleted(t *testing.T) {
 			return c.Delete(ctx, o, opts...)
 		},
 	})
-	require.Error(t, e.do(t.Context(), protocol.Action{Kind: protocol.Hold, Machine: m.DeepCopy()}))
+	require.Error(t, e.do(t.Context(), protocol.Action{Kind: protocol.BeginDelete, Machine: m.DeepCopy()}))
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
 	assert.True(t, protocol.Alive(m))
 }
@@ -105,12 +105,14 @@ func TestAPausedStepThatSomebodyLeftIsCompleted(t *testing.T) {
 	assert.Equal(t, "replicas=2 paused=false", written[0])
 }
 
-// Promises are batched, but not where Machines then join before they are promised: each of those
+// Assignments are batched, but not where Machines then join before they are assigned: each of those
 // would be released and replaced by one that may join too soon as well.
 func TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon(t *testing.T) {
 	for _, missed := range []bool{false, true} {
 		md := groupOf("small", 2, map[string]string{
-			v1alpha1.LedgerAnnotation: (&protocol.Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]protocol.Named{"a": {}, "b": {}}}).Encode(),
+			v1alpha1.LedgerAnnotation: (&protocol.Ledger{
+				Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]protocol.Assignment{"a": {}, "b": {}},
+			}).Encode(),
 		})
 		md.Generation = 2 // more Machines are being made, so nothing is short yet
 		joined := machineOf("joined")
@@ -121,7 +123,7 @@ func TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon(t *testing.T) {
 		}
 		e := engineWith(t, objects...)
 		e.Coalesce = time.Second
-		s, err := e.read(t.Context(), live, client.ObjectKeyFromObject(md))
+		s, err := e.read(t.Context(), uncached, client.ObjectKeyFromObject(md))
 		require.NoError(t, err)
 		d := protocol.Decide(s)
 		require.NotNil(t, d.Ledger)

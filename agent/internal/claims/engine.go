@@ -78,9 +78,9 @@ type Config struct {
 	Reader client.Reader
 	// Indexes are the indexes of the caches behind Client.
 	Indexes Indexes
-	// Live excludes ended claims from lists that Reader answers. Nil includes them, which is only
-	// slower.
-	Live client.ListOption
+	// NotEnded excludes ended claims from lists that Reader answers. Nil includes them, which is
+	// only slower.
+	NotEnded client.ListOption
 	// Recorder records events for users. Nil means none.
 	Recorder events.EventRecorder
 	// Clock is the source of time. Nil means the real clock.
@@ -103,10 +103,10 @@ type Config struct {
 	// accepts a claim in any case.
 	NoMachines func(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error)
 	// Failure defines when a Machine is given up. The zero value gives none up.
-	Failure protocol.Failure
-	// Report returns a condition of a Machine's infrastructure object, where [protocol.Failure.See]
-	// names one, without waiting for a read. known is false until the object has been read. Nil
-	// means that nothing is known.
+	Failure protocol.FailurePolicy
+	// Report returns a condition of a Machine's infrastructure object, where
+	// [protocol.FailurePolicy.See] names one, without waiting for a read. known is false until the
+	// object has been read. Nil means that nothing is known.
 	Report func(ctx context.Context, m *clusterv1.Machine, condition string) (report protocol.Report, known bool)
 	// Bounds limit what one Cluster can store. The zero value sets no limit.
 	Bounds Bounds
@@ -164,7 +164,7 @@ type Engine struct {
 	unregistered map[types.NamespacedName]unregistered // by Cluster
 	// queue is the controller's. It is nil until the controller starts.
 	queue   workqueue.TypedRateLimitingInterface[reconcile.Request]
-	synced  map[speaker]map[types.UID]bool    // the claims that a holder's last live set decided
+	synced  map[holderKey]map[types.UID]bool  // the claims that a holder's last live set decided
 	numbers map[types.NamespacedName]*numbers // by Cluster
 }
 
@@ -193,7 +193,7 @@ func New(c Config) *Engine {
 		Config: c, id: idOf(c.Name), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
-		synced: map[speaker]map[types.UID]bool{}, numbers: map[types.NamespacedName]*numbers{},
+		synced: map[holderKey]map[types.UID]bool{}, numbers: map[types.NamespacedName]*numbers{},
 	}
 }
 
@@ -218,8 +218,9 @@ type unregistered struct {
 // unregisteredLife is how long a report of unregistered Nodes stays valid without renewal.
 const unregisteredLife = 2 * time.Minute
 
-// learn stores which Nodes of the Cluster nothing runs on yet, and replaces the previous report.
-func (e *Engine) learn(cluster types.NamespacedName, reports []NodeReport) {
+// recordUnregistered stores which Nodes of the Cluster nothing runs on yet, and replaces the
+// previous report.
+func (e *Engine) recordUnregistered(cluster types.NamespacedName, reports []NodeReport) {
 	ids := map[string]bool{}
 	for _, r := range reports {
 		if r.Unregistered {

@@ -20,7 +20,7 @@ func TestAFailureIsAWarningOnTheClaimAndOnItsNodeGroup(t *testing.T) {
 	})
 	require.NoError(t, err)
 	key := Key{Namespace: namespace, Cluster: clusterName, ID: c.Spec.ClaimID}
-	c, err = e.stored(t.Context(), key)
+	c, err = e.getUncached(t.Context(), key)
 	require.NoError(t, err)
 	c.Status.NodeGroupUID = "uid"
 	recorder := events.NewFakeRecorder(10)
@@ -30,7 +30,7 @@ func TestAFailureIsAWarningOnTheClaimAndOnItsNodeGroup(t *testing.T) {
 	assert.Equal(t, "Warning Failed there is no capacity", <-recorder.Events)
 	assert.Equal(t, "Warning ClaimFailed claim a (default-abc) failed: there is no capacity", <-recorder.Events)
 
-	c, err = e.stored(t.Context(), key)
+	c, err = e.getUncached(t.Context(), key)
 	require.NoError(t, err)
 	assert.Equal(t, "Capacity", c.Status.FailureClass)
 	require.NoError(t, e.endClaim(t.Context(), c, v1alpha1.Event{Reason: protocol.ReasonReleased, Message: "its instance and its Node are gone"}))
@@ -52,10 +52,10 @@ func TestOnlyAClaimThatFailedHasAClass(t *testing.T) {
 		},
 	} {
 		e := quiet(engineWith(t, groupOf("a", 1, nil), heldClaim("c", newTestTime())))
-		c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 		require.NoError(t, err)
 		require.NoError(t, end(e, c))
-		c, err = e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		c, err = e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 		require.NoError(t, err)
 		assert.NotNil(t, c.Status.FailedAt)
 		assert.Equal(t, want, c.Status.FailureClass)
@@ -67,10 +67,10 @@ func TestOnlyAClaimThatFailedHasAClass(t *testing.T) {
 		},
 	} {
 		e := quiet(engineWith(t, groupOf("a", 1, nil), heldClaim("c", newTestTime())))
-		c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 		require.NoError(t, err)
 		require.NoError(t, end(e, c))
-		c, err = e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		c, err = e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 		require.NoError(t, err)
 		assert.Nil(t, c.Status.FailedAt, name)
 		assert.Empty(t, c.Status.FailureClass, name)

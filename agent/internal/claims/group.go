@@ -42,8 +42,8 @@ const (
 	maxActions = 64
 	// maxConflicts is how many lost races in a row end a run.
 	maxConflicts = 8
-	// failedLook is after how long a node group is looked at again whose run for a call failed.
-	failedLook = time.Second
+	// failedDelay is after how long a node group is looked at again whose run for a call failed.
+	failedDelay = time.Second
 )
 
 // group is the process's state about one MachineDeployment: a lock, the waiting calls, and times.
@@ -111,10 +111,10 @@ func (e *Engine) group(namespace, name string) *group {
 	return g
 }
 
-// enter waits until the claim is in the ledger (nil, nil) or was refused. While the ledger has no
-// room for the claim, it waits as long as ctx allows. Nothing is promised until then, and a
+// awaitEntry waits until the claim is in the ledger (nil, nil) or was refused. While the ledger has
+// no room for the claim, it waits as long as ctx allows. Nothing is guaranteed until then, and a
 // repeated call waits again.
-func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal, error) {
+func (g *group) awaitEntry(ctx context.Context, claimID string) (*eligibility.Refusal, error) {
 	done := make(chan outcome, 1)
 	g.mu.Lock()
 	g.waiters[claimID] = append(g.waiters[claimID], done)
@@ -174,9 +174,9 @@ const (
 	// mostAtOnce is the maximum number of entries of a ledger to which a claim is added at once.
 	// More are a crowd, and the write carries the ledger three times.
 	mostAtOnce = 256
-	// glanceTakes is how long [group.enterAtOnce] waits for the lock. A look at the caches holds it
+	// planTakes is how long [group.enterAtOnce] waits for the lock. A look at the caches holds it
 	// for less.
-	glanceTakes = 20 * time.Millisecond
+	planTakes = 20 * time.Millisecond
 )
 
 // enterAtOnce enters a claim without listing anything from the API server first, and reports
@@ -203,7 +203,7 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 		<-g.lock
 		free()
 	}
-	if left, _ := g.rest(); left > 0 {
+	if left, _ := g.panicBackoff(); left > 0 {
 		end()
 		return false
 	}
@@ -306,11 +306,11 @@ const (
 	longestDeference = 5 * time.Minute
 )
 
-// leave returns how long due work is still left to the agent that last wrote the ledger, or that
-// serves the call that begins one. It is zero if the work is this agent's or if none is due. Two
-// agents that do it at the same time do no harm, but they double the reads and lose every other
+// deferToOther returns how long due work is still left to the agent that last wrote the ledger, or
+// that serves the call that begins one. It is zero if the work is this agent's or if none is due.
+// Two agents that do it at the same time do no harm, but they double the reads and lose every other
 // write. While the due work changes, the other agent is likely to be active.
-func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
+func (g *group) deferToOther(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
 	mine := s.Ledger != nil && (s.Ledger.By == "" || s.Ledger.By == g.engine.id) || s.Seq()+1 == g.takenOver
 	if mine || d.Ledger == nil && len(d.Actions) == 0 {
 		g.due = 0
@@ -356,13 +356,13 @@ func (g *group) kick(ctx context.Context) { //nolint:contextcheck // a run serve
 		defer g.engine.turns.take(g.owner())()
 		// Not the caller's context: others' claims are in the same run.
 		ctx := g.context()
-		again, err := g.run(ctx)
+		requeueAfter, err := g.run(ctx)
 		if err != nil {
 			log.FromContext(ctx).V(1).Info("node group not brought forward; it is tried again", "cause", err.Error())
-			again = cmp.Or(again, failedLook)
+			requeueAfter = cmp.Or(requeueAfter, failedDelay)
 		}
-		if again > 0 {
-			g.engine.wake(g.key, again)
+		if requeueAfter > 0 {
+			g.engine.wake(g.key, requeueAfter)
 		}
 	})
 }
@@ -397,7 +397,7 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 	g.mu.Unlock()
 	asked := g.waiting()
 
-	again, err := g.guardedSteps(ctx)
+	requeueAfter, err := g.guardedSteps(ctx)
 	unanswered := err
 	if unanswered == nil {
 		unanswered = ErrConflict // the claim moved elsewhere during the run
@@ -408,24 +408,24 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 		}
 		g.answerThese(id, waiters, outcome{err: unanswered})
 	}
-	return again, err
+	return requeueAfter, err
 }
 
 // guardedSteps is [group.steps] with panics turned into an error that leaves this group alone for a
 // while. lock is held.
-func (g *group) guardedSteps(ctx context.Context) (again time.Duration, err error) {
-	if left, err := g.rest(); left > 0 {
+func (g *group) guardedSteps(ctx context.Context) (requeueAfter time.Duration, err error) {
+	if left, err := g.panicBackoff(); left > 0 {
 		return left, err
 	}
 	err = recovered(ctx, func() (err error) {
-		again, err = g.steps(ctx)
+		requeueAfter, err = g.steps(ctx)
 		return err
 	})
 	if bug, panicked := errors.AsType[*panicError](err); panicked {
 		return g.notePanic(bug), err
 	}
 	g.panics = 0
-	return again, err
+	return requeueAfter, err
 }
 
 // context returns the context for work on the group that is not done for one call.
@@ -433,14 +433,14 @@ func (g *group) context() context.Context {
 	return log.IntoContext(context.Background(), log.Log.WithName("claims").WithValues("nodeGroup", g.key))
 }
 
-// acquireSoon takes the lock if it is free or becomes free within [glanceTakes].
+// acquireSoon takes the lock if it is free or becomes free within [planTakes].
 func (g *group) acquireSoon() bool {
 	select {
 	case g.lock <- struct{}{}:
 		return true
 	default:
 	}
-	timer := time.NewTimer(glanceTakes)
+	timer := time.NewTimer(planTakes)
 	defer timer.Stop()
 	select {
 	case g.lock <- struct{}{}:
@@ -498,16 +498,16 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	defer func() { trace.SpanFromContext(ctx).End() }()
 	for step := 0; step < maxSteps && e.Clock.Since(began) < longestRun; step++ {
 		if step > 0 && !raced {
-			if again, yes := g.finished(ctx); yes {
-				return again, nil
+			if requeueAfter, yes := g.finished(ctx); yes {
+				return requeueAfter, nil
 			}
 		}
 		raced = true
 		ctx = g.traceStep(ctx) //nolint:fatcontext // a run has one span at most
 		asked := g.waiting()
-		s, again, err := g.readOrSettle(ctx, asked)
+		s, requeueAfter, err := g.readOrSettle(ctx, asked)
 		if s == nil || err != nil {
-			return again, err
+			return requeueAfter, err
 		}
 		s.SpareSince = g.spareSince
 		d := e.decide(s)
@@ -542,7 +542,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		g.answerFrom(s, d, s.Ledger)
 		g.leaveToCalls(asked, d)
 		if len(d.Actions) == 0 {
-			return g.rests(d, wait, refused)
+			return g.idle(d, wait, refused)
 		}
 		if g.overtaken(s, &yields) {
 			continue
@@ -574,27 +574,27 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 
 // finished reports whether the caches show nothing left to do after a step, and when to look again.
 // If the caches lag, their events start another run.
-func (g *group) finished(ctx context.Context) (again time.Duration, yes bool) {
+func (g *group) finished(ctx context.Context) (requeueAfter time.Duration, yes bool) {
 	if g.awaited() {
 		return 0, false
 	}
-	d, err := g.look(ctx)
+	d, err := g.planLocked(ctx)
 	if err != nil || d == nil || d.Ledger != nil || len(d.Actions) > 0 {
 		return 0, false
 	}
-	return d.Again, true
+	return d.RequeueAfter, true
 }
 
-// rests returns when to look again at a group for which nothing is to be written now: its ledger
+// idle returns when to run again a group for which nothing is to be written now: its ledger
 // needs no change or was refused, or its write is deferred for wait.
-func (g *group) rests(d *protocol.Decision, wait time.Duration, refused error) (time.Duration, error) {
+func (g *group) idle(d *protocol.Decision, wait time.Duration, refused error) (time.Duration, error) {
 	if refused != nil {
 		return g.retry(d, 0), refused
 	}
 	if d.Ledger != nil {
 		d.Wake(wait)
 	}
-	return d.Again, nil
+	return d.RequeueAfter, nil
 }
 
 // keepClaimed has the present ledger written again if the number of claims in the annotation beside
@@ -627,7 +627,7 @@ func (g *group) retry(d *protocol.Decision, wait time.Duration) time.Duration {
 	if d.Ledger != nil && wait > 0 {
 		d.Wake(wait)
 	}
-	return d.Again
+	return d.RequeueAfter
 }
 
 // waiting returns the calls that wait now, by claim id.
@@ -698,8 +698,8 @@ func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *p
 				continue
 			}
 		}
-		// A claim that was promised a Machine is bound by the next step.
-		if named, entered := d.Ledger.Pending[id]; entered && named == (protocol.Named{}) && c.Status.Phase == "" {
+		// A claim that was assigned a Machine is bound by the next step.
+		if entry, entered := d.Ledger.Pending[id]; entered && entry == (protocol.Assignment{}) && c.Status.Phase == "" {
 			marks = append(marks, s.Entered(c))
 		}
 	}
@@ -765,18 +765,18 @@ const slowest = 32
 
 // coalesce returns how long a ledger write that no call waits for is deferred; zero means write
 // now. Writes that will be followed by another back off exponentially, because each makes Cluster
-// API reconcile every Machine of the group. Promising a Machine that has its provider ID is
+// API reconcile every Machine of the group. Assigning a Machine that has its provider ID is
 // deferred only briefly: once its Node has joined, no claim can have it. If that has already
-// happened in this group, every promise is written at once.
+// happened in this group, every assignment is written at once.
 func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
 	clock := g.engine.Clock
 	switch {
 	case d.Ledger == nil:
 		g.wanted = time.Time{}
 		return 0
-	case d.Urgent, d.Unmet > 0: // at the max size no further Machine will come that the same write could promise
+	case d.Urgent, d.Unmet > 0: // at the max size no further Machine will come that the same write could assign
 		return 0
-	case d.Unusable > 0 && s.NewlyNamed(d.Ledger, false): // Machines join before they are promised: leave none to the next write
+	case d.Unusable > 0 && s.NewlyAssigned(d.Ledger, false): // Machines join before they are assigned: leave none to the next write
 		return 0
 	case g.wanted.IsZero():
 		g.wanted = clock.Now()
@@ -785,7 +785,7 @@ func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Durati
 		return max(0, g.engine.Coalesce-clock.Since(g.lastQuiet))
 	}
 	gather := g.engine.Coalesce
-	if !s.NewlyNamed(d.Ledger, true) {
+	if !s.NewlyAssigned(d.Ledger, true) {
 		gather *= time.Duration(min(1<<min(g.unfinished, 16), slowest))
 	}
 	return max(0, gather-clock.Since(g.wanted))
@@ -793,7 +793,7 @@ func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Durati
 
 func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 	switch {
-	case !d.Spare:
+	case !d.HasSpare:
 		g.spareSince = time.Time{}
 	case g.spareSince.IsZero():
 		g.spareSince, g.spareSeq = g.engine.Clock.Now(), s.Seq()
@@ -804,13 +804,13 @@ func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 // look again. The calls in asked waited before that.
 func (g *group) readOrSettle(ctx context.Context, asked map[string][]chan outcome) (*protocol.Snapshot, time.Duration, error) {
 	for range maxConflicts {
-		s, err := g.engine.read(ctx, live, g.key)
+		s, err := g.engine.read(ctx, uncached, g.key)
 		if s != nil || err != nil {
 			return s, 0, err
 		}
-		again, gone, err := g.settleGone(ctx, asked)
+		requeueAfter, gone, err := g.settleGone(ctx, asked)
 		if gone || err != nil {
-			return nil, again, err
+			return nil, requeueAfter, err
 		}
 	}
 	return nil, 0, ErrConflict // it is deleted and created again and again
@@ -819,11 +819,11 @@ func (g *group) readOrSettle(ctx context.Context, asked map[string][]chan outcom
 // settleGone ends the claims of a MachineDeployment that no longer exists, and returns when to look
 // again. Cluster API removes its Machines. The calls in asked waited before it was read. If it was
 // created meanwhile, settleGone does nothing and reports that it is not gone.
-func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome) (again time.Duration, gone bool, err error) {
+func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome) (requeueAfter time.Duration, gone bool, err error) {
 	e := g.engine
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
 	s := &protocol.Snapshot{Deployment: md, Now: e.Clock.Now()}
-	if err := e.readParts(ctx, live, g.key, s); err != nil {
+	if err := e.readParts(ctx, uncached, g.key, s); err != nil {
 		return 0, false, err
 	}
 	held, err := g.holdMoved(ctx, s)
@@ -838,10 +838,10 @@ func (g *group) settleGone(ctx context.Context, asked map[string][]chan outcome)
 	g.refuse(asked, d.Refused)
 	g.leaveToCalls(asked, d)
 	if held {
-		d.Wake(protocol.SuspendedLook)
+		d.Wake(protocol.SuspendedDelay)
 	}
 	_, err = e.perform(ctx, s, d.Actions)
-	return d.Again, true, err
+	return d.RequeueAfter, true, err
 }
 
 // holdMoved removes from the snapshot the claims whose Cluster is paused or does not exist, and
@@ -853,7 +853,7 @@ func (g *group) holdMoved(ctx context.Context, s *protocol.Snapshot) (bool, erro
 	for _, c := range s.Claims {
 		name := c.Spec.ClusterName
 		if _, asked := held[name]; !asked {
-			cluster, err := g.engine.Whole(ctx, types.NamespacedName{Namespace: g.key.Namespace, Name: name})
+			cluster, err := g.engine.UnpausedCluster(ctx, types.NamespacedName{Namespace: g.key.Namespace, Name: name})
 			switch {
 			case errors.Is(err, ErrUnknownCluster), errors.Is(err, ErrClusterPaused):
 			case err != nil:

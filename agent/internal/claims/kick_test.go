@@ -39,10 +39,10 @@ func recordLooks(t *testing.T, e *Engine) *looks {
 // for the next event, if there is one.
 func TestARunForACallIsContinuedByTheController(t *testing.T) {
 	key := types.NamespacedName{Namespace: namespace, Name: "small"}
-	deciding := func(again time.Duration) *Engine {
+	deciding := func(requeueAfter time.Duration) *Engine {
 		e := engineWith(t, groupOf("small", 0, nil))
 		e.spawn = func(run func()) { run() }
-		e.decide = func(*protocol.Snapshot) *protocol.Decision { return &protocol.Decision{Again: again} }
+		e.decide = func(*protocol.Snapshot) *protocol.Decision { return &protocol.Decision{RequeueAfter: requeueAfter} }
 		return e
 	}
 	t.Run("when it asks for it", func(t *testing.T) {
@@ -68,15 +68,15 @@ func TestARunForACallIsContinuedByTheController(t *testing.T) {
 			},
 		})
 		e.group(key.Namespace, key.Name).kick(t.Context())
-		assert.Equal(t, map[string]time.Duration{"small": failedLook}, recorded.after)
+		assert.Equal(t, map[string]time.Duration{"small": failedDelay}, recorded.after)
 	})
 	t.Run("at the earliest of all times", func(t *testing.T) {
 		clock := clocktesting.NewFakeClock(newTestTime())
 		queue := workqueue.NewTypedRateLimitingQueueWithConfig(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request](),
 			workqueue.TypedRateLimitingQueueConfig[reconcile.Request]{Clock: clock})
 		t.Cleanup(queue.ShutDown)
-		for _, again := range []time.Duration{time.Hour, 7 * time.Second, time.Minute} {
-			e := deciding(again)
+		for _, requeueAfter := range []time.Duration{time.Hour, 7 * time.Second, time.Minute} {
+			e := deciding(requeueAfter)
 			require.NoError(t, e.wakeIn(t.Context(), queue))
 			e.group(key.Namespace, key.Name).kick(t.Context())
 		}

@@ -41,7 +41,7 @@ func newSlowWorld(t *rapid.T, takes func(*clusterv1.Machine) time.Duration) *slo
 		return w.clock.Since(m.CreationTimestamp.Time) < takes(m) || protocol.ClaimOf(m) == ""
 	}
 	for _, p := range w.agents {
-		p.engine.Failure = protocol.Failure{ProviderIDDeadline: w.deadline, NodeDeadline: w.deadline, CoolDown: 3 * time.Minute}
+		p.engine.Failure = protocol.FailurePolicy{ProviderIDDeadline: w.deadline, NodeDeadline: w.deadline, CoolDown: 3 * time.Minute}
 	}
 	return w
 }
@@ -88,7 +88,7 @@ func (w *slowWorld) report() {
 			return err
 		}
 		r := SyncRequest{
-			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, Live: []string{w.claim}, NodesComplete: true,
+			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, LiveIDs: []string{w.claim}, NodesComplete: true,
 		}
 		for _, m := range w.machines(w.groups[0]) {
 			if protocol.HasNode(m) {

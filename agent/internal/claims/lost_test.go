@@ -118,7 +118,7 @@ func TestALedgerCopiedWithAMachineDeploymentIsNotBelieved(t *testing.T) {
 	ledger := (&protocol.Ledger{Version: protocol.LedgerVersion, Of: namespace + "/workers", Seq: 7, Floor: 2, LastReplicas: 6}).Encode()
 	for name, others := range map[string]bool{"workers": false, "workers2": true} {
 		md := groupOf(name, 6, map[string]string{v1alpha1.LedgerAnnotation: ledger})
-		s, err := engineWith(t, md).read(t.Context(), live, client.ObjectKeyFromObject(md))
+		s, err := engineWith(t, md).read(t.Context(), uncached, client.ObjectKeyFromObject(md))
 		require.NoError(t, err)
 		assert.Equal(t, others, s.Ledger == nil, name)
 		s.SpareSince = s.Now.Add(-24 * 60 * 60e9)
@@ -174,7 +174,7 @@ func TestMachinesOfAnotherClusterAreNotTheGroups(t *testing.T) {
 		},
 	}
 	e := engineWith(t, groupOf("small", 1, nil), old, machineOf("mine"), claim)
-	s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+	s, err := e.read(t.Context(), uncached, client.ObjectKey{Namespace: namespace, Name: "small"})
 	require.NoError(t, err)
 	require.Len(t, s.Machines, 1)
 	assert.Equal(t, "mine", s.Machines[0].Name)

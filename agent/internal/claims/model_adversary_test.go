@@ -400,7 +400,7 @@ func (w *world) sync(e int) {
 	s := w.session
 	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		result, err := agent.Sync(ctx, SyncRequest{
-			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: s.token, Live: s.live, Nodes: s.nodes, NodesComplete: true,
+			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: s.token, LiveIDs: s.live, Nodes: s.nodes, NodesComplete: true,
 			Spoke: spoke,
 		})
 		for _, id := range result.Kept {
@@ -476,9 +476,9 @@ func (w *world) human(group string, by int32) {
 	if by < 0 {
 		left := w.owned[group]
 		if l := w.ledger(group); l != nil {
-			for _, named := range l.Pending {
-				if named.Adopted {
-					left-- // promised to a claim
+			for _, entry := range l.Pending {
+				if entry.Adopted {
+					left-- // assigned to a claim
 				}
 			}
 		}
@@ -550,8 +550,8 @@ func (w *world) takenAway(m *clusterv1.Machine) {
 		o.excused = true
 	}
 	if l := w.ledger(m.Labels[clusterv1.MachineDeploymentNameLabel]); l != nil {
-		for id, named := range l.Pending {
-			if named.UID == m.UID && w.owners[id] != nil {
+		for id, entry := range l.Pending {
+			if entry.UID == m.UID && w.owners[id] != nil {
 				w.owners[id].excused = true // it may be bound to a Machine that is gone by then
 			}
 		}
@@ -604,7 +604,7 @@ func (w *world) loseLedger(group string) {
 	w.wiped[group] = true
 	for id, c := range w.claims() {
 		if c.Spec.NodeGroup == group && !w.carries(c) && w.owners[id] != nil {
-			w.owners[id].excused = true // only the ledger may record that it was entered, or which Machine it was promised
+			w.owners[id].excused = true // only the ledger may record that it was entered, or which Machine it was assigned
 		}
 	}
 	if w.rarely(2) {

@@ -74,7 +74,7 @@ func (w *world) newProcess(agent int) *process {
 		Name:   fmt.Sprint("agent-", agent),
 		Client: &agentClient{w: w, p: p, cached: true}, Reader: &agentClient{w: w, p: p}, Clock: w.newClock(), Failure: w.failure,
 		SpareGrace: time.Minute, TombstoneRetention: retention, Coalesce: time.Nanosecond,
-		Live: client.MatchingFieldsSelector{Selector: fields.OneTermNotEqualSelector("status.phase", string(v1alpha1.PhaseEnded))},
+		NotEnded: client.MatchingFieldsSelector{Selector: fields.OneTermNotEqualSelector("status.phase", string(v1alpha1.PhaseEnded))},
 	})
 	p.engine.spawn = func(run func()) { run() }
 	p.engine.parallel = 1

@@ -24,7 +24,7 @@ func TestProtocolAgainstClocks(t *testing.T) {
 			maximum:  rapid.SampledFrom([]string{"", "", "3"}).Draw(t, "max"),
 			strategy: clusterv1.OnDeleteMachineDeploymentStrategyType,
 			skew:     time.Minute,
-			failure: protocol.Failure{
+			failure: protocol.FailurePolicy{
 				ObjectDeadline: 5 * time.Minute, ProviderIDDeadline: 5 * time.Minute, NodeDeadline: 5 * time.Minute, CoolDown: 3 * time.Minute,
 			},
 		})

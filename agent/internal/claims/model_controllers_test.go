@@ -321,7 +321,7 @@ func (w *world) resurrected(m *clusterv1.Machine) bool {
 		})
 	}
 	for uid, r := range l.Releasing {
-		if r.Machine == m.Name && (r.GivenBack || uid != m.UID && lowered(uid) || r.LoweredAs != "" && lowered(r.LoweredAs)) {
+		if r.Machine == m.Name && (r.Decremented || uid != m.UID && lowered(uid) || r.LoweredAs != "" && lowered(r.LoweredAs)) {
 			return true
 		}
 	}

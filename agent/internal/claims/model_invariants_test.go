@@ -230,10 +230,10 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 		}
 		named++
 		if w.open[n.UID] {
-			w.t.Fatalf("I3: Machine %s is promised to claim %s, and is the floor's with pods\n%s", n.Machine, id, w.describe())
+			w.t.Fatalf("I3: Machine %s is assigned to claim %s, and is the floor's with pods\n%s", n.Machine, id, w.describe())
 		}
 		if at, has := w.joined[n.UID]; has && at < begun && !w.reported["sim://"+n.Machine] {
-			w.t.Fatalf("I3: Machine %s is promised to claim %s, and something may run on its Node\n%s", n.Machine, id, w.describe())
+			w.t.Fatalf("I3: Machine %s is assigned to claim %s, and something may run on its Node\n%s", n.Machine, id, w.describe())
 		}
 	}
 	released := 0
@@ -260,7 +260,7 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 		for _, m := range w.machines(is.Name) {
 			_, releasing := after.Releasing[m.UID]
 			_, returned := after.Returning[m.UID] // the floor's, with a label that is being removed
-			if protocol.Alive(m) && (protocol.ClaimOf(m) == "" || returned) && !releasing && !after.Promised()[m.UID] {
+			if protocol.Alive(m) && (protocol.ClaimOf(m) == "" || returned) && !releasing && !after.Assigned()[m.UID] {
 				free++
 			}
 		}
@@ -473,7 +473,7 @@ func (w *world) syncAll() {
 func (w *world) checkBlocked(group string) {
 	active := slices.DeleteFunc(w.sets(group), func(s *clusterv1.MachineSet) bool { return protocol.ReplicasOf(s) == 0 })
 	l := w.ledger(group)
-	if len(active) > 1 || l == nil || l.Unnamed() > 0 || w.rollingOut(group) {
+	if len(active) > 1 || l == nil || l.Unassigned() > 0 || w.rollingOut(group) {
 		return // not given back before one MachineSet is left; see [snapshot.shrink]
 	}
 	if live := w.live(group); *w.md(group).Spec.Replicas != w.floor(group)+live {
@@ -559,7 +559,7 @@ func (w *world) checkGroupAtRest(group string) {
 	switch {
 	case w.wiped[group] && l == nil:
 		want = *md.Spec.Replicas // no claim was made on it since
-	case l != nil && l.Unnamed() > 0 && w.overfull(group):
+	case l != nil && l.Unassigned() > 0 && w.overfull(group):
 		// Claims wait for room, in the ledger too. Here that may last. A claim that was entered may
 		// have lost its replica: it is given up with a Machine that no claim may have, to be ordered
 		// anew, and meanwhile a person raised the replicas to the max size or above it.
@@ -588,7 +588,7 @@ func (w *world) checkGroupAtRest(group string) {
 	}
 	free, shut := 0, 0
 	for _, m := range w.machines(group) {
-		if protocol.Held(m) {
+		if protocol.HasFinalizer(m) {
 			w.t.Fatalf("I4: Machine %s kept our finalizer\n%s", m.Name, w.describe())
 		}
 		if protocol.ClaimOf(m) == "" {

@@ -69,7 +69,7 @@ type world struct {
 	// world's.
 	skew time.Duration
 	// failure defines when the agents give Machines up.
-	failure protocol.Failure
+	failure protocol.FailurePolicy
 	// since is when a claim's wait for a Machine began or the claim was bound, whichever was last,
 	// by the world's clock. failed is when a claim of a group last failed.
 	since, failed map[string]time.Time
@@ -172,7 +172,7 @@ type worldOptions struct {
 	// skew is how far an agent's clock may be from the API server's.
 	skew time.Duration
 	// failure defines when the agents give Machines up; the zero value gives none up.
-	failure protocol.Failure
+	failure protocol.FailurePolicy
 }
 
 func newWorld(t *rapid.T, o worldOptions) *world {

@@ -156,7 +156,7 @@ func TestAMachineThatVanishesUnderAPauseThatTheCacheDoesNotShowIsNotLost(t *test
 	step := func() v1alpha1.Phase {
 		_, err := e.group(namespace, "small").run(t.Context())
 		require.NoError(t, err)
-		c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 		require.NoError(t, err)
 		return c.CurrentPhase()
 	}
@@ -171,10 +171,10 @@ func TestAMachineThatVanishesUnderAPauseThatTheCacheDoesNotShowIsNotLost(t *test
 func TestTheClaimsOfAMachineDeploymentThatVanishesUnderAPauseDoNotEnd(t *testing.T) {
 	e := engineWith(t, movingClaim("c", v1alpha1.PhaseBound, "vanished", nil))
 	setCluster(t, e, pause)
-	again, err := e.group(namespace, "small").run(t.Context())
+	requeueAfter, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
-	assert.NotZero(t, again)
-	c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+	assert.NotZero(t, requeueAfter)
+	c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 	require.NoError(t, err)
 	assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
 }
@@ -192,10 +192,10 @@ func TestAReleaseGoesOnAfterAMove(t *testing.T) {
 	m.Labels[v1alpha1.ClaimLabel] = "c"
 	e := engineWith(t, md, m, movingClaim("c", "", "", func(c *v1alpha1.MachineClaim) { c.Spec.ClusterUID = "before" }))
 	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
-	e.synced[speaker{clusterKey, holder}] = map[types.UID]bool{"": true}
+	e.synced[holderKey{clusterKey, holder}] = map[types.UID]bool{"": true}
 	_, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
-	c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+	c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 	require.NoError(t, err)
 	assert.Equal(t, v1alpha1.PhaseReleasing, c.CurrentPhase())
 	assert.True(t, c.Status.Drained)
@@ -241,10 +241,10 @@ func TestAClaimThatWasMovedIsNotCollectedAndGoesWithItsCluster(t *testing.T) {
 		m.Spec.ProviderID = "sim://m"
 		e := engineWith(t, m, movingClaim("c", "", "", nil))
 		setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
-		c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		c, err := e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 		require.NoError(t, err)
 		require.NoError(t, e.do(t.Context(), protocol.Action{Kind: protocol.Restore, Claim: c, Machine: m, Remade: remade}))
-		c, err = e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		c, err = e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
 		require.NoError(t, err)
 		assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
 		assert.Equal(t, remade, c.Status.NodeRegisteredAt != nil)
@@ -289,10 +289,10 @@ func TestAClaimThatWasMovedDoesNotMoveOn(t *testing.T) {
 	}))
 	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
 	key := Key{Namespace: namespace, Cluster: clusterName, ID: "c"}
-	c, err := e.stored(t.Context(), key)
+	c, err := e.getUncached(t.Context(), key)
 	require.NoError(t, err)
 	require.NoError(t, e.do(t.Context(), protocol.Action{Kind: protocol.MoveOn, Claim: c}))
-	c, err = e.stored(t.Context(), key)
+	c, err = e.getUncached(t.Context(), key)
 	require.NoError(t, err)
 	assert.Equal(t, "small", c.Spec.NodeGroup)
 	assert.Equal(t, protocol.ReasonStateLost, c.Status.Reason)
@@ -324,7 +324,7 @@ func TestTheClusterIsReadBeforeAndAfterWhatMayBeMissing(t *testing.T) {
 // The clocks of the agent that received the last live set and of the API server that dates the
 // objects cannot show that.
 func TestALiveSetDecidesNothingOfClaimsThatItsListingDidNotHold(t *testing.T) {
-	ledger := &protocol.Ledger{Version: 1, UID: "before", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Named{"c": {}}}
+	ledger := &protocol.Ledger{Version: 1, UID: "before", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Assignment{"c": {}}}
 	md := groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger.Encode()})
 	remade := func(uid types.UID, at time.Time) *v1alpha1.MachineClaim {
 		return movingClaim("c", v1alpha1.PhasePending, "", func(c *v1alpha1.MachineClaim) {
@@ -344,11 +344,11 @@ func TestALiveSetDecidesNothingOfClaimsThatItsListingDidNotHold(t *testing.T) {
 	synced := func(token string, alive ...string) bool {
 		if token != "" {
 			_, err := e.Sync(t.Context(), SyncRequest{
-				Namespace: namespace, Cluster: clusterName, Holder: holder, Spoke: spoke, Token: token, Live: alive,
+				Namespace: namespace, Cluster: clusterName, Holder: holder, Spoke: spoke, Token: token, LiveIDs: alive,
 			})
 			require.NoError(t, err)
 		}
-		s, err := e.read(t.Context(), live, smallKey)
+		s, err := e.read(t.Context(), uncached, smallKey)
 		require.NoError(t, err)
 		return s.Synced
 	}

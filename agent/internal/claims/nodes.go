@@ -82,7 +82,7 @@ func (e *Engine) noteNodes(
 			}
 		case c == nil && reported && protocol.Alive(m) && protocol.ClaimOf(m) == "" && m.Annotations[v1alpha1.FloorAnnotation] == "":
 			shut[m.Labels[clusterv1.MachineDeploymentNameLabel]] = true // they may be the floor's
-		case c == nil, noted[c], !r.speaksFor(c):
+		case c == nil, noted[c], !r.covers(c):
 		case runs && c.Status.NodeRegisteredAt == nil:
 			noted[c] = true
 			registered = append(registered, e.noteRegistered(c))

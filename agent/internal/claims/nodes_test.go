@@ -49,7 +49,7 @@ func (h *hearing) report(complete bool, nodes ...NodeReport) {
 	_, token, err := h.List(h.t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
 	require.NoError(h.t, err)
 	_, err = h.Sync(h.t.Context(), SyncRequest{
-		Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, Live: []string{"a"}, Nodes: nodes, NodesComplete: complete,
+		Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, LiveIDs: []string{"a"}, Nodes: nodes, NodesComplete: complete,
 	})
 	require.NoError(h.t, err)
 }
@@ -197,7 +197,7 @@ func TestAbsenceIsOfTheTimeBeforeTheNodesWereRead(t *testing.T) {
 	require.NoError(t, err)
 	h.clock.Step(time.Minute)
 	_, err = h.Sync(t.Context(), SyncRequest{
-		Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, Live: []string{"a"}, NodesComplete: true,
+		Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, LiveIDs: []string{"a"}, NodesComplete: true,
 	})
 	require.NoError(t, err)
 	assert.Nil(t, h.status().NodeAbsentAt, "the Nodes may have been read before the deadline")
@@ -209,7 +209,7 @@ func TestAReplicaThatGotNoReportSeesWhatItSaid(t *testing.T) {
 	h := newHearing(t, groupOf("small", 2, nil), m, floor, boundTo(m, "a", holder))
 	h.report(true, NodeReport{ProviderID: "sim://m"}, NodeReport{ProviderID: "sim://floor"})
 
-	s, err := h.replica().read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+	s, err := h.replica().read(t.Context(), uncached, client.ObjectKey{Namespace: namespace, Name: "small"})
 	require.NoError(t, err)
 	require.Len(t, s.Claims, 1)
 	assert.NotNil(t, s.Claims[0].Status.NodeRegisteredAt)

@@ -29,9 +29,9 @@ func recovered(ctx context.Context, do func() error) (err error) {
 	return do()
 }
 
-// rest returns how much longer a group whose step panicked is left alone, and why; zero when it is
-// not. Calls are answered with the error meanwhile. lock is held.
-func (g *group) rest() (time.Duration, error) {
+// panicBackoff returns how much longer a group whose step panicked is left alone, and why; zero
+// when it is not. Calls are answered with the error meanwhile. lock is held.
+func (g *group) panicBackoff() (time.Duration, error) {
 	left := g.resting.Sub(g.engine.Clock.Now())
 	if left <= 0 {
 		return 0, nil

@@ -24,8 +24,8 @@ const (
 	// cached is fast and may lag. It is good for finding out whether there is something to do, and
 	// for nothing else.
 	cached view = iota
-	// live is the API server itself, read consistently.
-	live
+	// uncached is the API server itself, read consistently.
+	uncached
 )
 
 func (e *Engine) reader(from view) client.Reader {
@@ -78,8 +78,9 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	}
 	// Machines vanish while a Cluster is moved, after it was paused. Before anything is concluded
 	// from a missing one, read from the API server whether the Cluster is paused.
-	if from == live && cluster != nil && !eligibility.ClusterPaused(cluster) && (s.Lacks() || slices.ContainsFunc(s.Claims, ofAnotherLife(cluster))) {
-		if cluster, err = e.liveCluster(ctx, types.NamespacedName{Namespace: key.Namespace, Name: md.Spec.ClusterName}); err != nil {
+	if from == uncached && cluster != nil &&
+		!eligibility.ClusterPaused(cluster) && (s.Lacks() || slices.ContainsFunc(s.Claims, ofAnotherLife(cluster))) {
+		if cluster, err = e.uncachedCluster(ctx, types.NamespacedName{Namespace: key.Namespace, Name: md.Spec.ClusterName}); err != nil {
 			return nil, err
 		}
 	}
@@ -134,8 +135,8 @@ func ofAnotherLife(cluster *clusterv1.Cluster) func(*v1alpha1.MachineClaim) bool
 
 func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedName, s *protocol.Snapshot) error {
 	options := e.ofGroup(from, v1alpha1.NodeGroupLabel, key)
-	if from == live {
-		options = e.liveOnly(options)
+	if from == uncached {
+		options = e.withoutEnded(options)
 	}
 	var claims v1alpha1.MachineClaimList
 	if err := e.reader(from).List(ctx, &claims, options...); err != nil {
@@ -284,7 +285,7 @@ func (e *Engine) claimNamed(ctx context.Context, key Key) (*v1alpha1.MachineClai
 	if err := e.Client.Get(ctx, key.object(), &c); err == nil && c.Status.Phase == v1alpha1.PhaseEnded {
 		return &c, nil
 	}
-	return e.stored(ctx, key)
+	return e.getUncached(ctx, key)
 }
 
 // sameLedger reads from the API server whether the MachineDeployment and its ledger are still the

@@ -52,7 +52,7 @@ func TestRecordedClaimsAreReadInFull(t *testing.T) {
 	}
 }
 
-// Two claims with a promised Machine, one with its own, and two releases under pause, of two
+// Two claims with an assigned Machine, one with its own, and two releases under pause, of two
 // MachineSets, right after an agent was killed.
 func TestARecordedGroupIsCarriedOnWith(t *testing.T) {
 	md := recordedAs[clusterv1.MachineDeployment](t, "MachineDeployment")[0]
@@ -66,7 +66,7 @@ func TestARecordedGroupIsCarriedOnWith(t *testing.T) {
 	for _, set := range recordedAs[clusterv1.MachineSet](t, "MachineSet") {
 		objects = append(objects, set)
 	}
-	s, err := engineWith(t, objects...).read(t.Context(), live, client.ObjectKeyFromObject(md))
+	s, err := engineWith(t, objects...).read(t.Context(), uncached, client.ObjectKeyFromObject(md))
 	require.NoError(t, err)
 	require.NotNil(t, s.Ledger, "the ledger is this MachineDeployment's")
 

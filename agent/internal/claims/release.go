@@ -32,11 +32,11 @@ type ReleaseOptions struct {
 	unless func(*v1alpha1.MachineClaim) bool // leaves the claim as it is; nil for never
 }
 
-// remember recreates a claim's object if it was lost while a Machine carries the claim's label, and
-// returns it. Such a claim must neither be made again on another node group nor be reported as
-// gone. It returns [ErrNotFound] if there is no such Machine. A label that the caches do not show
-// yet is too recent for its claim to be lost.
-func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+// restoreFromLabel recreates a claim's object if it was lost while a Machine carries the claim's
+// label, and returns it. Such a claim must neither be made again on another node group nor be
+// reported as gone. It returns [ErrNotFound] if there is no such Machine. A label that the caches
+// do not show yet is too recent for its claim to be lost.
+func (e *Engine) restoreFromLabel(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
 	if paused, err := e.paused(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}); err != nil || paused {
 		return nil, cmp.Or(err, ErrNotFound)
 	}
@@ -54,7 +54,7 @@ func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 		if err := e.recreate(ctx, m); err != nil && !apierrors.IsAlreadyExists(err) {
 			return nil, fmt.Errorf("making the claim again from its Machine: %w", err)
 		}
-		return e.stored(ctx, key)
+		return e.getUncached(ctx, key)
 	}
 	return nil, ErrNotFound
 }
@@ -82,7 +82,7 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			c, err = e.find(ctx, key)
 		}
 		if errors.Is(err, ErrNotFound) {
-			c, err := e.bury(ctx, key, why.Message)
+			c, err := e.createTombstone(ctx, key, why.Message)
 			if errors.Is(err, ErrConflict) && attempt < 5 {
 				continue // it was made just now
 			}

@@ -68,7 +68,7 @@ func TestALiveSetLeavesAClaimAloneThatReturnsItsMachine(t *testing.T) {
 				c.Status.NodeRegisteredAt = &metav1.Time{Time: newTestTime()}
 			}
 		}, spoke, spoke)
-		result, err := sync(SyncRequest{Spoke: spoke, Live: []string{"b"}})
+		result, err := sync(SyncRequest{Spoke: spoke, LiveIDs: []string{"b"}})
 		require.NoError(t, err)
 		assert.Empty(t, result.Collected)
 		assert.Empty(t, result.Kept)
@@ -97,10 +97,10 @@ func TestAClaimThatCannotAdoptLeavesItsID(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, sizes), m, c)
 	e.spawn = func(run func()) { run() }
 	stored := claimNamed(t, e, "a")
-	_, err := e.enter(t.Context(), stored)
+	_, err := e.enterOrMoveOn(t.Context(), stored)
 	var full *NoRoomError
 	require.ErrorAs(t, err, &full)
-	_, err = e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
+	_, err = e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
 	require.ErrorIs(t, err, ErrNotFound)
 
 	md := groupOf("small", 1, nil)

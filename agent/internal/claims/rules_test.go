@@ -39,7 +39,7 @@ func TestTheLedgerIsReadFirstAndAllElseAfterItFromTheAPIServer(t *testing.T) {
 	hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
 	e.Client, e.Reader = interceptor.NewClient(hub, note("cache:")), interceptor.NewClient(hub, note("hub:"))
 
-	s, err := e.read(t.Context(), live, types.NamespacedName{Namespace: namespace, Name: "small"})
+	s, err := e.read(t.Context(), uncached, types.NamespacedName{Namespace: namespace, Name: "small"})
 
 	require.NoError(t, err)
 	require.Len(t, s.Machines, 1)
@@ -109,7 +109,7 @@ func TestGivingBackTestsTheGeneration(t *testing.T) {
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), md))
 	s := &protocol.Snapshot{Deployment: md, Group: eligibility.Group{Replicas: 2}, Ledger: ledger}
 	next := ledger.Clone()
-	next.Releasing["m"] = protocol.Release{Machine: "m", GivenBack: true, Generation: 2}
+	next.Releasing["m"] = protocol.Release{Machine: "m", Decremented: true, Generation: 2}
 	s.Deployment.Generation--
 
 	_, err = e.writeLedger(t.Context(), s, &protocol.Decision{Ledger: next, Replicas: 1, Removes: true})
@@ -126,9 +126,9 @@ func TestADeletionIsHeldAndMarkedBeforeItBegins(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), machineOf("m"))
 	m := &clusterv1.Machine{}
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "m"}, m))
-	require.NoError(t, e.hold(t.Context(), protocol.Action{Kind: protocol.Hold, Machine: m}))
+	require.NoError(t, e.beginDelete(t.Context(), protocol.Action{Kind: protocol.BeginDelete, Machine: m}))
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
-	assert.True(t, protocol.Held(m))
+	assert.True(t, protocol.HasFinalizer(m))
 	assert.Contains(t, m.Annotations, clusterv1.DeleteMachineAnnotation)
 	assert.False(t, protocol.Alive(m))
 }

@@ -31,7 +31,7 @@ func TestReplicasAreNotWrittenOverASizeThatWasSetMeanwhile(t *testing.T) {
 				}
 				e := engineWith(t, groupOf("small", 2, annotations))
 				write := func() error {
-					s, err := e.read(t.Context(), live, smallKey)
+					s, err := e.read(t.Context(), uncached, smallKey)
 					require.NoError(t, err)
 					d := &protocol.Decision{Ledger: s.Ledger.Clone(), Replicas: test.replicas}
 					var md clusterv1.MachineDeployment

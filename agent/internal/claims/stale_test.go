@@ -130,7 +130,7 @@ func TestARefusalAnswersTheCallsThatWaitedForIt(t *testing.T) {
 	enter := func() chan answer {
 		answered := make(chan answer, 1)
 		go func() {
-			refusal, err := g.enter(ctx, "a")
+			refusal, err := g.awaitEntry(ctx, "a")
 			answered <- answer{refusal, err}
 		}()
 		return answered
@@ -166,7 +166,7 @@ func TestAMachineDeploymentThatIsCreatedMeanwhileIsNotGone(t *testing.T) {
 	c := claimIn("uid", "a", v1alpha1.PhasePending, "")
 	beforeClaims(e, func() {
 		ledger := &protocol.Ledger{
-			Version: 1, Of: namespace + "/small", UID: "uid", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Named{"a": {}},
+			Version: 1, Of: namespace + "/small", UID: "uid", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Assignment{"a": {}},
 		}
 		require.NoError(t, e.Client.Create(t.Context(), groupWith("uid", 1, ledger)))
 		status := c.Status

@@ -19,8 +19,8 @@ type SyncRequest struct {
 	Namespace, Cluster, Holder string
 	// Token is from [Engine.List]; only claims older than it can be collected.
 	Token string
-	// Live are the ids of the claims whose owner lives.
-	Live []string
+	// LiveIDs are the ids of the claims whose owner lives.
+	LiveIDs []string
 	// Spoke is the cluster that the set was read in. It is empty when unknown, and then nothing is
 	// collected.
 	Spoke string
@@ -70,7 +70,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 		return SyncResult{}, err
 	}
 	if r.Nodes != nil {
-		e.learn(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Nodes)
+		e.recordUnregistered(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Nodes)
 	}
 	listed := taken.listed(claims)
 	running, err := e.noteNodes(ctx, set, taken.Time, claims)
@@ -111,7 +111,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 			result.Collected = append(result.Collected, id)
 		}
 	}
-	for _, id := range r.Live {
+	for _, id := range r.LiveIDs {
 		if !known[id] {
 			result.Unknown = append(result.Unknown, id)
 		}
@@ -119,7 +119,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	e.writeNotes(ctx, notes)
 	if r.Spoke != "" {
 		e.mu.Lock()
-		e.synced[speaker{types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Holder}] = decided
+		e.synced[holderKey{types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Holder}] = decided
 		e.mu.Unlock()
 	}
 	return result, nil
@@ -159,8 +159,8 @@ type liveSet struct {
 }
 
 func newLiveSet(r SyncRequest, claims []v1alpha1.MachineClaim) *liveSet {
-	s := &liveSet{SyncRequest: r, live: make(map[string]bool, len(r.Live))}
-	for _, id := range r.Live {
+	s := &liveSet{SyncRequest: r, live: make(map[string]bool, len(r.LiveIDs))}
+	for _, id := range r.LiveIDs {
 		s.live[id] = true
 	}
 	for i := range claims {
@@ -186,10 +186,10 @@ func (s *liveSet) foreign() error {
 	return &ForeignSpokeError{Spoke: s.Spoke, Recorded: s.others}
 }
 
-// speaksFor reports whether the claim belongs to the set's cluster. A claim without a recorded
+// covers reports whether the claim belongs to the set's cluster. A claim without a recorded
 // cluster does if the set has another claim and no other cluster made any, because owners have the
 // same ids in one cluster only.
-func (s *liveSet) speaksFor(c *v1alpha1.MachineClaim) bool {
+func (s *liveSet) covers(c *v1alpha1.MachineClaim) bool {
 	switch {
 	case s.live[c.Spec.ClaimID]:
 		return true
@@ -206,9 +206,9 @@ func (s *liveSet) speaksFor(c *v1alpha1.MachineClaim) bool {
 func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 	const toDo = "; release it if it is not needed: see \"Claims whose owner is missing\" in docs/troubleshooting.md"
 	switch {
-	case !s.speaksFor(c) && c.Spec.Spoke != "":
+	case !s.covers(c) && c.Spec.Spoke != "":
 		return "it is not in the live set of cluster " + s.Spoke + ", but cluster " + c.Spec.Spoke + " made it" + toDo
-	case !s.speaksFor(c):
+	case !s.covers(c):
 		return "it is not in the live set of cluster " + s.Spoke + ", but it is not known which cluster made it" + toDo
 	case running || c.Status.NodeRegisteredAt != nil:
 		return "its owner is gone and did not release the claim, but its Node had registered, so pods may be running on it" + toDo

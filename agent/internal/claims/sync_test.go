@@ -68,7 +68,7 @@ func TestALiveSetCollectsOnlyWhatItsClusterMade(t *testing.T) {
 		collected, kept []string
 		refused         bool
 	}{
-		{name: "its own", claims: []string{spoke, spoke}, set: SyncRequest{Spoke: spoke, Live: []string{"b"}}, collected: []string{"a"}},
+		{name: "its own", claims: []string{spoke, spoke}, set: SyncRequest{Spoke: spoke, LiveIDs: []string{"b"}}, collected: []string{"a"}},
 		{name: "its own, the last one", claims: []string{spoke}, set: SyncRequest{Spoke: spoke}, collected: []string{"a"}},
 		{name: "a set that does not say where it was read", claims: []string{spoke, ""}, set: SyncRequest{}},
 		{
@@ -76,24 +76,24 @@ func TestALiveSetCollectsOnlyWhatItsClusterMade(t *testing.T) {
 			refused: true,
 		},
 		{
-			name: "a set of other claims alone", claims: []string{spoke}, set: SyncRequest{Spoke: elsewhere, Live: []string{"x", "y"}},
+			name: "a set of other claims alone", claims: []string{spoke}, set: SyncRequest{Spoke: elsewhere, LiveIDs: []string{"x", "y"}},
 			refused: true,
 		},
 		{
 			name: "another cluster that has made claims too", claims: []string{spoke, elsewhere, elsewhere},
-			set: SyncRequest{Spoke: elsewhere, Live: []string{"b"}}, collected: []string{"c"}, kept: []string{"a"},
+			set: SyncRequest{Spoke: elsewhere, LiveIDs: []string{"b"}}, collected: []string{"c"}, kept: []string{"a"},
 		},
 		{
 			name: "claims of which nothing is recorded, beside one that is live", claims: []string{"", ""},
-			set: SyncRequest{Spoke: spoke, Live: []string{"b"}}, collected: []string{"a"},
+			set: SyncRequest{Spoke: spoke, LiveIDs: []string{"b"}}, collected: []string{"a"},
 		},
 		{
 			name: "claims of which nothing is recorded, none of them live", claims: []string{"", ""},
-			set: SyncRequest{Spoke: spoke, Live: []string{"x"}}, kept: []string{"a", "b"},
+			set: SyncRequest{Spoke: spoke, LiveIDs: []string{"x"}}, kept: []string{"a", "b"},
 		},
 		{
 			name: "a claim of which nothing is recorded, where two clusters have made claims", claims: []string{"", spoke, elsewhere},
-			set: SyncRequest{Spoke: spoke, Live: []string{"b"}}, kept: []string{"a", "c"},
+			set: SyncRequest{Spoke: spoke, LiveIDs: []string{"b"}}, kept: []string{"a", "c"},
 		},
 		{
 			name: "a claim whose Node was registered once", claims: []string{spoke, spoke}, change: registered("a"),
@@ -106,7 +106,7 @@ func TestALiveSetCollectsOnlyWhatItsClusterMade(t *testing.T) {
 		{
 			name: "a restored cluster whose Nodes are not registered again", claims: []string{spoke, spoke}, change: registered("a"),
 			set: SyncRequest{
-				Spoke: spoke, NodesComplete: true, Live: []string{"b"},
+				Spoke: spoke, NodesComplete: true, LiveIDs: []string{"b"},
 				Nodes: []NodeReport{{ProviderID: "sim://a", Unregistered: true}, {ProviderID: "sim://b", Unregistered: true}},
 			},
 			kept: []string{"a"},
@@ -147,7 +147,7 @@ func TestAKeptClaimSaysSoUntilItsOwnerIsBack(t *testing.T) {
 		assert.Equal(t, []string{"a"}, result.Kept)
 		assert.Len(t, claimNamed(t, e, "a").Status.History, 1)
 	}
-	result, err := round(SyncRequest{Spoke: spoke, Live: []string{"a"}})
+	result, err := round(SyncRequest{Spoke: spoke, LiveIDs: []string{"a"}})
 	require.NoError(t, err)
 	assert.Empty(t, result.Kept)
 	assert.Equal(t, protocol.ReasonBound, claimNamed(t, e, "a").Status.Reason)
@@ -162,10 +162,10 @@ func TestTheClusterOfALiveClaimIsRecorded(t *testing.T) {
 	for name, made := range map[string]string{"an older version made it": "", "another cluster made it": elsewhere} {
 		t.Run(name, func(t *testing.T) {
 			e, round := syncing(t, nil, made)
-			_, err := round(SyncRequest{Live: []string{"a"}})
+			_, err := round(SyncRequest{LiveIDs: []string{"a"}})
 			require.NoError(t, err)
 			assert.Equal(t, made, claimNamed(t, e, "a").Spec.Spoke, "a set that does not say where it was read says nothing")
-			_, err = round(SyncRequest{Spoke: spoke, Live: []string{"a"}})
+			_, err = round(SyncRequest{Spoke: spoke, LiveIDs: []string{"a"}})
 			require.NoError(t, err)
 			assert.Equal(t, spoke, claimNamed(t, e, "a").Spec.Spoke)
 
@@ -180,7 +180,7 @@ func TestTheClusterOfALiveClaimIsRecorded(t *testing.T) {
 func TestNodesOfAnotherClusterSayNothingOfAClaim(t *testing.T) {
 	e, round := syncing(t, nil, spoke, elsewhere)
 	e.Failure.NodeDeadline = nodeDeadline
-	_, err := round(SyncRequest{Spoke: elsewhere, Live: []string{"b"}, NodesComplete: true})
+	_, err := round(SyncRequest{Spoke: elsewhere, LiveIDs: []string{"b"}, NodesComplete: true})
 	require.NoError(t, err)
 	assert.Nil(t, claimNamed(t, e, "a").Status.NodeAbsentAt)
 	assert.NotNil(t, claimNamed(t, e, "b").Status.NodeAbsentAt)

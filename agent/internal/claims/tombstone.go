@@ -24,11 +24,11 @@ import (
 // neverMade is the message of a tombstone whose status was not written.
 const neverMade = "it was released before it was made"
 
-// bury makes the tombstone of an unknown claim: a MachineClaim that belongs to no node group.
-// Errors: [ErrUnknownCluster] means that the Cluster does not exist, [ErrConflict] that the claim
-// exists after all, [*TooManyError] that there are too many tombstones. In the last case the
+// createTombstone makes the tombstone of an unknown claim: a MachineClaim that belongs to no node
+// group. Errors: [ErrUnknownCluster] means that the Cluster does not exist, [ErrConflict] that the
+// claim exists after all, [*TooManyError] that there are too many tombstones. In the last case the
 // release has not happened, because a late call to make the claim would not be refused.
-func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.MachineClaim, error) {
+func (e *Engine) createTombstone(ctx context.Context, key Key, why string) (*v1alpha1.MachineClaim, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, key.Cluster)
 	if err != nil {
 		return nil, err
@@ -56,11 +56,11 @@ func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.Machi
 	if why != "" {
 		why = neverMade + ": " + why
 	}
-	return e.engrave(ctx, c, why)
+	return e.writeTombstoneStatus(ctx, c, why)
 }
 
-// engrave writes the status of a tombstone that has none.
-func (e *Engine) engrave(ctx context.Context, c *v1alpha1.MachineClaim, why string) (*v1alpha1.MachineClaim, error) {
+// writeTombstoneStatus writes the status of a tombstone that has none.
+func (e *Engine) writeTombstoneStatus(ctx context.Context, c *v1alpha1.MachineClaim, why string) (*v1alpha1.MachineClaim, error) {
 	if why == "" {
 		why = neverMade
 	}
@@ -105,25 +105,25 @@ func (t tombstones) Reconcile(ctx context.Context, r reconcile.Request) (reconci
 	if err := t.Client.Get(ctx, r.NamespacedName, &c); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	left, err := t.forget(ctx, &c)
+	left, err := t.deleteExpired(ctx, &c)
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		return reconcile.Result{}, nil // it changed, so there will be an event
 	}
 	return reconcile.Result{RequeueAfter: left}, err
 }
 
-// forget deletes the claim if it ended long enough ago. It returns how long to wait before the next
-// check; zero when it deleted the claim, or when the claim has not ended.
-func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.Duration, error) {
+// deleteExpired deletes the claim if it ended long enough ago. It returns how long to wait before
+// the next check; zero when it deleted the claim, or when the claim has not ended.
+func (t tombstones) deleteExpired(ctx context.Context, c *v1alpha1.MachineClaim) (time.Duration, error) {
 	if c.CurrentPhase() != v1alpha1.PhaseEnded {
 		return 0, nil
 	}
 	if c.Status.EndedAt == nil {
-		engraved, err := t.engrave(ctx, c, c.Status.Message)
+		written, err := t.writeTombstoneStatus(ctx, c, c.Status.Message)
 		if err != nil {
 			return 0, err
 		}
-		c = engraved
+		c = written
 	}
 	cluster := types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}
 	kept, err := t.remembered(ctx, cluster)
@@ -136,7 +136,7 @@ func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.
 	}
 	if left := kept - t.Clock.Since(c.Status.EndedAt.Time); left > 0 {
 		if t.Bounds.Ended > 0 {
-			left = min(left, crowdedLook) // there may be more by then
+			left = min(left, crowdedDelay) // there may be more by then
 		}
 		return left, nil
 	}

@@ -2,11 +2,11 @@ package claims
 
 import "context"
 
-// Turn is a call's turn to send requests to the hub's API server. The engine gives it back while
+// Turn is a call's turn to send requests to the hub's API server. The engine leaves it while
 // the call only waits, for the write that enters its claim or for room in a ledger. That may take
 // until the call's deadline.
 type Turn interface {
-	// LeaveHub gives the turn back.
+	// LeaveHub ends the turn.
 	LeaveHub()
 	// AskHub waits until it is the call's turn again. It returns the context's error.
 	AskHub(ctx context.Context) error

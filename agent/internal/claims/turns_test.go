@@ -29,7 +29,7 @@ func TestTheRunsOfOneClusterDoNotQueueBeforeAnothers(t *testing.T) {
 	nothing := func(*protocol.Snapshot) *protocol.Decision { return &protocol.Decision{} }
 	e.decide = nothing
 	for _, object := range append(objects, other) { // as the controller does at the start
-		_, err := e.group(object.GetNamespace(), object.GetName()).glance(t.Context())
+		_, err := e.group(object.GetNamespace(), object.GetName()).plan(t.Context())
 		require.NoError(t, err)
 	}
 

@@ -142,7 +142,7 @@ func (e *Engine) withdraw(ctx context.Context, key types.NamespacedName, force b
 		if _, err := e.group(key.Namespace, key.Name).run(ctx); err != nil && !force {
 			return "", err
 		}
-		s, err := e.read(ctx, live, key)
+		s, err := e.read(ctx, uncached, key)
 		switch {
 		case err != nil && !force:
 			return "", err

@@ -60,7 +60,7 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 		}
 		var staying []types.UID
 		for _, m := range w.machines(group) {
-			if protocol.Alive(m) && !going[m.UID] && !protocol.Held(m) {
+			if protocol.Alive(m) && !going[m.UID] && !protocol.HasFinalizer(m) {
 				staying = append(staying, m.UID)
 			}
 		}

@@ -42,23 +42,23 @@ func (e *Engine) asCached(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 
 // find is [Engine.Get] for callers that do not depend on what the claim has.
 func (e *Engine) find(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
-	c, err := e.stored(ctx, key)
+	c, err := e.getUncached(ctx, key)
 	if !errors.Is(err, ErrNotFound) {
 		return c, err
 	}
 	// Before, because the object may not have been there yet, and after, because it may be gone
 	// already.
 	cluster := types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}
-	if _, err := e.Whole(ctx, cluster); err != nil {
+	if _, err := e.UnpausedCluster(ctx, cluster); err != nil {
 		return nil, err
 	}
-	if c, err := e.stored(ctx, key); !errors.Is(err, ErrNotFound) {
+	if c, err := e.getUncached(ctx, key); !errors.Is(err, ErrNotFound) {
 		return c, err
 	}
-	if _, err := e.Whole(ctx, cluster); err != nil {
+	if _, err := e.UnpausedCluster(ctx, cluster); err != nil {
 		return nil, err
 	}
-	return e.remember(ctx, key)
+	return e.restoreFromLabel(ctx, key)
 }
 
 // known returns [ErrRestoring] if the claim was moved or restored without its status.
@@ -73,12 +73,12 @@ func (e *Engine) known(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	return err
 }
 
-// Whole returns the Cluster if it exists and is not paused. A caller that concludes from a missing
-// object calls it before the read, as a move may not have created the object here yet, and after
-// the read, as a move may have deleted it. Errors: [ErrUnknownCluster], [ErrClusterPaused], or the
-// API server's.
-func (e *Engine) Whole(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
-	cluster, err := e.liveCluster(ctx, key)
+// UnpausedCluster returns the Cluster if it exists and is not paused. A caller that concludes from
+// a missing object calls it before the read, as a move may not have created the object here yet,
+// and after the read, as a move may have deleted it. Errors: [ErrUnknownCluster],
+// [ErrClusterPaused], or the API server's.
+func (e *Engine) UnpausedCluster(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
+	cluster, err := e.uncachedCluster(ctx, key)
 	switch {
 	case err != nil:
 		return nil, err
@@ -90,8 +90,8 @@ func (e *Engine) Whole(ctx context.Context, key types.NamespacedName) (*clusterv
 	return cluster, nil
 }
 
-// liveCluster returns the Cluster as the API server has it, nil when there is none.
-func (e *Engine) liveCluster(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
+// uncachedCluster returns the Cluster as the API server has it, nil when there is none.
+func (e *Engine) uncachedCluster(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
 	var cluster clusterv1.Cluster
 	if err := e.Reader.Get(ctx, key, &cluster); apierrors.IsNotFound(err) {
 		return nil, nil //nolint:nilnil // documented
@@ -101,8 +101,8 @@ func (e *Engine) liveCluster(ctx context.Context, key types.NamespacedName) (*cl
 	return &cluster, nil
 }
 
-// speaker is a holder of claims of one Cluster.
-type speaker struct {
+// holderKey names a holder of claims of one Cluster.
+type holderKey struct {
 	cluster types.NamespacedName
 	holder  string
 }
@@ -114,12 +114,12 @@ func (e *Engine) decided(cluster types.NamespacedName, claims []*v1alpha1.Machin
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return !slices.ContainsFunc(claims, func(c *v1alpha1.MachineClaim) bool {
-		return protocol.Reported(c) && !e.synced[speaker{cluster, c.Spec.Holder}][c.UID]
+		return protocol.Reported(c) && !e.synced[holderKey{cluster, c.Spec.Holder}][c.UID]
 	})
 }
 
-// stored returns the claim as the API server has it, or [ErrNotFound].
-func (e *Engine) stored(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+// getUncached returns the claim as the API server has it, or [ErrNotFound].
+func (e *Engine) getUncached(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
 	var c v1alpha1.MachineClaim
 	if err := e.Reader.Get(ctx, key.object(), &c); apierrors.IsNotFound(err) {
 		return nil, ErrNotFound
@@ -149,10 +149,10 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	}
 	options := []client.ListOption{client.InNamespace(o.Namespace), selector}
 	if !o.IncludeEnded {
-		options = e.liveOnly(options)
+		options = e.withoutEnded(options)
 	}
 	key := types.NamespacedName{Namespace: o.Namespace, Name: o.Cluster}
-	if _, err := e.Whole(ctx, key); err != nil {
+	if _, err := e.UnpausedCluster(ctx, key); err != nil {
 		return nil, "", err
 	}
 	owned, err := e.labelledIn(ctx, key) // before the claims: the status of claims that are labelled by then shows their Machine
@@ -163,7 +163,7 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	if err := e.Reader.List(ctx, &list, options...); err != nil {
 		return nil, "", fmt.Errorf("listing claims: %w", err)
 	}
-	cluster, err := e.Whole(ctx, key)
+	cluster, err := e.UnpausedCluster(ctx, key)
 	if err != nil {
 		return nil, "", err
 	}
@@ -239,10 +239,10 @@ func (e *Engine) knowsAll(
 	return nil
 }
 
-// liveOnly adds the option that excludes ended claims to those of a list from the API server.
-func (e *Engine) liveOnly(options []client.ListOption) []client.ListOption {
-	if e.Live != nil {
-		options = append(options, e.Live)
+// withoutEnded adds the option that excludes ended claims to those of a list from the API server.
+func (e *Engine) withoutEnded(options []client.ListOption) []client.ListOption {
+	if e.NotEnded != nil {
+		options = append(options, e.NotEnded)
 	}
 	return options
 }

@@ -322,9 +322,9 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 		c.Status.Machine.NodeName = a.Machine.Status.NodeRef.Name
 		e.note(c, a.Event)
 		return e.writeStatus(ctx, c)
-	case protocol.Hold:
-		return e.hold(ctx, a)
-	case protocol.LetGo:
+	case protocol.BeginDelete:
+		return e.beginDelete(ctx, a)
+	case protocol.RemoveFinalizer:
 		m := a.Machine.DeepCopy()
 		controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)
 		delete(m.Annotations, v1alpha1.ReleaseHook) // of an earlier version
@@ -468,7 +468,7 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimSpokeAnnotation, c.Spec.Spoke)
 	}
 	delete(m.Annotations, v1alpha1.FloorAnnotation) // the claim adopts it, or the mark came too late
-	if !protocol.Held(m) {
+	if !protocol.HasFinalizer(m) {
 		delete(m.Annotations, clusterv1.DeleteMachineAnnotation) // else Cluster API would remove it first when anyone lowers replicas
 	}
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimedAtAnnotation, e.Clock.Now().UTC().Format(time.RFC3339))
@@ -502,9 +502,9 @@ func (e *Engine) patchAsRead(ctx context.Context, before, after *clusterv1.Machi
 	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)
 }
 
-// hold marks the Machine, adds the finalizer and deletes it. Replicas do not change: the slot is
-// kept until the Machine is gone.
-func (e *Engine) hold(ctx context.Context, a protocol.Action) error {
+// beginDelete marks the Machine, adds the finalizer and deletes it. Replicas do not change: the
+// slot is kept until the Machine is gone.
+func (e *Engine) beginDelete(ctx context.Context, a protocol.Action) error {
 	m := a.Machine.DeepCopy()
 	controllerutil.AddFinalizer(m, v1alpha1.ReleaseFinalizer)
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.DeleteMachineAnnotation, v1alpha1.Group)
@@ -513,7 +513,7 @@ func (e *Engine) hold(ctx context.Context, a protocol.Action) error {
 		return err
 	}
 	version := ""
-	if protocol.Held(a.Machine) {
+	if protocol.HasFinalizer(a.Machine) {
 		version = m.ResourceVersion // the patch did not test that the finalizer stays
 	}
 	return e.Client.Delete(ctx, m, preconditions(m.UID, version))
@@ -525,9 +525,9 @@ var releaseMarks = []string{
 	clusterv1.DeleteMachineAnnotation, clusterv1.ExcludeNodeDrainingAnnotation, clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation,
 }
 
-// keep undoes what hold did to a Machine that lives. The MachineSet controller may restore the
-// finalizer from its cache, because it writes the whole list for live Machines. The finalizer is
-// removed as often as it is seen.
+// keep undoes what beginDelete did to a Machine that lives. The MachineSet controller may restore
+// the finalizer from its cache, because it writes the whole list for live Machines. The finalizer
+// is removed as often as it is seen.
 func (e *Engine) keep(ctx context.Context, machine *clusterv1.Machine) error {
 	m := machine.DeepCopy()
 	controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)

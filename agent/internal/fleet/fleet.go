@@ -19,9 +19,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -29,14 +29,14 @@ import (
 // change.
 const Interval = time.Second
 
-// All is where the feed has every Cluster. A feed keeps objects by Cluster otherwise, but this view
-// is of all of them.
+// All is where the cache has every Cluster. A cache keeps objects by Cluster otherwise, but this
+// view is of all of them.
 var All = types.NamespacedName{}
 
-// Key is the key of a Cluster in the feed.
+// Key is the key of a Cluster in the cache.
 func Key(cluster types.NamespacedName) string { return cluster.String() }
 
-// Name is the Cluster that a key of the feed belongs to.
+// Name is the Cluster that a key of the cache belongs to.
 func Name(key string) types.NamespacedName {
 	namespace, name, err := toolscache.SplitMetaNamespaceKey(key)
 	if err != nil {
@@ -58,12 +58,12 @@ type Spokes interface {
 
 // Config configures a [Fleet].
 type Config struct {
-	// Feed receives the Clusters. REQUIRED.
-	Feed *feed.Feed[*agentv1alpha1.Cluster]
+	// Cache receives the Clusters. REQUIRED.
+	Cache *watchcache.Cache[*agentv1alpha1.Cluster]
 	// NodeGroups, Machines and Claims are what is counted. REQUIRED.
-	NodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
-	Machines   *feed.Feed[*agentv1alpha1.Machine]
-	Claims     *feed.Feed[*agentv1alpha1.Claim]
+	NodeGroups *watchcache.Cache[*agentv1alpha1.NodeGroup]
+	Machines   *watchcache.Cache[*agentv1alpha1.Machine]
+	Claims     *watchcache.Cache[*agentv1alpha1.Claim]
 	// Spokes knows the shims. Its owner calls [Fleet.Changed] when it knows something new. REQUIRED.
 	Spokes Spokes
 	// Scope determines which Clusters are served.
@@ -72,7 +72,7 @@ type Config struct {
 	Clock clock.WithTicker
 }
 
-// Fleet fills the feed. Use [New].
+// Fleet fills the cache. Use [New].
 type Fleet struct {
 	Config
 
@@ -82,7 +82,7 @@ type Fleet struct {
 	changed map[types.NamespacedName]struct{}
 }
 
-// New returns a fleet. It fills its feed once it has been set up with a manager.
+// New returns a fleet. It fills its cache once it has been set up with a manager.
 func New(c Config) *Fleet {
 	if c.Clock == nil {
 		c.Clock = clock.RealClock{}
@@ -152,7 +152,7 @@ func (f *Fleet) run(ctx context.Context, listed func() bool) error {
 		log.FromContext(ctx).Info("the Clusters are shown without their shims until the Spokes can be read", "cause", err.Error())
 	}
 	f.Show(ctx)
-	f.Feed.SetReady()
+	f.Cache.SetReady()
 	ticker := f.Clock.NewTicker(Interval)
 	defer ticker.Stop()
 	for {
@@ -186,7 +186,7 @@ func (f *Fleet) show(ctx context.Context, name types.NamespacedName) error {
 		return fmt.Errorf("reading the Cluster: %w", err)
 	}
 	if apierrors.IsNotFound(err) || !f.Scope.Contains(name) {
-		f.Feed.Remove(All, Key(name))
+		f.Cache.Remove(All, Key(name))
 		return nil
 	}
 	message := protoconv.FleetCluster(cluster)
@@ -204,6 +204,6 @@ func (f *Fleet) show(ctx context.Context, name types.NamespacedName) error {
 			message.Claims++
 		}
 	})
-	f.Feed.Set(All, Key(name), message)
+	f.Cache.Set(All, Key(name), message)
 	return nil
 }

@@ -25,9 +25,9 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fleet"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -72,17 +72,17 @@ type fixture struct {
 	*testing.T
 
 	namespace  string
-	clusters   *feed.Feed[*agentv1alpha1.Cluster]
-	nodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
-	machines   *feed.Feed[*agentv1alpha1.Machine]
-	claims     *feed.Feed[*agentv1alpha1.Claim]
+	clusters   *watchcache.Cache[*agentv1alpha1.Cluster]
+	nodeGroups *watchcache.Cache[*agentv1alpha1.NodeGroup]
+	machines   *watchcache.Cache[*agentv1alpha1.Machine]
+	claims     *watchcache.Cache[*agentv1alpha1.Claim]
 	shims      *shims
 	clock      *clocktesting.FakeClock
 	fleet      *fleet.Fleet
 }
 
-func newFeed[M proto.Message]() *feed.Feed[M] {
-	return feed.New(feed.Options[M]{Equal: func(a, b M) bool { return proto.Equal(a, b) }, Buffer: 100, Heartbeat: time.Minute})
+func newCache[M proto.Message]() *watchcache.Cache[M] {
+	return watchcache.New(watchcache.Options[M]{Equal: func(a, b M) bool { return proto.Equal(a, b) }, Buffer: 100, Heartbeat: time.Minute})
 }
 
 // start runs a fleet for a new namespace. The views that it counts are complete.
@@ -90,8 +90,8 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	t.Helper()
 	f := &fixture{
 		T: t, namespace: plane.Namespace(t), shims: &shims{of: map[types.NamespacedName]v1alpha1.SpokeStatus{}},
-		clusters: newFeed[*agentv1alpha1.Cluster](), nodeGroups: newFeed[*agentv1alpha1.NodeGroup](),
-		machines: newFeed[*agentv1alpha1.Machine](), claims: newFeed[*agentv1alpha1.Claim](), clock: clocktesting.NewFakeClock(time.Now()),
+		clusters: newCache[*agentv1alpha1.Cluster](), nodeGroups: newCache[*agentv1alpha1.NodeGroup](),
+		machines: newCache[*agentv1alpha1.Machine](), claims: newCache[*agentv1alpha1.Claim](), clock: clocktesting.NewFakeClock(time.Now()),
 	}
 	for _, do := range before {
 		do(f)
@@ -107,7 +107,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	})
 	require.NoError(t, err)
 	f.fleet = fleet.New(fleet.Config{
-		Feed: f.clusters, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims, Spokes: f.shims, Scope: scope, Clock: f.clock,
+		Cache: f.clusters, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims, Spokes: f.shims, Scope: scope, Clock: f.clock,
 	})
 	require.NoError(t, f.fleet.SetupWithManager(mgr))
 	ctx, cancel := context.WithCancel(context.Background())

@@ -145,8 +145,8 @@ const (
 	JoiningByMachine = "joining.machine"
 )
 
-// LiveClaims excludes ended MachineClaims from a list request to the API server.
-func LiveClaims() client.ListOption {
+// NotEndedClaims excludes ended MachineClaims from a list request to the API server.
+func NotEndedClaims() client.ListOption {
 	return client.MatchingFieldsSelector{Selector: fields.OneTermNotEqualSelector("status.phase", string(v1alpha1.PhaseEnded))}
 }
 

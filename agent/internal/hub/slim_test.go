@@ -28,7 +28,7 @@ func TestSlimMachinesSayTheSame(t *testing.T) {
 		require.Equal(t, protocol.Outdated(whole), protocol.Outdated(slim))
 		require.Equal(t, protocol.DeletionCompleted(whole), protocol.DeletionCompleted(slim))
 		require.Equal(t, protocol.SetOf(whole), protocol.SetOf(slim))
-		require.Equal(t, protocol.Held(whole), protocol.Held(slim))
+		require.Equal(t, protocol.HasFinalizer(whole), protocol.HasFinalizer(slim))
 		if !protocol.Alive(whole) {
 			require.Equal(t, protocol.DeletingReason(whole), protocol.DeletingReason(slim))
 		}

@@ -26,25 +26,25 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/initialsync"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // Config configures a [View].
 type Config struct {
 	// Machines receives the Machines, by name. REQUIRED.
-	Machines *feed.Feed[*agentv1alpha1.Machine]
+	Machines *watchcache.Cache[*agentv1alpha1.Machine]
 	// Claims receives the claims, by ID. REQUIRED.
-	Claims *feed.Feed[*agentv1alpha1.Claim]
+	Claims *watchcache.Cache[*agentv1alpha1.Claim]
 	// Scope determines which Clusters are served.
 	Scope hub.Scope
 }
 
-// View fills the feeds. Use [New].
+// View fills the caches. Use [New].
 type View struct {
 	Config
 
@@ -54,7 +54,7 @@ type View struct {
 	clusters sync.Map
 }
 
-// New returns a View. It fills its feeds once it has been set up with a manager.
+// New returns a View. It fills its caches once it has been set up with a manager.
 func New(c Config) *View { return &View{Config: c} }
 
 // SetupWithManager adds the View to the manager. The indexes of package hub must have been

@@ -26,10 +26,10 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/machineview"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -63,8 +63,8 @@ type fixture struct {
 
 	namespace string
 	cluster   types.NamespacedName
-	machines  *feed.Feed[*agentv1alpha1.Machine]
-	claims    *feed.Feed[*agentv1alpha1.Claim]
+	machines  *watchcache.Cache[*agentv1alpha1.Machine]
+	claims    *watchcache.Cache[*agentv1alpha1.Claim]
 	view      *machineview.View
 	// lagging are the Machines that the cache shows instead of the current ones, by name. Nil hides
 	// the Machine.
@@ -99,8 +99,8 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	t.Helper()
 	f := &fixture{T: t, namespace: plane.Namespace(t)}
 	f.cluster = types.NamespacedName{Namespace: f.namespace, Name: "spoke"}
-	f.machines = feed.New(feed.Options[*agentv1alpha1.Machine]{Equal: machineview.EqualMachines, Buffer: 100, Heartbeat: time.Minute})
-	f.claims = feed.New(feed.Options[*agentv1alpha1.Claim]{Equal: machineview.EqualClaims, Buffer: 100, Heartbeat: time.Minute})
+	f.machines = watchcache.New(watchcache.Options[*agentv1alpha1.Machine]{Equal: machineview.EqualMachines, Buffer: 100, Heartbeat: time.Minute})
+	f.claims = watchcache.New(watchcache.Options[*agentv1alpha1.Claim]{Equal: machineview.EqualClaims, Buffer: 100, Heartbeat: time.Minute})
 	plane.Create(t, capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0))
 	for _, do := range before {
 		do(f)
@@ -188,7 +188,7 @@ func (f *fixture) patch(object client.Object, change func()) {
 	require.NoError(f, plane.Client.Patch(f.Context(), object, client.MergeFrom(before)))
 }
 
-func until[T any](f *fixture, view *feed.Feed[T], key string, wanted func(object T, found bool) bool) T {
+func until[T any](f *fixture, view *watchcache.Cache[T], key string, wanted func(object T, found bool) bool) T {
 	f.Helper()
 	var object T
 	err := wait.PollUntilContextTimeout(f.Context(), 5*time.Millisecond, patience, true, func(context.Context) (bool, error) {

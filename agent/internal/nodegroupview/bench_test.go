@@ -19,10 +19,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -58,7 +58,7 @@ func BenchmarkRebuildOne(b *testing.B) {
 				require.NoError(b, err)
 			}
 			b.StopTimer()
-			require.EqualValues(b, groups+b.N, c.Feed.Generation(), "each change was published, and nothing else")
+			require.EqualValues(b, groups+b.N, c.Cache.Generation(), "each change was published, and nothing else")
 		})
 	}
 }
@@ -73,7 +73,7 @@ func filled(b *testing.B, groups int) (*View, *cached) {
 	nodes, err := learned.New(learned.Config{Client: hub})
 	require.NoError(b, err)
 	c, err := New(Config{
-		Feed:     feed.New(feed.Options[*agentv1alpha1.NodeGroup]{Equal: Equal, Buffer: 1024, Heartbeat: time.Minute}),
+		Cache:    watchcache.New(watchcache.Options[*agentv1alpha1.NodeGroup]{Equal: Equal, Buffer: 1024, Heartbeat: time.Minute}),
 		Recorder: &events.FakeRecorder{}, Observed: nodes, Clock: clock.RealClock{},
 		Pricing: pricing.Policy{Coefficients: pricing.DefaultCoefficients},
 		CoolingDown: func(context.Context, types.NamespacedName) (*eligibility.Refusal, error) {

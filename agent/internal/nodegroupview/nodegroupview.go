@@ -38,7 +38,6 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/initialsync"
@@ -47,6 +46,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -58,11 +58,11 @@ const templateRetry = 30 * time.Second
 
 // Config configures a [View].
 type Config struct {
-	// Feed receives the node groups, by ID. REQUIRED.
-	Feed *feed.Feed[*agentv1alpha1.NodeGroup]
+	// Cache receives the node groups, by ID. REQUIRED.
+	Cache *watchcache.Cache[*agentv1alpha1.NodeGroup]
 	// Held receives the node groups of the holder [v1alpha1.ClusterAutoscaler], by ID. Nil leaves
 	// them out.
-	Held *feed.Feed[nodegroup.NodeGroup]
+	Held *watchcache.Cache[nodegroup.NodeGroup]
 	// Scope determines which Clusters are served.
 	Scope hub.Scope
 	// SyncedLabels are the patterns of additional labels that Cluster API copies to Nodes.
@@ -105,7 +105,7 @@ type entry struct {
 	reported map[capacity.Problem]struct{}
 }
 
-// New returns a View. It fills its feed once it has been set up with a manager.
+// New returns a View. It fills its cache once it has been set up with a manager.
 func New(c Config) (*View, error) {
 	view := &View{
 		Config:      c,
@@ -129,7 +129,7 @@ func (c Config) complete() {
 	if c.Held != nil {
 		c.Held.SetReady()
 	}
-	c.Feed.SetReady()
+	c.Cache.SetReady()
 }
 
 // set puts a group into the views.
@@ -141,7 +141,7 @@ func (c Config) set(group nodegroup.NodeGroup) {
 	default:
 		c.Held.Remove(group.Cluster, group.ID())
 	}
-	c.Feed.Set(group.Cluster, group.ID(), protoconv.NodeGroup(group))
+	c.Cache.Set(group.Cluster, group.ID(), protoconv.NodeGroup(group))
 }
 
 // remove takes a group of a Cluster out of the views.
@@ -149,7 +149,7 @@ func (c Config) remove(cluster types.NamespacedName, id string) {
 	if c.Held != nil {
 		c.Held.Remove(cluster, id)
 	}
-	c.Feed.Remove(cluster, id)
+	c.Cache.Remove(cluster, id)
 }
 
 // SetupWithManager adds the View to the manager. The indexes of package hub must have been
@@ -372,7 +372,7 @@ func (c *View) cluster(ctx context.Context, name types.NamespacedName) (*cluster
 	return cluster, nil
 }
 
-// publish puts a group into the feed and reports each of its problems once for as long as the
+// publish puts a group into the cache and reports each of its problems once for as long as the
 // problem lasts.
 func (c *View) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGroup) {
 	c.mu.Lock()

@@ -36,13 +36,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroupview"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -73,8 +73,8 @@ type fixture struct {
 
 	namespace string
 	cluster   types.NamespacedName
-	feed      *feed.Feed[*agentv1alpha1.NodeGroup]
-	held      *feed.Feed[nodegroup.NodeGroup]
+	cache     *watchcache.Cache[*agentv1alpha1.NodeGroup]
+	held      *watchcache.Cache[nodegroup.NodeGroup]
 	registry  *prometheus.Registry
 	prices    *prometheus.Registry // metrics of the price list
 	nodes     *learned.Nodes
@@ -90,8 +90,8 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 		T: t, namespace: plane.Namespace(t), registry: prometheus.NewRegistry(), prices: prometheus.NewRegistry(), config: plane.Config,
 	}
 	f.cluster = types.NamespacedName{Namespace: f.namespace, Name: "spoke"}
-	f.feed = feed.New(feed.Options[*agentv1alpha1.NodeGroup]{Equal: nodegroupview.Equal, Buffer: 100, Heartbeat: time.Minute})
-	f.held = feed.New(feed.Options[nodegroup.NodeGroup]{Equal: nodegroupview.EqualHeld, Buffer: 100, Heartbeat: time.Minute})
+	f.cache = watchcache.New(watchcache.Options[*agentv1alpha1.NodeGroup]{Equal: nodegroupview.Equal, Buffer: 100, Heartbeat: time.Minute})
+	f.held = watchcache.New(watchcache.Options[nodegroup.NodeGroup]{Equal: nodegroupview.EqualHeld, Buffer: 100, Heartbeat: time.Minute})
 	plane.Create(t, capitest.NewCluster(f.namespace, "spoke"))
 	for _, do := range before {
 		do(f)
@@ -109,7 +109,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	require.NoError(t, hub.Index(t.Context(), mgr.GetFieldIndexer()))
 	engine := claims.New(claims.Config{
 		Client: mgr.GetClient(), Reader: mgr.GetAPIReader(), Indexes: claims.Indexes{Group: hub.ByDeployment},
-		Failure: protocol.Failure{CoolDown: coolDown},
+		Failure: protocol.FailurePolicy{CoolDown: coolDown},
 	})
 	f.clock = clocktesting.NewFakePassiveClock(time.Now())
 	nodes, err := learned.New(learned.Config{Client: mgr.GetClient(), Clock: f.clock})
@@ -120,7 +120,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	require.NoError(t, err)
 	f.nodes = nodes
 	c, err := nodegroupview.New(nodegroupview.Config{
-		Feed: f.feed, Held: f.held, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
+		Cache: f.cache, Held: f.held, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock,
 		Observed: nodes, PriceList: prices, Pricing: pricing.Policy{Coefficients: pricing.DefaultCoefficients},
 	})
@@ -134,7 +134,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 		require.NoError(t, <-ended)
 	})
 	select {
-	case <-f.feed.Ready():
+	case <-f.cache.Ready():
 	case <-time.After(patience):
 		t.Fatal("the view is not complete")
 	}
@@ -198,7 +198,7 @@ func TestTheClusterAutoscalersGroupsAreAView(t *testing.T) {
 }
 
 func (f *fixture) group(name string) *agentv1alpha1.NodeGroup {
-	group, found, err := f.feed.Get(f.cluster, f.namespace+"/"+name)
+	group, found, err := f.cache.Get(f.cluster, f.namespace+"/"+name)
 	require.NoError(f, err)
 	if !found {
 		return nil
@@ -254,7 +254,7 @@ func TestGroupsThatExistAtTheStartAreInTheFirstView(t *testing.T) {
 		delete(outsider.Labels, v1alpha1.MemberLabel)
 		plane.Create(f.T, outsider)
 	})
-	groups, _, err := f.feed.List(f.cluster)
+	groups, _, err := f.cache.List(f.cluster)
 	require.NoError(t, err)
 	require.Len(t, groups, 3)
 	for _, group := range groups {
@@ -406,7 +406,7 @@ func TestWhatSaysNothingNewIsNoChange(t *testing.T) {
 	md := capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0, described)
 	plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, "small", nil), md)
 	f.until("small", shown)
-	generation := f.feed.Generation()
+	generation := f.cache.Generation()
 	f.change(md, func() { md.Annotations["example.com/note"] = "says nothing about machines" })
 	before := md.DeepCopy()
 	md.Status.Replicas = ptr.To[int32](0)
@@ -414,7 +414,7 @@ func TestWhatSaysNothingNewIsNoChange(t *testing.T) {
 	require.NoError(t, plane.Client.Status().Patch(t.Context(), md, client.MergeFrom(before)))
 	f.change(md, func() { md.Annotations[capacity.CPUAnnotation] = "8" })
 	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetCapacity()["cpu"] == "8" })
-	require.Equal(t, generation+1, f.feed.Generation())
+	require.Equal(t, generation+1, f.cache.Generation())
 }
 
 func TestRolloutsAreSeenThoughTheyAreStatus(t *testing.T) {
@@ -640,7 +640,7 @@ func TestNodesTeachOnlyTheirOwnGroup(t *testing.T) {
 	list := func(cpu, memory string) corev1.ResourceList {
 		return corev1.ResourceList{corev1.ResourceCPU: resource.MustParse(cpu), corev1.ResourceMemory: resource.MustParse(memory)}
 	}
-	generation := f.feed.Generation()
+	generation := f.cache.Generation()
 	// The cache may not show the Machine yet.
 	group := f.until("a", func(g *agentv1alpha1.NodeGroup) bool {
 		f.nodes.Report(t.Context(), f.cluster, []learned.Node{{
@@ -654,7 +654,7 @@ func TestNodesTeachOnlyTheirOwnGroup(t *testing.T) {
 	require.Empty(t, group.GetZone())
 	require.Equal(t, agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED, group.GetSources()["capacity.cpu"].GetKind())
 	require.Empty(t, group.GetProblems())
-	require.Equal(t, generation+1, f.feed.Generation(), "the other group was left alone")
+	require.Equal(t, generation+1, f.cache.Generation(), "the other group was left alone")
 	require.NotContains(t, f.group("b").GetCapacity(), "cpu")
 
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "a"}}

@@ -24,16 +24,16 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/initialsync"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // Config configures a [Publisher].
 type Config struct {
-	// Feed receives what is published to each Cluster, by [Key]. REQUIRED.
-	Feed *feed.Feed[*agentv1alpha1.PublishedObject]
+	// Cache receives what is published to each Cluster, by [Key]. REQUIRED.
+	Cache *watchcache.Cache[*agentv1alpha1.PublishedObject]
 	// Scope determines which Clusters are served.
 	Scope hub.Scope
 	// Recorder records events on NodePoolSets. REQUIRED.
@@ -42,7 +42,7 @@ type Config struct {
 	Registerer prometheus.Registerer
 }
 
-// Publisher fills the feed. Use [New].
+// Publisher fills the cache. Use [New].
 type Publisher struct {
 	Config
 
@@ -58,10 +58,10 @@ type Publisher struct {
 // Equal reports whether two objects are the same to every subscriber.
 func Equal(a, b *agentv1alpha1.PublishedObject) bool { return proto.Equal(a, b) }
 
-// New returns a publisher. It fills its feed once it has been set up with a manager.
+// New returns a publisher. It fills its cache once it has been set up with a manager.
 func New(c Config) (*Publisher, error) {
 	p := &Publisher{
-		Config: c, initialSync: initialsync.New(c.Feed.SetReady), counted: map[string][]string{},
+		Config: c, initialSync: initialsync.New(c.Cache.SetReady), counted: map[string][]string{},
 		clusters: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "capi_agent_node_pool_set_clusters",
 			Help: "Number of Clusters that a NodePoolSet selects, by state: applied, failing, or waiting for the first report.",
@@ -157,7 +157,7 @@ func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (_
 			}
 		}
 	}
-	for _, name := range p.Feed.Clusters() {
+	for _, name := range p.Cache.Clusters() {
 		if name.Namespace == request.Name && !served[name] {
 			p.publish(name, nil)
 		}
@@ -193,13 +193,13 @@ func (p *Publisher) count(namespace string, sets []v1alpha1.NodePoolSet, outcome
 // publish makes the objects the Cluster's whole view.
 func (p *Publisher) publish(cluster types.NamespacedName, objects []*agentv1alpha1.PublishedObject) {
 	gone := map[string]bool{}
-	p.Feed.Each(cluster, func(object *agentv1alpha1.PublishedObject) { gone[Key(object)] = true })
+	p.Cache.Each(cluster, func(object *agentv1alpha1.PublishedObject) { gone[Key(object)] = true })
 	for _, object := range objects {
 		delete(gone, Key(object))
-		p.Feed.Set(cluster, Key(object), object)
+		p.Cache.Set(cluster, Key(object), object)
 	}
 	for key := range gone {
-		p.Feed.Remove(cluster, key)
+		p.Cache.Remove(cluster, key)
 	}
 }
 

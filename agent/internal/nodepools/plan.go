@@ -16,7 +16,7 @@ import (
 // maxPerCluster is how many objects are published to one Cluster. A report has as many results.
 const maxPerCluster = 64
 
-// Key is the key of an object in the feed, and in the stream.
+// Key is the key of an object in the cache, and in the stream.
 func Key(object *agentv1alpha1.PublishedObject) string {
 	return object.GetKind() + "/" + object.GetName()
 }

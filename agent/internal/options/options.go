@@ -581,9 +581,9 @@ func (o *Options) Pricing() pricing.Policy {
 	}}
 }
 
-// Failure returns the policy for giving up Machines.
-func (o *Options) Failure() protocol.Failure {
-	return protocol.Failure{
+// FailurePolicy returns the policy for giving up Machines.
+func (o *Options) FailurePolicy() protocol.FailurePolicy {
+	return protocol.FailurePolicy{
 		Known:              o.KnownFailures,
 		Reasons:            o.FailureReasons,
 		ObjectDeadline:     o.MachineObjectDeadline,

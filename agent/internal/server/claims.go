@@ -240,7 +240,7 @@ func (s *claimService) SyncClaims(
 		Cluster:   key.Cluster,
 		Holder:    request.GetHolder(),
 		Token:     request.GetToken(),
-		Live:      request.GetLiveClaimIds(),
+		LiveIDs:   request.GetLiveClaimIds(),
 		Spoke:     request.GetSpokeId(),
 	}
 	if reports {

@@ -40,12 +40,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/autoscaler"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -131,7 +131,7 @@ func (f failing) Sync(context.Context, claims.SyncRequest) (claims.SyncResult, e
 	return claims.SyncResult{}, f.err()
 }
 
-func (f failing) Whole(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
+func (f failing) UnpausedCluster(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
 	return nil, f.err()
 }
 
@@ -256,7 +256,9 @@ func TestWhatTheHubAnswersStaysInTheHub(t *testing.T) {
 		require.NoError(t, err)
 		c.Authorizer, err = authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
 		require.NoError(t, err)
-		held := feed.New(feed.Options[nodegroup.NodeGroup]{Equal: func(_, _ nodegroup.NodeGroup) bool { return false }, Buffer: 1, Heartbeat: time.Minute})
+		held := watchcache.New(watchcache.Options[nodegroup.NodeGroup]{
+			Equal: func(_, _ nodegroup.NodeGroup) bool { return false }, Buffer: 1, Heartbeat: time.Minute,
+		})
 		held.SetReady()
 		held.Set(spoke, "fleet/scaled", nodegroup.NodeGroup{
 			Key: types.NamespacedName{Namespace: "fleet", Name: "scaled"}, Cluster: spoke, Limits: eligibility.Group{Holder: autoscaler.Holder, Replicas: 2},
@@ -269,13 +271,13 @@ func TestWhatTheHubAnswersStaysInTheHub(t *testing.T) {
 		c.Engine = failing{why}
 		c.Autoscaler = autoscaler.New(autoscaler.Config{Engine: failing{why}, Groups: held, Claims: f.claims})
 		c.NodePools = &server.NodePools{
-			Feed: newFeed[*agentv1alpha1.PublishedObject](4),
+			Cache: newCache[*agentv1alpha1.PublishedObject](4),
 			List: func(context.Context, *clusterv1.Cluster) ([]*agentv1alpha1.PublishedObject, []string, error) {
 				return nil, nil, *why.Load()
 			},
 			Report: func(context.Context, *clusterv1.Cluster, spokes.Report) error { return *why.Load() },
 		}
-		c.NodePools.Feed.SetReady()
+		c.NodePools.Cache.SetReady()
 		c.Onboarded, c.OnboardedLive = onboarding("cache"), onboarding("hub")
 		c.Issuing = &server.Issuing{
 			TrustDomain: "karpenter-capi", Lifetime: time.Hour,

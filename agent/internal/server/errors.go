@@ -16,9 +16,9 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
@@ -84,9 +84,9 @@ func answerOther(ctx context.Context, err error) error {
 	switch {
 	case err == nil:
 		return nil
-	case errors.Is(err, feed.ErrClosed):
+	case errors.Is(err, watchcache.ErrClosed):
 		return agenterrors.ShuttingDown()
-	case errors.Is(err, feed.ErrNotReady):
+	case errors.Is(err, watchcache.ErrNotReady):
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
 	case ctx.Err() != nil:
 		return grpcstatus.FromContextError(ctx.Err()).Err()

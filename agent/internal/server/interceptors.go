@@ -157,7 +157,7 @@ func (s *Server) identifyStream(service any, stream grpc.ServerStream, info *grp
 	ctx, id := s.identify(stream.Context(), info.FullMethod)
 	_ = stream.SetHeader(metadata.Pairs(requestIDKey, id))
 	if authz.Methods[info.FullMethod].Anyone {
-		// A health watch lasts as long as its connection. Other streams end when their feeds are
+		// A health watch lasts as long as its connection. Other streams end when their caches are
 		// closed.
 		bounded, cancel := context.WithCancel(ctx)
 		defer cancel()

@@ -56,7 +56,7 @@ func (s *machines) ListMachines(
 // whole rejects responses that would report a Machine as gone while its Cluster is being moved to
 // another hub, or has been.
 func (s *machines) whole(ctx context.Context, cluster *agentv1alpha1.ClusterRef) error {
-	_, err := s.config.Engine.Whole(ctx, clusterName(cluster))
+	_, err := s.config.Engine.UnpausedCluster(ctx, clusterName(cluster))
 	return s.answer(ctx, err, keyOf(cluster, ""))
 }
 

@@ -7,17 +7,17 @@ import (
 	"google.golang.org/grpc"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // NodePools holds what is needed to publish NodePools and to receive their status.
 type NodePools struct {
-	// Feed is the view that is served. REQUIRED.
-	Feed *feed.Feed[*agentv1alpha1.PublishedObject]
+	// Cache is the view that is served. REQUIRED.
+	Cache *watchcache.Cache[*agentv1alpha1.PublishedObject]
 	// List returns what is published to a Cluster, and the names of the NodePoolSets of its
 	// namespace, as the hub's API server has them now. REQUIRED.
 	List func(ctx context.Context, cluster *clusterv1.Cluster) (objects []*agentv1alpha1.PublishedObject, sets []string, err error)
@@ -36,7 +36,7 @@ func (s *nodePoolService) whole(ctx context.Context, ref *agentv1alpha1.ClusterR
 	if err := s.usable(ref); err != nil {
 		return nil, err
 	}
-	cluster, err := s.config.Engine.Whole(ctx, clusterName(ref))
+	cluster, err := s.config.Engine.UnpausedCluster(ctx, clusterName(ref))
 	return cluster, s.answer(ctx, err, keyOf(ref, ""))
 }
 
@@ -82,7 +82,7 @@ func (s *nodePoolService) WatchPublishedObjects(
 	if err := s.usable(request.GetCluster()); err != nil {
 		return err
 	}
-	return watch(stream.Context(), s.Server, s.config.NodePools.Feed, clusterName(request.GetCluster()), nil, sender[*agentv1alpha1.PublishedObject]{
+	return watch(stream.Context(), s.Server, s.config.NodePools.Cache, clusterName(request.GetCluster()), nil, sender[*agentv1alpha1.PublishedObject]{
 		upsert: func(object *agentv1alpha1.PublishedObject) error {
 			return stream.Send(&response{Event: &agentv1alpha1.WatchPublishedObjectsResponse_Upsert{Upsert: object}})
 		},

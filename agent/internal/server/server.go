@@ -1,5 +1,5 @@
 // Package server serves the agent's API over gRPC. The services are thin: their data comes from the
-// feeds and the claim engine. Package authz decides who may call.
+// views and the claim engine. Package authz decides who may call.
 package server
 
 import (
@@ -30,11 +30,11 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/autoscaler"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -49,7 +49,7 @@ type Engine interface {
 	Get(ctx context.Context, key claims.Key) (*v1alpha1.MachineClaim, error)
 	List(ctx context.Context, options claims.ListOptions) ([]v1alpha1.MachineClaim, string, error)
 	Sync(ctx context.Context, request claims.SyncRequest) (claims.SyncResult, error)
-	Whole(ctx context.Context, cluster types.NamespacedName) (*clusterv1.Cluster, error)
+	UnpausedCluster(ctx context.Context, cluster types.NamespacedName) (*clusterv1.Cluster, error)
 }
 
 // Config configures a [Server].
@@ -59,11 +59,11 @@ type Config struct {
 	// Observe receives what a holder reported about its Cluster's Nodes. REQUIRED.
 	Observe func(ctx context.Context, cluster types.NamespacedName, nodes []learned.Node)
 	// NodeGroups, Machines and Claims are the views that are served. REQUIRED.
-	NodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
-	Machines   *feed.Feed[*agentv1alpha1.Machine]
-	Claims     *feed.Feed[*agentv1alpha1.Claim]
+	NodeGroups *watchcache.Cache[*agentv1alpha1.NodeGroup]
+	Machines   *watchcache.Cache[*agentv1alpha1.Machine]
+	Claims     *watchcache.Cache[*agentv1alpha1.Claim]
 	// Clusters is the view of all Clusters at once; see [fleet.All]. REQUIRED.
-	Clusters *feed.Feed[*agentv1alpha1.Cluster]
+	Clusters *watchcache.Cache[*agentv1alpha1.Cluster]
 	// Show converts a claim that was read live, and adds its Machine. REQUIRED.
 	Show func(ctx context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error)
 	// Onboarded reads the caches, and OnboardedLive the API server. Onboarded is only called once
@@ -294,7 +294,7 @@ func (s *Server) stopping() bool {
 func (s *Server) ready() []<-chan struct{} {
 	all := []<-chan struct{}{s.config.NodeGroups.Ready(), s.config.Machines.Ready(), s.config.Claims.Ready(), s.config.Clusters.Ready()}
 	if s.config.NodePools != nil {
-		all = append(all, s.config.NodePools.Feed.Ready())
+		all = append(all, s.config.NodePools.Cache.Ready())
 	}
 	return all
 }
@@ -364,7 +364,7 @@ func (s *Server) shutDown(servers []*grpc.Server) {
 	s.config.Claims.Close()
 	s.config.Clusters.Close()
 	if s.config.NodePools != nil {
-		s.config.NodePools.Feed.Close()
+		s.config.NodePools.Cache.Close()
 	}
 	drained := make(chan struct{})
 	go func() {
@@ -408,11 +408,11 @@ func (s *Server) register(server registrar) {
 	s.metrics.InitializeMetrics(server)
 }
 
-// collectors returns metrics of the feeds and of the state of the server.
+// collectors returns metrics of the views and of the state of the server.
 func (s *Server) collectors() []prometheus.Collector {
 	type view struct {
 		name  string
-		stats func() feed.Stats
+		stats func() watchcache.Stats
 	}
 	var all []prometheus.Collector
 	views := []view{
@@ -422,7 +422,7 @@ func (s *Server) collectors() []prometheus.Collector {
 		{"clusters", s.config.Clusters.Stats},
 	}
 	if s.config.NodePools != nil {
-		views = append(views, view{"published_objects", s.config.NodePools.Feed.Stats})
+		views = append(views, view{"published_objects", s.config.NodePools.Cache.Stats})
 	}
 	for _, v := range views {
 		labels := prometheus.Labels{"view": v.name}

@@ -44,12 +44,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
@@ -130,7 +130,7 @@ func (e *engine) List(context.Context, claims.ListOptions) ([]v1alpha1.MachineCl
 	return nil, "token", e.error()
 }
 
-func (e *engine) Whole(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
+func (e *engine) UnpausedCluster(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
 	return &clusterv1.Cluster{}, e.error()
 }
 
@@ -156,10 +156,10 @@ type fixture struct {
 
 	engine     *engine
 	server     *server.Server
-	nodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
-	machines   *feed.Feed[*agentv1alpha1.Machine]
-	claims     *feed.Feed[*agentv1alpha1.Claim]
-	clusters   *feed.Feed[*agentv1alpha1.Cluster]
+	nodeGroups *watchcache.Cache[*agentv1alpha1.NodeGroup]
+	machines   *watchcache.Cache[*agentv1alpha1.Machine]
+	claims     *watchcache.Cache[*agentv1alpha1.Claim]
+	clusters   *watchcache.Cache[*agentv1alpha1.Cluster]
 	registry   *prometheus.Registry
 	authority  *testpki.Authority
 	serverPKI  string
@@ -188,16 +188,16 @@ func (l *lines) String() string {
 	return l.text.String()
 }
 
-func newFeed[M proto.Message](buffer int) *feed.Feed[M] {
-	return feed.New(feed.Options[M]{Equal: func(a, b M) bool { return proto.Equal(a, b) }, Buffer: buffer, Heartbeat: time.Minute})
+func newCache[M proto.Message](buffer int) *watchcache.Cache[M] {
+	return watchcache.New(watchcache.Options[M]{Equal: func(a, b M) bool { return proto.Equal(a, b) }, Buffer: buffer, Heartbeat: time.Minute})
 }
 
 func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 	t.Helper()
 	f := &fixture{
 		T: t, engine: &engine{}, registry: prometheus.NewRegistry(), authority: testpki.New(t), serverPKI: t.TempDir(), log: &lines{},
-		nodeGroups: newFeed[*agentv1alpha1.NodeGroup](4), machines: newFeed[*agentv1alpha1.Machine](4), claims: newFeed[*agentv1alpha1.Claim](4),
-		clusters: newFeed[*agentv1alpha1.Cluster](4),
+		nodeGroups: newCache[*agentv1alpha1.NodeGroup](4), machines: newCache[*agentv1alpha1.Machine](4), claims: newCache[*agentv1alpha1.Claim](4),
+		clusters: newCache[*agentv1alpha1.Cluster](4),
 	}
 	policy, err := authz.ParsePolicy(
 		[]byte("identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  allClusters: true\n"), "karpenter-capi")
@@ -528,7 +528,7 @@ func TestLoopbackListenerRefusesOtherAddresses(t *testing.T) {
 
 func TestNothingIsAnsweredBeforeTheViewIsComplete(t *testing.T) {
 	f := start(t, func(f *fixture, c *server.Config) {
-		f.nodeGroups, f.machines, f.claims = newFeed[*agentv1alpha1.NodeGroup](4), newFeed[*agentv1alpha1.Machine](4), newFeed[*agentv1alpha1.Claim](4)
+		f.nodeGroups, f.machines, f.claims = newCache[*agentv1alpha1.NodeGroup](4), newCache[*agentv1alpha1.Machine](4), newCache[*agentv1alpha1.Claim](4)
 		c.NodeGroups, c.Machines, c.Claims = f.nodeGroups, f.machines, f.claims
 	})
 	c := f.cluster()
@@ -743,7 +743,7 @@ func TestRequestIDIsTheCallersOrNew(t *testing.T) {
 func TestWatcherOfOneHolderSeesOnlyItsClaimsAndHeartbeatsBetweenTheOthers(t *testing.T) {
 	fake := clocktesting.NewFakeClock(time.Unix(1000, 0))
 	f := start(t, func(f *fixture, c *server.Config) {
-		f.claims = feed.New(feed.Options[*agentv1alpha1.Claim]{
+		f.claims = watchcache.New(watchcache.Options[*agentv1alpha1.Claim]{
 			Equal: func(a, b *agentv1alpha1.Claim) bool { return proto.Equal(a, b) }, Buffer: 4, Heartbeat: time.Minute, Clock: fake,
 		})
 		f.claims.SetReady()

@@ -7,7 +7,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -25,7 +25,7 @@ type sender[T any] struct {
 // caller goes away or loses its rights, the agent shuts down, or the hub's API server stops
 // responding. In the last case anything sent, heartbeats included, would look newer than it is.
 func watch[T any](
-	ctx context.Context, s *Server, objects *feed.Feed[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T],
+	ctx context.Context, s *Server, objects *watchcache.Cache[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T],
 ) error {
 	if err := s.inContact(); err != nil {
 		return err
@@ -37,10 +37,10 @@ func watch[T any](
 	return forward(ctx, objects, cluster, wanted, send)
 }
 
-// forward sends a feed's events until the context ends, which ends with the cause that the caller is
-// told.
+// forward sends a cache's events until the context ends, which ends with the cause that the caller
+// is told.
 func forward[T any](
-	ctx context.Context, objects *feed.Feed[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T],
+	ctx context.Context, objects *watchcache.Cache[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T],
 ) error {
 	subscription, err := objects.Subscribe(cluster, wanted)
 	if err != nil {
@@ -59,15 +59,15 @@ func forward[T any](
 			return answerOther(ctx, err)
 		}
 		switch event.Kind {
-		case feed.Upsert:
+		case watchcache.Upsert:
 			err = send.upsert(event.Object)
-		case feed.Removed:
+		case watchcache.Removed:
 			err = send.removed(event.Key)
-		case feed.Synced:
+		case watchcache.Synced:
 			err = send.synced(&agentv1alpha1.Synced{Generation: event.Generation})
-		case feed.Heartbeat:
+		case watchcache.Heartbeat:
 			err = send.heartbeat(&agentv1alpha1.Heartbeat{Time: timestamppb.New(event.Time)})
-		case feed.Resync:
+		case watchcache.Resync:
 			err = send.resync(&agentv1alpha1.Resync{Reason: "the stream was read too slowly, and changes were dropped"})
 		}
 		if err != nil {

@@ -45,8 +45,8 @@ func claimOf(cluster types.NamespacedName, id, uid string, length int) *v1alpha1
 	}
 }
 
-// world is a budget on an informer whose events the tests make.
-type world struct {
+// environment is a budget on an informer whose events the tests make.
+type environment struct {
 	*storage.Budget
 
 	recorder  *events.FakeRecorder
@@ -71,7 +71,7 @@ func (i informers) List(ctx context.Context, list client.ObjectList, options ...
 
 var _ cache.Cache = informers{}
 
-func newWorld(t *testing.T, limit int64) *world {
+func newEnvironment(t *testing.T, limit int64) *environment {
 	t.Helper()
 	scheme, err := hub.Scheme()
 	require.NoError(t, err)
@@ -81,7 +81,7 @@ func newWorld(t *testing.T, limit int64) *world {
 			&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: production.Namespace, Name: production.Name}},
 		}...).Build(),
 	}
-	w := &world{Budget: storage.New(limit), recorder: events.NewFakeRecorder(10)}
+	w := &environment{Budget: storage.New(limit), recorder: events.NewFakeRecorder(10)}
 	w.transform = w.Measure(hub.Slim)
 	require.NoError(t, w.Follow(t.Context(), of, w.recorder))
 	w.informer, err = of.FakeInformerFor(t.Context(), &v1alpha1.MachineClaim{})
@@ -90,7 +90,7 @@ func newWorld(t *testing.T, limit int64) *world {
 }
 
 // read passes a claim through the transform, as the cache does with everything it reads.
-func (w *world) read(t *testing.T, claim *v1alpha1.MachineClaim) *v1alpha1.MachineClaim {
+func (w *environment) read(t *testing.T, claim *v1alpha1.MachineClaim) *v1alpha1.MachineClaim {
 	t.Helper()
 	object, err := w.transform(claim.DeepCopy())
 	require.NoError(t, err)
@@ -100,7 +100,7 @@ func (w *world) read(t *testing.T, claim *v1alpha1.MachineClaim) *v1alpha1.Machi
 }
 
 func TestClaimsAreMeasuredAsTheyAreReadAndForgottenAsTheyGo(t *testing.T) {
-	w := newWorld(t, 0)
+	w := newEnvironment(t, 0)
 	first, second := claimOf(production, "a", "1", 0), claimOf(production, "b", "2", 500)
 	second.Spec.Candidates = []string{strings.Repeat("c", 200)} // which the cache does not keep
 	other := claimOf(staging, "a", "3", 0)
@@ -145,7 +145,7 @@ func TestClaimsAreMeasuredAsTheyAreReadAndForgottenAsTheyGo(t *testing.T) {
 
 func TestOnlyFurtherClaimsOfAClusterThatHasUsedUpItsLimitAreRefused(t *testing.T) {
 	claim := claimOf(production, "a", "1", 0)
-	w := newWorld(t, storage.Size(claim))
+	w := newEnvironment(t, storage.Size(claim))
 	find := func(_ context.Context, key claims.Key) (*v1alpha1.MachineClaim, error) {
 		switch key.ID {
 		case "a":
@@ -179,7 +179,7 @@ func TestOnlyFurtherClaimsOfAClusterThatHasUsedUpItsLimitAreRefused(t *testing.T
 }
 
 func TestWithoutALimitNothingIsRefused(t *testing.T) {
-	w := newWorld(t, 0)
+	w := newEnvironment(t, 0)
 	w.informer.Add(w.read(t, claimOf(production, "a", "1", 1000)))
 	require.NoError(t, w.Room(t.Context(), claims.Key{Namespace: production.Namespace, Cluster: production.Name, ID: "b"}, nil))
 }

@@ -172,10 +172,10 @@ func run(ctx context.Context) error {
 		return err
 	}
 	connection := connectivity.New(mirrors)
-	fit := connectivity.NewFit(connectivity.FitConfig{
+	compatibility := connectivity.NewCompatibilityCheck(connectivity.CompatibilityConfig{
 		Status: agent.Status, Connection: nodeGroups, Version: coreoperator.Version, Timeout: opts.AgentTimeout, Clock: clock.RealClock{},
 	})
-	runnables := []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection, fit}
+	runnables := []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection, compatibility}
 	certificate, keepers := clientCertificate(ctx, opts, op, agent, held, cluster)
 	for _, runnable := range append(runnables, keepers...) {
 		if err := op.Add(runnable); err != nil {
@@ -232,7 +232,8 @@ func run(ctx context.Context) error {
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
 			finder, opts.AgentTimeout),
-		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, fit, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
+		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, compatibility, cluster, op.EventRecorder,
+			opts.HubUnreachableGracePeriod),
 		floor.New(op.Clock, op.GetClient(), finder, claimSync.Soon, op.EventRecorder),
 		latenode.New(op.Clock, decorated, clusterState),
 	)

@@ -259,11 +259,11 @@ func TestADriftPolicyThatDecidesNothingIsTold(t *testing.T) {
 
 // A class whose groups have no zone is usual in a cluster with a single one, and no problem there.
 func TestMissingZonesAreToldWhereZonesMatter(t *testing.T) {
-	problems := func(w *shimtest.World) []string {
+	problems := func(w *shimtest.Env) []string {
 		class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
 		return class.Problems
 	}
-	launched := func(w *shimtest.World, name, zone string) {
+	launched := func(w *shimtest.Env, name, zone string) {
 		w.Create(w.NodeClaim(name, func(nc *karpv1.NodeClaim) {
 			nc.Labels[corev1.LabelTopologyZone] = zone
 			nc.Labels[corev1.LabelInstanceTypeStable], nc.Labels[karpv1.CapacityTypeLabelKey] = "a", "on-demand"
@@ -278,11 +278,11 @@ func TestMissingZonesAreToldWhereZonesMatter(t *testing.T) {
 	}
 	groups := []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}
 	for name, matters := range map[string]struct {
-		do   func(w *shimtest.World)
+		do   func(w *shimtest.Env)
 		want string
 	}{
 		"the NodePool requires one": {
-			do: func(w *shimtest.World) {
+			do: func(w *shimtest.Env) {
 				pool := nodePool(shimtest.NodeClassName)
 				pool.Name = "zonal"
 				pool.Spec.Template.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
@@ -293,7 +293,7 @@ func TestMissingZonesAreToldWhereZonesMatter(t *testing.T) {
 			want: "but NodePool zonal names the label topology.kubernetes.io/zone",
 		},
 		"the NodePool assigns one, by the label's old name": {
-			do: func(w *shimtest.World) {
+			do: func(w *shimtest.Env) {
 				pool := nodePool(shimtest.NodeClassName)
 				pool.Name = "zonal"
 				pool.Spec.Template.Labels = map[string]string{corev1.LabelFailureDomainBetaZone: "z1"}
@@ -302,7 +302,7 @@ func TestMissingZonesAreToldWhereZonesMatter(t *testing.T) {
 			want: "but NodePool zonal names the label topology.kubernetes.io/zone",
 		},
 		"the machines are in several": {
-			do: func(w *shimtest.World) {
+			do: func(w *shimtest.Env) {
 				launched(w, "one", "z1")
 				assert.Empty(t, problems(w), "a single zone does no harm")
 				launched(w, "two", "z2")

@@ -46,7 +46,7 @@ func requests(name corev1.ResourceName, quantity string) func(*karpv1.NodeClaim)
 	}
 }
 
-func candidates(w *shimtest.World) []string {
+func candidates(w *shimtest.Env) []string {
 	sent := w.Agent.Requests("CreateClaim")
 	request, _ := sent[len(sent)-1].(*agentv1alpha1.CreateClaimRequest)
 	return request.GetCandidates()

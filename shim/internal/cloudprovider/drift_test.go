@@ -21,22 +21,22 @@ import (
 
 // Core itself checks the instance types after an hour, independently of IsDrifted.
 func TestOnlyTheDriftPolicyDecidesWhetherANodeIsReplacedForItsNodeGroup(t *testing.T) {
-	group := func(change func(*agentv1alpha1.NodeGroup)) func(*shimtest.World) {
-		return func(w *shimtest.World) { w.Agent.UpdateNodeGroup("default/a", change) }
+	group := func(change func(*agentv1alpha1.NodeGroup)) func(*shimtest.Env) {
+		return func(w *shimtest.Env) { w.Agent.UpdateNodeGroup("default/a", change) }
 	}
 	for name, c := range map[string]struct {
-		change func(*shimtest.World)
+		change func(*shimtest.Env)
 		// want is the reason of the condition Drifted with the policy Replace.
 		want string
 	}{
-		"nothing has changed": {func(*shimtest.World) {}, ""},
-		"the selector is narrower": {func(w *shimtest.World) {
+		"nothing has changed": {func(*shimtest.Env) {}, ""},
+		"the selector is narrower": {func(w *shimtest.Env) {
 			changeNodeClass(w, func(spec *v1alpha1.ClusterAPINodeClassSpec) {
 				spec.ScalableResourceSelector = &metav1.LabelSelector{MatchLabels: map[string]string{"team": "blue"}}
 			})
 		}, string(cloudprovider.DriftNodeGroupNotSelected)},
 		"the opt-in label is gone": {
-			func(w *shimtest.World) { w.Agent.RemoveNodeGroup("default/a") }, string(cloudprovider.DriftNodeGroupNotSelected),
+			func(w *shimtest.Env) { w.Agent.RemoveNodeGroup("default/a") }, string(cloudprovider.DriftNodeGroupNotSelected),
 		},
 		"the instance type is corrected": {group(func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "m5.large" }), ""},
 		"the zone is corrected":          {group(func(g *agentv1alpha1.NodeGroup) { g.Zone = "z2" }), ""},
@@ -161,7 +161,7 @@ func TestANodeKeepsItsPriceWhenItsNodeGroupGoes(t *testing.T) {
 	assert.Empty(t, types[0].Offerings.Available())
 }
 
-func changeNodeClass(w *shimtest.World, change func(*v1alpha1.ClusterAPINodeClassSpec)) {
+func changeNodeClass(w *shimtest.Env, change func(*v1alpha1.ClusterAPINodeClassSpec)) {
 	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
 	w.Get(nodeClass)
 	change(&nodeClass.Spec)
@@ -170,7 +170,7 @@ func changeNodeClass(w *shimtest.World, change func(*v1alpha1.ClusterAPINodeClas
 }
 
 // refreshed waits for a snapshot that is newer than all changes so far.
-func refreshed(w *shimtest.World) {
+func refreshed(w *shimtest.Env) {
 	for range 2 { // one may already be in progress
 		before := w.Catalogue.Snapshot()
 		w.Catalogue.Refresh()

@@ -18,11 +18,11 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
 )
 
-// halfMade returns a world with an unclaimed Machine, and a NodeClaim of the given age that is to
-// adopt it and is not launched.
+// halfMade returns an environment with an unclaimed Machine, and a NodeClaim of the given age that
+// is to adopt it and is not launched.
 func halfMade(
 	t *testing.T, age time.Duration, annotations func(machine string) map[string]string,
-) (*world, *karpv1.NodeClaim, *agentv1alpha1.Machine) {
+) (*environment, *karpv1.NodeClaim, *agentv1alpha1.Machine) {
 	t.Helper()
 	w, left, machine := leftBehind(t)
 	require.NoError(t, w.Kube.Delete(w.Context(), left))
@@ -45,7 +45,7 @@ func byUs(machine string) map[string]string {
 
 // core returns core's own controller of NodeClaims. It ends those that are not launched or
 // registered in time.
-func (w *world) core(provider *cloudprovider.CloudProvider) *lifecycle.Controller {
+func (w *environment) core(provider *cloudprovider.CloudProvider) *lifecycle.Controller {
 	return lifecycle.NewController(w.clock, w.Kube, provider, w.Recorder, state.NewCluster(w.clock, w.Kube, provider), nodepoolhealth.NewState(), nil)
 }
 

@@ -48,7 +48,7 @@ func spread(pod *corev1.Pod) {
 }
 
 // launch creates the NodeClaims that core planned, and returns their node groups.
-func launch(t *testing.T, w *shimtest.World, planned []*coresched.NodeClaim) []string {
+func launch(t *testing.T, w *shimtest.Env, planned []*coresched.NodeClaim) []string {
 	t.Helper()
 	return lo.Map(planned, func(p *coresched.NodeClaim, _ int) string {
 		nodeClaim := p.ToNodeClaim()

@@ -21,16 +21,17 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
-type world struct {
-	*shimtest.World
+type environment struct {
+	*shimtest.Env
 	clock *clocktesting.FakeClock
 }
 
-// leftBehind returns a world with a NodeClaim that another provider left behind, and its Machine.
-func leftBehind(t *testing.T) (*world, *karpv1.NodeClaim, *agentv1alpha1.Machine) {
+// leftBehind returns an environment with a NodeClaim that another provider left behind, and its
+// Machine.
+func leftBehind(t *testing.T) (*environment, *karpv1.NodeClaim, *agentv1alpha1.Machine) {
 	t.Helper()
-	w := &world{clock: clocktesting.NewFakeClock(time.Now())}
-	w.World = shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Replicas: 1}}, shimtest.WithClock(w.clock),
+	w := &environment{clock: clocktesting.NewFakeClock(time.Now())}
+	w.Env = shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Replicas: 1}}, shimtest.WithClock(w.clock),
 		shimtest.WithAgent(fakeagent.WithInfrastructure(fakeagent.Infrastructure{Terminate: fakeagent.Manual})))
 	response, err := w.Client.Machines.ListMachines(w.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: w.Cluster})
 	require.NoError(t, err)
@@ -313,13 +314,13 @@ func (a adopting) ListMachines(
 }
 
 func TestAMachineThatIsAdoptedMeanwhileIsNotMissed(t *testing.T) {
-	for name, isThere := range map[string]func(*world, *cloudprovider.CloudProvider, string) bool{
-		"by List": func(w *world, provider *cloudprovider.CloudProvider, id string) bool {
+	for name, isThere := range map[string]func(*environment, *cloudprovider.CloudProvider, string) bool{
+		"by List": func(w *environment, provider *cloudprovider.CloudProvider, id string) bool {
 			listed, err := provider.List(w.Context())
 			require.NoError(t, err)
 			return lo.ContainsBy(listed, func(nc *karpv1.NodeClaim) bool { return nc.Status.ProviderID == id })
 		},
-		"by Get": func(w *world, provider *cloudprovider.CloudProvider, id string) bool {
+		"by Get": func(w *environment, provider *cloudprovider.CloudProvider, id string) bool {
 			_, err := provider.Get(w.Context(), id)
 			return err == nil
 		},

@@ -47,8 +47,8 @@ var (
 	production      = &agentv1alpha1.ClusterRef{Namespace: "team-a", Name: "production"}
 )
 
-// world is the API server of a spoke, and the agent of a hub.
-type world struct {
+// environment is the API server of a spoke, and the agent of a hub.
+type environment struct {
 	t     *testing.T
 	ctx   context.Context //nolint:containedctx // The length of the test, with its logger.
 	clock *clocktesting.FakeClock
@@ -63,10 +63,10 @@ type world struct {
 	keys []string // all keys that were ever in a secret
 }
 
-func newWorld(t *testing.T) *world {
+func newEnvironment(t *testing.T) *environment {
 	t.Helper()
 	clk := clocktesting.NewFakeClock(time.Now())
-	w := &world{t: t, clock: clk, agent: serve(t, clk)}
+	w := &environment{t: t, clock: clk, agent: serve(t, clk)}
 	w.ctx = log.IntoContext(t.Context(), w.logger())
 	around := func(verb string, object client.Object, call func() error) error {
 		w.keep(object)
@@ -96,7 +96,7 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-func (w *world) logger() logr.Logger {
+func (w *environment) logger() logr.Logger {
 	return funcr.New(func(_, line string) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
@@ -104,14 +104,14 @@ func (w *world) logger() logr.Logger {
 	}, funcr.Options{Verbosity: 9})
 }
 
-func (w *world) logged() string {
+func (w *environment) logged() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.logs.String()
 }
 
 // keep records the keys that are written.
-func (w *world) keep(object client.Object) {
+func (w *environment) keep(object client.Object) {
 	secret, ok := object.(*corev1.Secret)
 	if !ok {
 		return
@@ -125,7 +125,7 @@ func (w *world) keep(object client.Object) {
 	}
 }
 
-func (w *world) noKeyWasLogged() {
+func (w *environment) noKeyWasLogged() {
 	text := w.logged()
 	assert.NotContains(w.t, text, "PRIVATE KEY-")
 	w.mu.Lock()
@@ -135,7 +135,7 @@ func (w *world) noKeyWasLogged() {
 	}
 }
 
-func (w *world) hasNoKey(text, key string) {
+func (w *environment) hasNoKey(text, key string) {
 	for line := range strings.SplitSeq(strings.TrimSpace(key), "\n") {
 		if !strings.HasPrefix(line, "-----") {
 			assert.NotContains(w.t, text, line)
@@ -147,12 +147,12 @@ func (w *world) hasNoKey(text, key string) {
 type replica struct {
 	*Keeper
 
-	w         *world
+	w         *environment
 	client    *agentclient.Client
 	announced []string
 }
 
-func (w *world) replica() *replica {
+func (w *environment) replica() *replica {
 	w.t.Helper()
 	r := &replica{w: w}
 	held := NewHeld(bootstrapSecret, production)
@@ -192,7 +192,7 @@ func (r *replica) works() {
 	require.Eventually(r.w.t, func() bool { return r.calls() == nil }, patience, 5*time.Millisecond)
 }
 
-func (w *world) secret(name types.NamespacedName) *corev1.Secret {
+func (w *environment) secret(name types.NamespacedName) *corev1.Secret {
 	w.t.Helper()
 	secret := &corev1.Secret{}
 	require.NoError(w.t, w.kube.Get(w.t.Context(), name, secret))
@@ -200,7 +200,7 @@ func (w *world) secret(name types.NamespacedName) *corev1.Secret {
 }
 
 // put writes a secret, as a user does.
-func (w *world) put(name types.NamespacedName, data map[string][]byte) {
+func (w *environment) put(name types.NamespacedName, data map[string][]byte) {
 	w.t.Helper()
 	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name.Namespace, Name: name.Name}}
 	err := w.kube.Get(w.t.Context(), name, secret)
@@ -214,7 +214,7 @@ func (w *world) put(name types.NamespacedName, data map[string][]byte) {
 }
 
 // stored returns the certificate in the identity secret, which must also hold its key.
-func (w *world) stored() *x509.Certificate {
+func (w *environment) stored() *x509.Certificate {
 	w.t.Helper()
 	certificate, _, err := stored{secret: w.secret(identitySecret)}.pem().Parse()
 	require.NoError(w.t, err)
@@ -222,7 +222,7 @@ func (w *world) stored() *x509.Certificate {
 }
 
 // enrolled returns a replica with a certificate of the onboarding "first".
-func (w *world) enrolled() *replica {
+func (w *environment) enrolled() *replica {
 	w.t.Helper()
 	w.put(bootstrapSecret, w.agent.onboard("first"))
 	r := w.replica()
@@ -232,7 +232,7 @@ func (w *world) enrolled() *replica {
 }
 
 func TestAShimGetsItsCertificateByItsBootstrap(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	r := w.replica()
 	r.looks()
 	require.ErrorContains(t, r.calls(), "waiting for the secret karpenter/karpenter-agent-bootstrap, which `capi-agent onboard` writes for the Cluster "+
@@ -267,7 +267,7 @@ func keysOf(data map[string][]byte) []string {
 }
 
 func TestAnEmptySecretThatIsThereIsUsed(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.put(identitySecret, nil)
 	before := w.secret(identitySecret).UID
 	w.enrolled()
@@ -275,7 +275,7 @@ func TestAnEmptySecretThatIsThereIsUsed(t *testing.T) {
 }
 
 func TestTheKeyIsStoredBeforeTheBootstrapIsUsed(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.put(bootstrapSecret, w.agent.onboard("first"))
 	var atCall *corev1.Secret
 	w.agent.before = func() error {
@@ -291,7 +291,7 @@ func TestTheKeyIsStoredBeforeTheBootstrapIsUsed(t *testing.T) {
 }
 
 func TestAKeyThatCannotBeStoredIsNotCertified(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.put(bootstrapSecret, w.agent.onboard("first"))
 	w.disturb = func(verb string, _ client.Object, done bool) error {
 		if verb == "create" && !done {
@@ -314,7 +314,7 @@ func TestAKeyThatCannotBeStoredIsNotCertified(t *testing.T) {
 func TestALostAnswerIsAskedForAgainWithTheSameKey(t *testing.T) {
 	for name, restarts := range map[string]bool{"by the same process": false, "by the next process": true} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			w.put(bootstrapSecret, w.agent.onboard("first"))
 			r := w.replica()
 			w.agent.answers(nil, lost)
@@ -341,7 +341,7 @@ func TestAProcessMayEndAtAnyStep(t *testing.T) {
 			for step := 1; ; step++ {
 				steps := 0
 				t.Run(fmt.Sprintf("renewal %t, step %d, applied %t", renews, step, applied), func(t *testing.T) {
-					w := newWorld(t)
+					w := newEnvironment(t)
 					w.put(bootstrapSecret, w.agent.onboard("first"))
 					if renews {
 						w.replica().looks()
@@ -395,7 +395,7 @@ func TestAProcessMayEndAtAnyStep(t *testing.T) {
 }
 
 func TestACertificateIsRenewedInTimeWithANewKey(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	r := w.enrolled()
 	first := w.stored()
 	at, err := time.Parse(time.RFC3339, w.secret(identitySecret).Annotations[RenewAtAnnotation])
@@ -422,7 +422,7 @@ func TestACertificateIsRenewedInTimeWithANewKey(t *testing.T) {
 func TestACertificateWithoutATimeIsRenewedAtHalfOfItsLife(t *testing.T) {
 	for name, annotation := range map[string]string{"none": "", "no time": "soon", "one of an earlier certificate": "2020-01-01T00:00:00Z"} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			r := w.enrolled()
 			secret := w.secret(identitySecret)
 			secret.Annotations[RenewAtAnnotation] = annotation
@@ -438,7 +438,7 @@ func TestACertificateWithoutATimeIsRenewedAtHalfOfItsLife(t *testing.T) {
 }
 
 func TestFailedRenewalsAreRepeatedWithBackoff(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	r := w.enrolled()
 	w.clock.Step(lifetime / 2)
 	unavailable := status.Error(codes.Internal, "no disk") // a code that the client does not retry itself
@@ -469,7 +469,7 @@ func TestFailedRenewalsAreRepeatedWithBackoff(t *testing.T) {
 }
 
 func TestTheAgentsDelayIsHonoured(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	r := w.enrolled()
 	w.clock.Step(lifetime / 2)
 	w.agent.answers(agenterrors.Throttled("slowly", time.Hour), nil)
@@ -493,7 +493,7 @@ func TestARefusalIsToldOnceWithWhatToDo(t *testing.T) {
 		"an older agent":  status.Error(codes.Unimplemented, "unknown service"),
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			w.put(bootstrapSecret, w.agent.onboard("first"))
 			r := w.replica()
 			w.agent.answers(refusal, nil)
@@ -538,7 +538,7 @@ func TestABootstrapThatCannotBeUsedIsNamedAndNotSent(t *testing.T) {
 		}, "does not match"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			w.put(bootstrapSecret, c.content(w.agent))
 			r := w.replica()
 			for range 3 {
@@ -556,12 +556,12 @@ func TestABootstrapThatCannotBeUsedIsNamedAndNotSent(t *testing.T) {
 }
 
 func TestAnotherOnboardingIsFollowed(t *testing.T) {
-	for name, before := range map[string]func(*world){
-		"while the certificate is refused": func(*world) {},
-		"after the certificate has ended":  func(w *world) { w.clock.Step(lifetime + time.Hour) },
+	for name, before := range map[string]func(*environment){
+		"while the certificate is refused": func(*environment) {},
+		"after the certificate has ended":  func(w *environment) { w.clock.Step(lifetime + time.Hour) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			r := w.enrolled()
 			first := w.stored()
 			before(w)
@@ -575,7 +575,7 @@ func TestAnotherOnboardingIsFollowed(t *testing.T) {
 }
 
 func TestAnEndedCertificateIsToldOnce(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	r := w.enrolled()
 	w.clock.Step(lifetime + time.Minute)
 	for range 3 {
@@ -590,7 +590,7 @@ func TestAnEndedCertificateIsToldOnce(t *testing.T) {
 
 // This is a leftover of an earlier onboarding, such as from a backup.
 func TestABootstrapOfAnEarlierOnboardingTakesNothingAway(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	earlier := w.agent.onboard("earlier")
 	r := w.enrolled()
 	first := w.stored()
@@ -607,7 +607,7 @@ func TestABootstrapOfAnEarlierOnboardingTakesNothingAway(t *testing.T) {
 }
 
 func TestACertificateOfElsewhereIsUsedAndReplacedByAnOnboarding(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.agent.onboard("")
 	w.put(identitySecret, w.agent.certified("/cluster/team-a/production/", lifetime))
 	r := w.replica()
@@ -620,24 +620,24 @@ func TestACertificateOfElsewhereIsUsedAndReplacedByAnOnboarding(t *testing.T) {
 }
 
 func TestAnIdentityThatIsLostWhileItWorksIsStoredAnew(t *testing.T) {
-	for name, lose := range map[string]func(*world){
-		"emptied": func(w *world) { w.put(identitySecret, nil) },
-		"spoilt": func(w *world) {
+	for name, lose := range map[string]func(*environment){
+		"emptied": func(w *environment) { w.put(identitySecret, nil) },
+		"spoilt": func(w *environment) {
 			w.put(identitySecret, map[string][]byte{"tls.crt": []byte("a"), "tls.key": []byte("no key at all"), "ca.crt": []byte("c")})
 		},
-		"replaced by one that has ended": func(w *world) {
+		"replaced by one that has ended": func(w *environment) {
 			w.put(identitySecret, w.agent.certified("/cluster/team-a/production/first", -time.Second))
 		},
-		"replaced by one of an earlier onboarding": func(w *world) {
+		"replaced by one of an earlier onboarding": func(w *environment) {
 			w.put(identitySecret, w.before("/cluster/team-a/production/earlier"))
 		},
-		"replaced by one that was issued elsewhere before": func(w *world) {
+		"replaced by one that was issued elsewhere before": func(w *environment) {
 			w.put(identitySecret, w.before("/cluster/team-a/production"))
 		},
-		"deleted": func(w *world) { require.NoError(w.t, w.kube.Delete(w.t.Context(), w.secret(identitySecret))) },
+		"deleted": func(w *environment) { require.NoError(w.t, w.kube.Delete(w.t.Context(), w.secret(identitySecret))) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			r := w.enrolled()
 			lose(w)
 			_, err := r.read(w.ctx)
@@ -658,7 +658,7 @@ func TestAnIdentityThatIsLostWhileItWorksIsStoredAnew(t *testing.T) {
 
 // before returns the content of a secret with a certificate that was issued an hour ago and has not
 // expired.
-func (w *world) before(path string) map[string][]byte {
+func (w *environment) before(path string) map[string][]byte {
 	now := w.clock.Now()
 	defer w.clock.SetTime(now)
 	w.clock.SetTime(now.Add(-time.Hour))
@@ -672,7 +672,7 @@ func TestAnEnrollmentByAnotherReplicaIsTaken(t *testing.T) {
 		"after an hour": time.Hour, "in the same second": 0, "by an agent whose clock is behind": -issuersSkew,
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			r := w.enrolled()
 			w.clock.Step(later)
 			w.put(bootstrapSecret, w.agent.onboard("second"))
@@ -690,7 +690,7 @@ func TestAnEnrollmentByAnotherReplicaIsTaken(t *testing.T) {
 
 // An expired certificate has no value, so a restored one cannot make it worse.
 func TestAStoredCertificateIsTakenWhenThePresentOneHasEnded(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	r := w.enrolled()
 	w.agent.onboard("earlier") // the hub was restored, too
 	w.put(identitySecret, w.before("/cluster/team-a/production/earlier"))
@@ -707,7 +707,7 @@ func TestAStoredCertificateIsTakenWhenThePresentOneHasEnded(t *testing.T) {
 
 // The chart's role does not allow creating secrets.
 func TestNothingIsIssuedThatCannotBeStored(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	r := w.enrolled()
 	require.NoError(t, w.kube.Delete(t.Context(), w.secret(identitySecret)))
 	w.disturb = func(verb string, _ client.Object, done bool) error {
@@ -740,7 +740,7 @@ func TestWhatTheAgentShouldNotIssueIsNotStored(t *testing.T) {
 		"a bootstrap": "/bootstrap/team-a/production/first",
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			w.put(bootstrapSecret, w.agent.onboard("first"))
 			w.agent.issue = func(string) string { return path }
 			r := w.replica()
@@ -751,7 +751,7 @@ func TestWhatTheAgentShouldNotIssueIsNotStored(t *testing.T) {
 }
 
 func TestTwoLeadersUseOneKey(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.put(bootstrapSecret, w.agent.onboard("first"))
 	replicas := []*replica{w.replica(), w.replica(), w.replica()}
 	var leading sync.WaitGroup
@@ -776,7 +776,7 @@ func TestTwoLeadersUseOneKey(t *testing.T) {
 func TestAConflictIsNoFailure(t *testing.T) {
 	for _, verb := range []string{"create", "update"} {
 		t.Run(verb, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			w.put(bootstrapSecret, w.agent.onboard("first"))
 			slow, fast := w.replica(), w.replica()
 			once := false
@@ -801,7 +801,7 @@ func TestAConflictIsNoFailure(t *testing.T) {
 }
 
 func TestOnlyTheLeaderRequestsCertificatesAndAllReadThem(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.put(bootstrapSecret, w.agent.onboard("first"))
 	follower, leader := w.replica(), w.replica()
 	require.False(t, follower.Follow().NeedLeaderElection())
@@ -824,7 +824,7 @@ func TestOnlyTheLeaderRequestsCertificatesAndAllReadThem(t *testing.T) {
 }
 
 func TestRenewalsFailNoCall(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	r := w.enrolled()
 	ctx, cancel := context.WithCancel(w.ctx)
 	defer cancel()
@@ -855,7 +855,7 @@ func TestRenewalsFailNoCall(t *testing.T) {
 }
 
 func TestAnUnreadableSpokeLeavesTheCertificateInForce(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	r := w.enrolled()
 	w.disturb = func(string, client.Object, bool) error { return errors.New("no API server") }
 	require.ErrorContains(t, r.round(w.ctx), "no API server")
@@ -872,7 +872,7 @@ func TestAnUnreadableSpokeLeavesTheCertificateInForce(t *testing.T) {
 }
 
 func TestObtainWaitsForTheFirstCertificate(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	r := w.replica()
 	obtained := make(chan error, 1)
 	go func() { obtained <- r.Obtain(w.ctx) }()
@@ -895,20 +895,20 @@ func TestObtainWaitsForTheFirstCertificate(t *testing.T) {
 
 func TestObtainReturnsWhatItWasWaitingFor(t *testing.T) {
 	for name, c := range map[string]struct {
-		prepare func(*world)
+		prepare func(*environment)
 		says    string
 	}{
-		"no bootstrap": {func(*world) {}, "waiting for the secret karpenter/karpenter-agent-bootstrap, which `capi-agent onboard` writes"},
-		"no agent": {func(w *world) {
+		"no bootstrap": {func(*environment) {}, "waiting for the secret karpenter/karpenter-agent-bootstrap, which `capi-agent onboard` writes"},
+		"no agent": {func(w *environment) {
 			w.put(bootstrapSecret, w.agent.onboard("first"))
 			w.agent.answers(lost, nil)
 		}, "lost"},
-		"no API server": {func(w *world) {
+		"no API server": {func(w *environment) {
 			w.disturb = func(string, client.Object, bool) error { return errors.New("no API server") }
 		}, "no API server"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			c.prepare(w)
 			ctx, cancel := context.WithCancel(w.ctx)
 			obtained := make(chan error, 1)
@@ -923,22 +923,22 @@ func TestObtainReturnsWhatItWasWaitingFor(t *testing.T) {
 
 func TestObtainDoesNotWaitForWhatAPersonHasToDo(t *testing.T) {
 	for name, c := range map[string]struct {
-		prepare func(*world)
+		prepare func(*environment)
 		says    string
 	}{
-		"refused": {func(w *world) {
+		"refused": {func(w *environment) {
 			w.put(bootstrapSecret, w.agent.onboard("first"))
 			w.agent.answers(agenterrors.PermissionDenied("used for another key"), nil)
 		}, "used for another key"},
-		"a bootstrap that has ended": {func(w *world) {
+		"a bootstrap that has ended": {func(w *environment) {
 			w.put(bootstrapSecret, w.agent.certified("/bootstrap/team-a/production/x", -time.Second))
 		}, "expired at"},
-		"a certificate that has ended": {func(w *world) {
+		"a certificate that has ended": {func(w *environment) {
 			w.put(identitySecret, w.agent.certified("/cluster/team-a/production/x", -time.Second))
 		}, "expired at"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			c.prepare(w)
 			err := w.replica().Obtain(w.ctx)
 			require.ErrorContains(t, err, c.says)
@@ -948,7 +948,7 @@ func TestObtainDoesNotWaitForWhatAPersonHasToDo(t *testing.T) {
 }
 
 func TestObtainIsContentWithACertificateThatCannotBeRenewed(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.enrolled()
 	w.clock.Step(lifetime / 2)
 	w.agent.answers(lost, nil)
@@ -958,7 +958,7 @@ func TestObtainIsContentWithACertificateThatCannotBeRenewed(t *testing.T) {
 }
 
 func TestRequestsAreCounted(t *testing.T) {
-	newWorld(t).enrolled()
+	newEnvironment(t).enrolled()
 	families, err := crmetrics.Registry.Gather()
 	require.NoError(t, err)
 	var found bool

@@ -38,7 +38,7 @@ func TestTheRightsOfTheChartSuffice(t *testing.T) {
 	limited, err := client.New(user.Config(), client.Options{Scheme: scheme.Scheme})
 	require.NoError(t, err)
 
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.kube = admin
 	in := metav1.ObjectMeta{Namespace: identitySecret.Namespace, Name: "identity"}
 	for _, object := range []client.Object{

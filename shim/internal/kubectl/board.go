@@ -42,8 +42,8 @@ func (s stage) String() string {
 	return [stages]string{"created", "launched", "bound", "provisioned", "joined", "ready", "being deleted", wordGone}[s]
 }
 
-// journey is what is known of one NodeClaim.
-type journey struct {
+// timeline is what is known of one NodeClaim.
+type timeline struct {
 	name, group, machine, node string
 	claim                      string // the claim's phase
 	infrastructure             string // what the infrastructure says, while there is no provider ID
@@ -58,13 +58,13 @@ type change struct {
 
 // board is what `top` shows. Its methods return what changed. It is not safe for concurrent use.
 type board struct {
-	now      func() time.Time
-	pods     map[types.NamespacedName]string
-	journeys map[types.UID]*journey
-	groups   map[string]*agentv1alpha1.NodeGroup
-	nodes    map[string]bool // whether ready, by name
-	told     string          // the last line about pods
-	agent    string          // why the agent is not connected, or ""
+	now       func() time.Time
+	pods      map[types.NamespacedName]string
+	timelines map[types.UID]*timeline
+	groups    map[string]*agentv1alpha1.NodeGroup
+	nodes     map[string]bool // whether ready, by name
+	told      string          // the last line about pods
+	agent     string          // why the agent is not connected, or ""
 }
 
 // goneFor is how long a NodeClaim is shown once it is gone.
@@ -72,23 +72,23 @@ const goneFor = 5 * time.Second
 
 func newBoard(now func() time.Time) *board {
 	return &board{
-		now: now, pods: map[types.NamespacedName]string{}, journeys: map[types.UID]*journey{},
+		now: now, pods: map[types.NamespacedName]string{}, timelines: map[types.UID]*timeline{},
 		groups: map[string]*agentv1alpha1.NodeGroup{}, nodes: map[string]bool{},
 	}
 }
 
-func (b *board) journey(uid types.UID) *journey {
-	j := b.journeys[uid]
+func (b *board) timeline(uid types.UID) *timeline {
+	j := b.timelines[uid]
 	if j == nil {
-		j = &journey{}
-		b.journeys[uid] = j
+		j = &timeline{}
+		b.timelines[uid] = j
 	}
 	return j
 }
 
 // reach records that a stage was reached, at a time that an object states or else now. It reports
 // whether that is new.
-func (b *board) reach(j *journey, s stage, stated time.Time) bool {
+func (b *board) reach(j *timeline, s stage, stated time.Time) bool {
 	if !j.at[s].IsZero() {
 		return false
 	}
@@ -99,7 +99,7 @@ func (b *board) reach(j *journey, s stage, stated time.Time) bool {
 	return true
 }
 
-func (j *journey) took(s stage) string {
+func (j *timeline) took(s stage) string {
 	if j.at[s].IsZero() || j.at[stageCreated].IsZero() {
 		return ""
 	}
@@ -107,7 +107,7 @@ func (j *journey) took(s stage) string {
 }
 
 func (b *board) seeNodeClaim(n *karpv1.NodeClaim) []change {
-	j := b.journey(n.UID)
+	j := b.timeline(n.UID)
 	j.name = n.Name
 	j.node = cmp.Or(n.Status.NodeName, j.node)
 	var changes []change
@@ -139,7 +139,7 @@ func (b *board) seeNodeClaim(n *karpv1.NodeClaim) []change {
 func prefix(with, text string) string { return lo.Ternary(text == "", "", with+text) }
 
 func (b *board) nodeClaimGone(n *karpv1.NodeClaim) []change {
-	j := b.journey(n.UID)
+	j := b.timeline(n.UID)
 	j.name = n.Name
 	if !b.reach(j, stageGone, time.Time{}) {
 		return nil
@@ -150,12 +150,12 @@ func (b *board) nodeClaimGone(n *karpv1.NodeClaim) []change {
 func (b *board) seeClaim(c *agentv1alpha1.Claim) []change {
 	uid := types.UID(c.GetClaimId())
 	phase := explain.ClaimPhase(c.GetPhase())
-	j, known := b.journeys[uid]
+	j, known := b.timelines[uid]
 	if !known && c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 		return nil // of a NodeClaim that was gone before
 	}
 	if !known {
-		j = b.journey(uid)
+		j = b.timeline(uid)
 	}
 	j.name = cmp.Or(j.name, c.GetDisplayName(), c.GetClaimId())
 	var changes []change
@@ -283,7 +283,7 @@ func (b *board) frame(width, height int) []string {
 	lines = append(lines, "")
 	lines = append(lines, grid(b.groupRows())...)
 	lines = append(lines, "")
-	rows := b.journeyRows()
+	rows := b.timelineRows()
 	if most := max(height-len(lines)-2, 3); height > 0 && len(rows)-1 > most {
 		hidden := len(rows) - 1 - most
 		lines = append(lines, fmt.Sprintf("%d more, older", hidden))
@@ -299,7 +299,7 @@ func (b *board) frame(width, height int) []string {
 func (b *board) groupRows() [][]string {
 	rows := [][]string{{"GROUP", "MACHINES", "MAX", "CLAIMS", "PRICE/H", "TAKES CLAIMS"}}
 	claims := map[string]int{}
-	for _, j := range b.journeys {
+	for _, j := range b.timelines {
 		if j.claim != "" && j.claim != "Ended" {
 			claims[j.group]++
 		}
@@ -315,26 +315,26 @@ func (b *board) groupRows() [][]string {
 	return rows
 }
 
-func (b *board) journeyRows() [][]string {
+func (b *board) timelineRows() [][]string {
 	rows := [][]string{{"NODECLAIM", "CLAIM", "MACHINE", "NODE", "LAUNCHED", "BOUND", "PROVISIONED", "JOINED", "READY", "NOW"}}
-	journeys := lo.Values(b.journeys)
-	slices.SortFunc(journeys, func(x, y *journey) int {
+	timelines := lo.Values(b.timelines)
+	slices.SortFunc(timelines, func(x, y *timeline) int {
 		return cmp.Or(x.at[stageCreated].Compare(y.at[stageCreated]), cmp.Compare(x.name, y.name))
 	})
-	for _, j := range journeys {
+	for _, j := range timelines {
 		if gone := j.at[stageGone]; !gone.IsZero() && b.now().Sub(gone) > goneFor {
 			continue
 		}
 		rows = append(rows, []string{
 			j.name, j.claim, j.machine, j.node, j.took(stageLaunched), j.took(stageBound), j.took(stageProvisioned), j.took(stageJoined),
-			j.took(stageReady), j.fate(),
+			j.took(stageReady), j.outcome(),
 		})
 	}
 	return rows
 }
 
-// fate says in a few words where a NodeClaim is.
-func (j *journey) fate() string {
+// outcome says in a few words where a NodeClaim is.
+func (j *timeline) outcome() string {
 	switch {
 	case !j.at[stageGone].IsZero():
 		return wordGone
@@ -351,7 +351,7 @@ func (j *journey) fate() string {
 
 // forget drops NodeClaims that have been gone for long.
 func (b *board) forget() {
-	maps.DeleteFunc(b.journeys, func(_ types.UID, j *journey) bool {
+	maps.DeleteFunc(b.timelines, func(_ types.UID, j *timeline) bool {
 		gone := j.at[stageGone]
 		return !gone.IsZero() && b.now().Sub(gone) > goneFor && (j.claim == "" || j.claim == "Ended")
 	})

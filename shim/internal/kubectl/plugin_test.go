@@ -42,9 +42,9 @@ const (
 	patience = 20 * time.Second
 )
 
-// world is a workload cluster and a management cluster, real API servers without anything else, and
-// a fake agent that is reached over TLS.
-type world struct {
+// environment is a workload cluster and a management cluster, real API servers without anything
+// else, and a fake agent that is reached over TLS.
+type environment struct {
 	t          *testing.T
 	spoke, hub client.Client
 	// spokeFile, hubFile and limitedFile are kubeconfigs. The last one's user may read pods only.
@@ -56,7 +56,7 @@ type world struct {
 
 var cluster = fakeagent.DefaultCluster()
 
-func newWorld(t *testing.T) *world {
+func newEnvironment(t *testing.T) *environment {
 	t.Helper()
 	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
 	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
@@ -67,7 +67,7 @@ func newWorld(t *testing.T) *world {
 	if _, err := os.Stat(filepath.Join(os.Getenv("KUBEBUILDER_ASSETS"), "kube-apiserver")); err != nil {
 		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
 	}
-	w := &world{t: t}
+	w := &environment{t: t}
 	var limited []byte
 	w.spoke, w.spokeFile, limited = w.serve("shim")
 	w.limitedFile = w.file("limited", limited)
@@ -103,7 +103,7 @@ func newWorld(t *testing.T) *world {
 
 // serve starts an API server with the CRDs of a chart. It returns a client and a kubeconfig of an
 // administrator, and the kubeconfig of a user who may only read pods.
-func (w *world) serve(chart string) (kube client.Client, admin string, limited []byte) {
+func (w *environment) serve(chart string) (kube client.Client, admin string, limited []byte) {
 	w.t.Helper()
 	env := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
 		Paths: []string{filepath.Join("../../../deploy/charts", chart, "files/crds")}, ErrorIfPathMissing: true,
@@ -125,14 +125,14 @@ func (w *world) serve(chart string) (kube client.Client, admin string, limited [
 	return kube, w.file(chart, data), limited
 }
 
-func (w *world) file(name string, data []byte) string {
+func (w *environment) file(name string, data []byte) string {
 	w.t.Helper()
 	path := filepath.Join(w.t.TempDir(), name)
 	require.NoError(w.t, os.WriteFile(path, data, 0o600))
 	return path
 }
 
-func (w *world) create(objects ...client.Object) {
+func (w *environment) create(objects ...client.Object) {
 	w.t.Helper()
 	for _, object := range objects {
 		require.NoError(w.t, w.spoke.Create(w.t.Context(), object))
@@ -140,12 +140,12 @@ func (w *world) create(objects ...client.Object) {
 }
 
 // run runs the plugin for the workload cluster.
-func (w *world) run(args ...string) (string, error) {
+func (w *environment) run(args ...string) (string, error) {
 	w.t.Helper()
 	return w.runIn(w.t.Context(), append([]string{"--kubeconfig=" + w.spokeFile}, args...)...)
 }
 
-func (w *world) runIn(ctx context.Context, args ...string) (string, error) {
+func (w *environment) runIn(ctx context.Context, args ...string) (string, error) {
 	w.t.Helper()
 	var out bytes.Buffer
 	command := kubectl.Command("devel")
@@ -157,7 +157,7 @@ func (w *world) runIn(ctx context.Context, args ...string) (string, error) {
 }
 
 // must runs the plugin, which must succeed.
-func (w *world) must(args ...string) string {
+func (w *environment) must(args ...string) string {
 	w.t.Helper()
 	out, err := w.run(args...)
 	require.NoError(w.t, err, "%v\n%s", args, out)
@@ -165,7 +165,7 @@ func (w *world) must(args ...string) string {
 }
 
 // install creates Karpenter's Deployment and its secret, as the chart and the shim do.
-func (w *world) install() {
+func (w *environment) install() {
 	w.t.Helper()
 	certificate, key, err := w.authority.IssueClient("spiffe://" + fakeagent.TrustDomain + "/cluster/default/workload")
 	require.NoError(w.t, err)
@@ -195,7 +195,7 @@ func (w *world) install() {
 }
 
 // ready sets how many of Karpenter's pods are ready.
-func (w *world) ready(pods int32) {
+func (w *environment) ready(pods int32) {
 	w.t.Helper()
 	deployment := &appsv1.Deployment{}
 	require.NoError(w.t, w.spoke.Get(w.t.Context(), client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, deployment))
@@ -204,7 +204,7 @@ func (w *world) ready(pods int32) {
 }
 
 // provisioner creates a NodePool and its node class.
-func (w *world) provisioner() {
+func (w *environment) provisioner() {
 	w.create(
 		&v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "default"}},
 		&karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "default"}, Spec: karpv1.NodePoolSpec{Template: karpv1.NodeClaimTemplate{
@@ -218,7 +218,7 @@ func classRef() *karpv1.NodeClassReference {
 }
 
 // pending creates a pod that the scheduler has found unschedulable.
-func (w *world) pending(name string) *corev1.Pod {
+func (w *environment) pending(name string) *corev1.Pod {
 	w.t.Helper()
 	pod := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name},
@@ -233,7 +233,7 @@ func (w *world) pending(name string) *corev1.Pod {
 }
 
 // plan publishes that Karpenter planned a pod for a NodeClaim.
-func (w *world) plan(pod *corev1.Pod, nodeClaim string) {
+func (w *environment) plan(pod *corev1.Pod, nodeClaim string) {
 	w.create(&corev1.Event{
 		ObjectMeta:     metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name + ".plan"},
 		InvolvedObject: corev1.ObjectReference{Kind: "Pod", Namespace: pod.Namespace, Name: pod.Name, UID: pod.UID},
@@ -242,7 +242,7 @@ func (w *world) plan(pod *corev1.Pod, nodeClaim string) {
 }
 
 // launched creates a NodeClaim with a claim.
-func (w *world) launched(name string) (*karpv1.NodeClaim, *agentv1alpha1.Claim) {
+func (w *environment) launched(name string) (*karpv1.NodeClaim, *agentv1alpha1.Claim) {
 	w.t.Helper()
 	nodeClaim := &karpv1.NodeClaim{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{v1alpha1.NodeGroupAnnotation: "default/workers"}},
@@ -276,7 +276,7 @@ func objects(e explain.Explanation) []string {
 }
 
 func TestThePlugin(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 
 	// Nothing is installed: each error says what to do.
 	w.provisioner()
@@ -563,7 +563,7 @@ func (b *buffer) String() string {
 
 // Without a terminal there is one line for each change, and nothing that controls one.
 func TestTopTellsChanges(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.install()
 	w.provisioner()
 	ctx, stop := context.WithCancel(t.Context())

@@ -26,7 +26,7 @@ import (
 
 // env has a drifted Node of a NodePool, and a shim that has just started.
 type env struct {
-	*shimtest.World
+	*shimtest.Env
 	t          *testing.T
 	clock      *clocktesting.FakeClock
 	nodePool   *karpv1.NodePool
@@ -57,7 +57,7 @@ func setUp(t *testing.T) *env {
 	}, "the node group is not selected, and its NodeClaim remembered")
 	clk.Step(2 * time.Hour) // core looks at instance types only for NodeClaims that are older than an hour
 	w.Unsettled.Store(true)
-	e := &env{World: w, t: t, clock: clk, nodePool: nodePool, nodeClaim: nodeClaim}
+	e := &env{Env: w, t: t, clock: clk, nodePool: nodePool, nodeClaim: nodeClaim}
 	e.cost = cost.NewClusterCost(w.Context(), w.CloudProvider, w.Kube)
 	e.state = informer.NewNodeClaimController(w.Kube, w.CloudProvider, state.NewCluster(clk, w.Kube, w.CloudProvider), e.cost)
 	e.disruption = disruption.NewController(clk, w.Kube, w.CloudProvider)

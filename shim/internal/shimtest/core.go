@@ -23,7 +23,7 @@ import (
 )
 
 // NodePool creates a ready NodePool with the default name and node class, and applies the changes.
-func (w *World) NodePool(changes ...func(*karpv1.NodePool)) *karpv1.NodePool {
+func (w *Env) NodePool(changes ...func(*karpv1.NodePool)) *karpv1.NodePool {
 	w.t.Helper()
 	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: NodePoolName, UID: uuid.NewUUID()}}
 	nodePool.Spec.Template.Spec.NodeClassRef = NodeClassRef()
@@ -38,7 +38,7 @@ func (w *World) NodePool(changes ...func(*karpv1.NodePool)) *karpv1.NodePool {
 
 // PendingPod creates a pod that requests this many CPUs and for which kube-scheduler found no Node,
 // and applies the changes.
-func (w *World) PendingPod(name, cpu string, changes ...func(*corev1.Pod)) *corev1.Pod {
+func (w *Env) PendingPod(name, cpu string, changes ...func(*corev1.Pod)) *corev1.Pod {
 	w.t.Helper()
 	pod := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name, UID: uuid.NewUUID()},
@@ -58,7 +58,7 @@ func (w *World) PendingPod(name, cpu string, changes ...func(*corev1.Pod)) *core
 }
 
 // Node creates the Node of a NodeClaim that core has registered, with the given taints.
-func (w *World) Node(nodeClaim *karpv1.NodeClaim, taints ...corev1.Taint) *corev1.Node {
+func (w *Env) Node(nodeClaim *karpv1.NodeClaim, taints ...corev1.Taint) *corev1.Node {
 	w.t.Helper()
 	node := &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: nodeClaim.Name, Labels: map[string]string{karpv1.NodeRegisteredLabelKey: "true"}},
@@ -75,14 +75,14 @@ func (w *World) Node(nodeClaim *karpv1.NodeClaim, taints ...corev1.Taint) *corev
 
 // Plan returns what core's provisioner plans for the pending pods, given the existing NodeClaims
 // and Nodes. It creates nothing.
-func (w *World) Plan() scheduling.Results {
+func (w *Env) Plan() scheduling.Results {
 	w.t.Helper()
 	results, err := w.provisioner().Schedule(w.coreContext())
 	require.NoError(w.t, err)
 	return results
 }
 
-func (w *World) provisioner() *provisioning.Provisioner {
+func (w *Env) provisioner() *provisioning.Provisioner {
 	w.t.Helper()
 	cluster := state.NewCluster(w.Clock, w.Kube, w.CloudProvider)
 	nodeClaims, nodes := &karpv1.NodeClaimList{}, &corev1.NodeList{}
@@ -104,7 +104,7 @@ func (w *World) provisioner() *provisioning.Provisioner {
 }
 
 // coreContext returns a context with the options of core's scheduler, as in a real process.
-func (w *World) coreContext() context.Context {
+func (w *Env) coreContext() context.Context {
 	return coreoptions.ToContext(w.Context(), &coreoptions.Options{
 		CPURequests:       1000,
 		IgnoreDRARequests: true,

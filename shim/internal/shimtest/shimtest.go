@@ -56,8 +56,8 @@ const SpokeID = "11111111-spoke"
 
 var reservations sync.Once
 
-// World is the environment of the package under test. It ends with the test.
-type World struct {
+// Env is the environment of the package under test. It ends with the test.
+type Env struct {
 	// Agent is the fake agent.
 	Agent *fakeagent.Agent
 	// Cluster is the Cluster that the shim acts for.
@@ -69,7 +69,7 @@ type World struct {
 	Claims     *agentclient.Mirror[*agentv1alpha1.Claim]
 	// Kube is the fake API server, with status as a subresource.
 	Kube client.WithWatch
-	// Catalogue is running. It does not watch node classes: see [World.AddNodeClass].
+	// Catalogue is running. It does not watch node classes: see [Env.AddNodeClass].
 	Catalogue *catalogue.Catalogue
 	// CloudProvider is the real one, on top of the above.
 	CloudProvider *cloudprovider.CloudProvider
@@ -85,7 +85,7 @@ type World struct {
 	t testing.TB
 }
 
-// Option configures a [World].
+// Option configures a [Env].
 type Option func(*settings)
 
 type settings struct {
@@ -121,9 +121,9 @@ func WithClock(clk clock.Clock) Option {
 	return func(s *settings) { s.clock = clk }
 }
 
-// New returns a world whose agent has the given node groups, and whose API server has one node
-// class that selects all of them.
-func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *World {
+// New returns an environment whose agent has the given node groups, and whose API server has one
+// node class that selects all of them.
+func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *Env {
 	tb.Helper()
 	reservations.Do(instancetype.Reservations)
 	s := settings{ttl: time.Minute, clock: clock.RealClock{}}
@@ -135,7 +135,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	for _, g := range groups {
 		agent.AddNodeGroup(g)
 	}
-	w := &World{Agent: agent, Cluster: fakeagent.DefaultCluster(), Recorder: &Recorder{}, Clock: s.clock, t: tb}
+	w := &Env{Agent: agent, Cluster: fakeagent.DefaultCluster(), Recorder: &Recorder{}, Clock: s.clock, t: tb}
 	w.Client = agent.ClientFor(w.Cluster)
 	w.NodeGroups = w.Client.MirrorNodeGroups(w.Cluster)
 	w.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder)
@@ -165,7 +165,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 }
 
 // Restart replaces the catalogue and the CloudProvider by new ones, as in a process that starts now.
-func (w *World) Restart() {
+func (w *Env) Restart() {
 	w.t.Helper()
 	w.Catalogue = catalogue.New(w.Clock, w.NodeGroups, w.Kube, time.Minute)
 	require.NoError(w.t, w.Catalogue.Watch(w.Context(), informersOf(w.t, w.Kube)))
@@ -244,12 +244,12 @@ func (i *informers) GetInformer(_ context.Context, object client.Object, _ ...ct
 }
 
 // Context returns a context with core's options.
-func (w *World) Context() context.Context {
+func (w *Env) Context() context.Context {
 	return coreoptions.ToContext(context.Background(), &coreoptions.Options{CPURequests: 1000})
 }
 
 // AddNodeClass creates a node class and waits until the catalogue knows it.
-func (w *World) AddNodeClass(name string, selector *metav1.LabelSelector) *v1alpha1.ClusterAPINodeClass {
+func (w *Env) AddNodeClass(name string, selector *metav1.LabelSelector) *v1alpha1.ClusterAPINodeClass {
 	w.t.Helper()
 	nodeClass := &v1alpha1.ClusterAPINodeClass{
 		ObjectMeta: metav1.ObjectMeta{Name: name, UID: uuid.NewUUID(), Generation: 1},
@@ -269,31 +269,31 @@ func (w *World) AddNodeClass(name string, selector *metav1.LabelSelector) *v1alp
 }
 
 // Eventually waits for the condition.
-func (w *World) Eventually(condition func() bool, format string, args ...any) {
+func (w *Env) Eventually(condition func() bool, format string, args ...any) {
 	w.t.Helper()
 	require.Eventuallyf(w.t, condition, Timeout, 5*time.Millisecond, format, args...)
 }
 
 // Create creates the object in the fake API server.
-func (w *World) Create(object client.Object) {
+func (w *Env) Create(object client.Object) {
 	w.t.Helper()
 	require.NoError(w.t, w.Kube.Create(w.Context(), object))
 }
 
 // Update writes the object to the fake API server.
-func (w *World) Update(object client.Object) {
+func (w *Env) Update(object client.Object) {
 	w.t.Helper()
 	require.NoError(w.t, w.Kube.Update(w.Context(), object))
 }
 
 // Get reads the object again.
-func (w *World) Get(object client.Object) {
+func (w *Env) Get(object client.Object) {
 	w.t.Helper()
 	require.NoError(w.t, w.Kube.Get(w.Context(), client.ObjectKeyFromObject(object), object))
 }
 
 // Exists reports whether the object exists and is not being deleted.
-func (w *World) Exists(object client.Object) bool {
+func (w *Env) Exists(object client.Object) bool {
 	w.t.Helper()
 	err := w.Kube.Get(w.Context(), client.ObjectKeyFromObject(object), object)
 	require.NoError(w.t, client.IgnoreNotFound(err))
@@ -306,7 +306,7 @@ func NodeClassRef() *karpv1.NodeClassReference {
 }
 
 // NodeClaim returns a NodeClaim of the default NodePool and node class with the changes applied.
-func (w *World) NodeClaim(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
+func (w *Env) NodeClaim(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
 	nodeClaim := &karpv1.NodeClaim{
 		ObjectMeta: metav1.ObjectMeta{
 			Name: name, UID: uuid.NewUUID(), Labels: map[string]string{karpv1.NodePoolLabelKey: NodePoolName},
@@ -322,7 +322,7 @@ func (w *World) NodeClaim(name string, changes ...func(*karpv1.NodeClaim)) *karp
 
 // Launched creates a NodeClaim in its state after core called Create: claimed, with the
 // placeholder. The mirror knows its claim.
-func (w *World) Launched(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
+func (w *Env) Launched(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
 	w.t.Helper()
 	nodeClaim := w.NodeClaim(name)
 	created, err := w.CloudProvider.Create(w.Context(), nodeClaim)
@@ -339,18 +339,18 @@ func (w *World) Launched(name string, changes ...func(*karpv1.NodeClaim)) *karpv
 	return nodeClaim
 }
 
-// Registered marks the NodeClaim as registered. For use with [World.Launched].
+// Registered marks the NodeClaim as registered. For use with [Env.Launched].
 func Registered(nodeClaim *karpv1.NodeClaim) {
 	nodeClaim.StatusConditions().SetTrue(karpv1.ConditionTypeRegistered)
 }
 
 // Placeholder returns the NodeClaim's placeholder.
-func (w *World) Placeholder(uid types.UID) string {
+func (w *Env) Placeholder(uid types.UID) string {
 	return placeholder.ProviderID(w.Cluster.GetNamespace(), w.Cluster.GetName(), string(uid))
 }
 
 // Provision sets the provider ID of the NodeClaim's machine and waits until the mirror has it.
-func (w *World) Provision(nodeClaim *karpv1.NodeClaim, providerID string) *agentv1alpha1.Machine {
+func (w *Env) Provision(nodeClaim *karpv1.NodeClaim, providerID string) *agentv1alpha1.Machine {
 	w.t.Helper()
 	machine := w.Agent.Provision(w.Cluster, string(nodeClaim.UID), providerID)
 	w.Eventually(func() bool {
@@ -387,16 +387,16 @@ func (r *Recorder) Messages() []string {
 	return lo.Map(r.events, func(e events.Event, _ int) string { return e.Message })
 }
 
-// Disconnect makes the agent unreachable until [World.Reconnect].
-func (w *World) Disconnect() {
+// Disconnect makes the agent unreachable until [Env.Reconnect].
+func (w *Env) Disconnect() {
 	w.t.Helper()
 	w.Agent.SetSynced(false) // every call but GetStatus returns UNAVAILABLE
 	w.Agent.DropStreams()
 	w.Eventually(func() bool { return !w.NodeGroups.State().Connected && !w.Claims.State().Connected }, "the streams are lost")
 }
 
-// Reconnect reverts [World.Disconnect].
-func (w *World) Reconnect() {
+// Reconnect reverts [Env.Disconnect].
+func (w *Env) Reconnect() {
 	w.t.Helper()
 	w.Agent.SetSynced(true)
 	w.Eventually(func() bool { return w.NodeGroups.State().Connected && w.Claims.State().Connected }, "the streams are back")

@@ -70,17 +70,17 @@ func run(ctx context.Context, s settings, boots []string) error {
 		}
 		s.boots = append(s.boots, d)
 	}
-	site, err := loadgen.Start(ctx, sandbox.Options{Name: s.name})
+	env, err := loadgen.Start(ctx, sandbox.Options{Name: s.name})
 	if err != nil {
 		return err
 	}
-	defer site.Stop()
+	defer env.Stop()
 	worst := map[milestone]float64{}
 	say("%d machines, median of %d rounds each\n", s.machines, s.rounds)
 	say("%-12s %6s  %-24s %10s %10s %6s   %s", "node groups", "boot", "until the last machine", "by hand", "by claims", "ratio", "rounds")
 	for _, boot := range s.boots {
 		for _, groups := range []int{1, 5} {
-			c := course{site: site, machines: s.machines, cpu: map[string]processors{byHand: {}, byClaims: {}}}
+			c := course{env: env, machines: s.machines, cpu: map[string]processors{byHand: {}, byClaims: {}}}
 			for i := range groups {
 				c.groups = append(c.groups, fmt.Sprintf("bench-%d-%d-%s", groups, i, boot))
 			}
@@ -135,7 +135,7 @@ func (m milestone) String() string {
 
 // course is the workload that is run repeatedly: machines on some node groups.
 type course struct {
-	site     *loadgen.Site
+	env      *loadgen.Env
 	machines int
 	groups   []string
 	claimed  int
@@ -149,7 +149,7 @@ func (c *course) measure(
 	ctx context.Context, rounds int, boot time.Duration,
 ) (hand, claims [milestones][]time.Duration, calls []time.Duration, err error) {
 	for _, name := range c.groups {
-		if err := c.site.CreateGroup(ctx, loadgen.Group{Name: name, Boot: boot, Join: join}); err != nil {
+		if err := c.env.CreateGroup(ctx, loadgen.Group{Name: name, Boot: boot, Join: join}); err != nil {
 			return hand, claims, nil, err
 		}
 	}
@@ -190,7 +190,7 @@ func (c *course) await(ctx context.Context, m milestone) error {
 	reached := func(machine loadgen.Machine) bool {
 		return slices.Contains(c.groups, machine.Group) && (m < served || machine.ProviderID != "") && (m < joined || machine.Node != "")
 	}
-	return c.site.AwaitMachines(ctx, func(machines []loadgen.Machine) string {
+	return c.env.AwaitMachines(ctx, func(machines []loadgen.Machine) string {
 		n := lo.CountBy(machines, reached)
 		return lo.Ternary(n == c.machines, "", fmt.Sprintf("%d Machines of which the last %s: %d do", c.machines, m, n))
 	})
@@ -198,7 +198,7 @@ func (c *course) await(ctx context.Context, m milestone) error {
 
 // byHand raises replicas and returns the time to each milestone.
 func (c *course) byHand(ctx context.Context) (took [milestones]time.Duration, err error) {
-	before, began := used(c.site.Sandbox), time.Now()
+	before, began := used(c.env.Sandbox), time.Now()
 	if err := c.scale(ctx, c.machines/len(c.groups)); err != nil {
 		return took, err
 	}
@@ -214,20 +214,20 @@ func (c *course) byHand(ctx context.Context) (took [milestones]time.Duration, er
 	if err := c.scale(ctx, 0); err != nil {
 		return took, err
 	}
-	return took, c.site.AwaitGone(ctx, c.groups...)
+	return took, c.env.AwaitGone(ctx, c.groups...)
 }
 
 func (c *course) scale(ctx context.Context, replicas int) error {
-	_, err := loadgen.AtOnce(ctx, c.groups, func(ctx context.Context, name string) error { return c.site.Scale(ctx, name, replicas) })
+	_, err := loadgen.AtOnce(ctx, c.groups, func(ctx context.Context, name string) error { return c.env.Scale(ctx, name, replicas) })
 	return err
 }
 
 // byClaims claims as many machines and returns the time to each milestone, and the duration of each
 // call.
 func (c *course) byClaims(ctx context.Context) (took [milestones]time.Duration, calls []time.Duration, err error) {
-	wishes := c.wishes(c.machines)
-	before, began := used(c.site.Sandbox), time.Now()
-	if calls, err = c.site.Claim(ctx, wishes); err != nil {
+	requested := c.newRequests(c.machines)
+	before, began := used(c.env.Sandbox), time.Now()
+	if calls, err = c.env.Claim(ctx, requested); err != nil {
 		return took, nil, err
 	}
 	for m := range milestones {
@@ -235,60 +235,60 @@ func (c *course) byClaims(ctx context.Context) (took [milestones]time.Duration, 
 			return took, nil, err
 		}
 		if m == served {
-			if err := c.site.AwaitServed(ctx, wishes); err != nil {
+			if err := c.env.AwaitServed(ctx, requested); err != nil {
 				return took, nil, err
 			}
 			c.charge(byClaims, before)
 		}
 		took[m] = time.Since(began)
 	}
-	return took, calls, c.giveBack(ctx, wishes)
+	return took, calls, c.releaseJoined(ctx, requested)
 }
 
 // serial claims machines one after the other, as if each raise of replicas had to complete before
 // the next.
 func (c *course) serial(ctx context.Context, machines int) (time.Duration, error) {
-	wishes := c.wishes(machines)
+	requested := c.newRequests(machines)
 	began := time.Now()
-	for _, w := range wishes {
-		if _, err := c.site.Claim(ctx, []loadgen.Wish{w}); err != nil {
+	for _, w := range requested {
+		if _, err := c.env.Claim(ctx, []loadgen.ClaimRequest{w}); err != nil {
 			return 0, err
 		}
-		if err := c.site.AwaitServed(ctx, []loadgen.Wish{w}); err != nil {
+		if err := c.env.AwaitServed(ctx, []loadgen.ClaimRequest{w}); err != nil {
 			return 0, err
 		}
 	}
 	took := time.Since(began)
-	return took, c.giveBack(ctx, wishes)
+	return took, c.releaseJoined(ctx, requested)
 }
 
-func (c *course) giveBack(ctx context.Context, wishes []loadgen.Wish) error {
+func (c *course) releaseJoined(ctx context.Context, requested []loadgen.ClaimRequest) error {
 	// A Machine without its Node would be handed over instead of being removed.
-	ids := lo.SliceToMap(wishes, func(w loadgen.Wish) (string, bool) { return w.ID, true })
-	if err := c.site.AwaitMachines(ctx, func(machines []loadgen.Machine) string {
+	ids := lo.SliceToMap(requested, func(w loadgen.ClaimRequest) (string, bool) { return w.ID, true })
+	if err := c.env.AwaitMachines(ctx, func(machines []loadgen.Machine) string {
 		joined := lo.CountBy(machines, func(m loadgen.Machine) bool { return ids[m.Claim] && m.Node != "" })
-		return lo.Ternary(joined == len(wishes), "", fmt.Sprintf("%d Nodes to join: %d have", len(wishes), joined))
+		return lo.Ternary(joined == len(requested), "", fmt.Sprintf("%d Nodes to join: %d have", len(requested), joined))
 	}); err != nil {
 		return err
 	}
-	if _, err := c.site.Release(ctx, wishes); err != nil {
+	if _, err := c.env.Release(ctx, requested); err != nil {
 		return err
 	}
-	return c.site.AwaitGone(ctx, c.groups...)
+	return c.env.AwaitGone(ctx, c.groups...)
 }
 
-// wishes distributes claims with new ids over the node groups.
-func (c *course) wishes(n int) []loadgen.Wish {
+// newRequests distributes claims with new ids over the node groups.
+func (c *course) newRequests(n int) []loadgen.ClaimRequest {
 	c.claimed += n
-	return lo.Times(n, func(i int) loadgen.Wish {
+	return lo.Times(n, func(i int) loadgen.ClaimRequest {
 		group := c.groups[i%len(c.groups)]
-		return loadgen.Wish{ID: fmt.Sprintf("%s-%d", group, c.claimed-i), Groups: []string{group}}
+		return loadgen.ClaimRequest{ID: fmt.Sprintf("%s-%d", group, c.claimed-i), Groups: []string{group}}
 	})
 }
 
 // charge adds the CPU time used since then to a way's total.
 func (c *course) charge(way string, since processors) {
-	for component, now := range used(c.site.Sandbox) {
+	for component, now := range used(c.env.Sandbox) {
 		c.cpu[way][component] += now - since[component]
 	}
 }

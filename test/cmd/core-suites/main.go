@@ -25,7 +25,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/coresuites"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const (
@@ -75,7 +75,7 @@ func run(ctx context.Context, s settings) error {
 	}
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
-	w, err := world.Start(starting, sandbox.Options{
+	w, err := testenv.Start(starting, sandbox.Options{
 		Name: s.name, Agents: 2, FeatureGates: coresuites.FeatureGates, ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
 	}, nil)
 	if err != nil {
@@ -106,7 +106,7 @@ func run(ctx context.Context, s settings) error {
 		specs = lo.Reject(specs, func(sp coresuites.Spec, _ int) bool { return sp.State == "skipped" })
 		all = nil
 	}
-	return tell(coresuites.Judge(specs, all), violations, time.Since(began))
+	return tell(coresuites.Evaluate(specs, all), violations, time.Since(began))
 }
 
 // runPart runs a part of a suite without its exceptions. The returned specs are those of the whole

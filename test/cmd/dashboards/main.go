@@ -21,7 +21,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/dashboards"
 	"github.com/karpenter-capi/karpenter-capi/test/scenario"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // startWithin bounds the start of the sandbox.
@@ -54,7 +54,7 @@ func run(ctx context.Context, name, out string) (pictures int, err error) {
 	}
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
-	w, err := world.Start(starting, sandbox.Options{Name: name, Agents: 2}, nil)
+	w, err := testenv.Start(starting, sandbox.Options{Name: name, Agents: 2}, nil)
 	if err != nil {
 		return 0, err
 	}
@@ -74,7 +74,7 @@ func run(ctx context.Context, name, out string) (pictures int, err error) {
 }
 
 // record records the metrics of agents and shim while the scenario runs.
-func record(ctx context.Context, w *world.World, recording *dashboards.Recording) error {
+func record(ctx context.Context, w *testenv.Env, recording *dashboards.Recording) error {
 	sources := []dashboards.Source{{Pod: sandbox.Shim, Job: "karpenter", URL: func() string { return w.Sandbox.State().ShimMetrics }}}
 	for name := range w.Sandbox.State().MetricsOfAgents {
 		sources = append(sources, dashboards.Source{Pod: name, Job: "capi-agent", URL: func() string { return w.Sandbox.State().MetricsOfAgents[name] }})

@@ -24,8 +24,8 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/scenario"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 // startWithin bounds the start of the sandbox.
@@ -117,7 +117,7 @@ func show(ctx context.Context, c config, began time.Time) (result scenario.Resul
 	s.title("Bringing the sandbox %q up: a hub with Cluster API and the agent, a spoke with the shim", c.name)
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
-	w, err := world.Start(starting, sandbox.Options{
+	w, err := testenv.Start(starting, sandbox.Options{
 		Name: c.name, OnChange: s.starting,
 	}, s.event)
 	if err != nil {

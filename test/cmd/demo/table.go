@@ -189,7 +189,7 @@ func viewFleet(state timeline.State, elapsed time.Duration, height int) []string
 			return lo.Ternary(ok, fmt.Sprintf("%.2f s", d.Seconds()), "")
 		}
 		t.Row(j.NodeClaim, j.ClaimPhase, j.Group, j.Machine, j.Node,
-			took(timeline.Launched), took(timeline.Bound), took(timeline.Provisioned), took(timeline.Registered), took(timeline.Initialized), fate(j))
+			took(timeline.Launched), took(timeline.Bound), took(timeline.Provisioned), took(timeline.Registered), took(timeline.Initialized), outcome(j))
 	}
 	if hidden > 0 {
 		lines = append(lines, faint.Render(fmt.Sprintf("%d more above", hidden)))
@@ -197,8 +197,8 @@ func viewFleet(state timeline.State, elapsed time.Duration, height int) []string
 	return append(lines, strings.Split(t.String(), "\n")...)
 }
 
-// fate describes the end of a NodeClaim.
-func fate(j timeline.Timeline) string {
+// outcome describes the end of a NodeClaim.
+func outcome(j timeline.Timeline) string {
 	switch {
 	case j.Reached(timeline.Gone):
 		return faint.Render("gone")

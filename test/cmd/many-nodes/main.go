@@ -27,8 +27,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const (
@@ -82,7 +82,7 @@ func run(ctx context.Context, s settings) ([]cost, error) {
 	}
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
-	w, err := world.Start(starting, sandbox.Options{Name: s.name, FeatureGates: []string{"StaticCapacity"}}, nil)
+	w, err := testenv.Start(starting, sandbox.Options{Name: s.name, FeatureGates: []string{"StaticCapacity"}}, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -90,7 +90,7 @@ func run(ctx context.Context, s settings) ([]cost, error) {
 	if err := prepare(starting, w, s.nodes); err != nil {
 		return nil, err
 	}
-	m := meter{world: w}
+	m := meter{env: w}
 	m.head()
 	var costs []cost
 	for _, phase := range []struct {
@@ -126,7 +126,7 @@ func run(ctx context.Context, s settings) ([]cost, error) {
 }
 
 // prepare creates the node groups and the static NodePool, without Nodes.
-func prepare(ctx context.Context, w *world.World, nodes int) error {
+func prepare(ctx context.Context, w *testenv.Env, nodes int) error {
 	for i := range (nodes + groupSize - 1) / groupSize {
 		group, err := manifests.LoadAs(manifests.CrowdHub, pool, fmt.Sprintf("%s-%02d", pool, i))
 		if err != nil {
@@ -157,7 +157,7 @@ func prepare(ctx context.Context, w *world.World, nodes int) error {
 }
 
 // grow scales the NodePool to its size, step by step.
-func grow(ctx context.Context, w *world.World, s settings) error {
+func grow(ctx context.Context, w *testenv.Env, s settings) error {
 	ctx, cancel := context.WithTimeout(ctx, s.within)
 	defer cancel()
 	for nodes := 0; nodes < s.nodes; {
@@ -170,7 +170,7 @@ func grow(ctx context.Context, w *world.World, s settings) error {
 }
 
 // size scales the NodePool to this many Nodes, and waits until it has them.
-func size(ctx context.Context, w *world.World, nodes int, within time.Duration) error {
+func size(ctx context.Context, w *testenv.Env, nodes int, within time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	nodePool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: pool}}

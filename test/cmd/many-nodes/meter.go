@@ -11,12 +11,12 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/metrics"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // meter measures what the agent and the shim do, by their own metrics.
 type meter struct {
-	world *world.World
+	env *testenv.Env
 }
 
 // counters are totals since the processes began, and current sizes.
@@ -76,9 +76,9 @@ func (m meter) phase(ctx context.Context, name string, nodes int, do func(contex
 }
 
 func (m meter) read(ctx context.Context) (counters, error) {
-	state := m.world.Sandbox.State()
+	state := m.env.Sandbox.State()
 	for _, component := range []string{sandbox.AgentName(0), sandbox.Shim} {
-		if restarts := m.world.Status(component).Restarts; restarts > 0 {
+		if restarts := m.env.Status(component).Restarts; restarts > 0 {
 			return counters{}, fmt.Errorf("%s died, and its counters were reset", component)
 		}
 	}

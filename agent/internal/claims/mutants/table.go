@@ -15,7 +15,7 @@ var mutants = []mutant{
 				"		moved.Spec.NodeGroup = c.Spec.Candidates[len(c.Spec.Candidates)-1]\n" +
 				"		moved.Labels[v1alpha1.NodeGroupLabel] = moved.Spec.NodeGroup\n" +
 				"		_ = e.Client.Update(ctx, moved)\n" +
-				"		if true {\n			return e.enter(ctx, moved)\n		}\n",
+				"		if true {\n			return e.enterOrMoveOn(ctx, moved)\n		}\n",
 		},
 	}},
 	{name: "an ended id is used again", edits: []edit{
@@ -69,7 +69,7 @@ var mutants = []mutant{
 		{"c.Status.Phase == v1alpha1.PhasePending && b.leaves():", "c.Status.Phase == v1alpha1.PhasePending && b.leaves() && false:"},
 	}},
 	{name: "a claim whose entry was removed comes after others", test: "TestAClaimWhoseEntryWasRemovedComesBeforeOthers", edits: []edit{
-		{"	b.readmit()\n	b.adopt()\n	b.enter()\n", "	b.adopt()\n	b.enter()\n	b.readmit()\n"},
+		{"	b.readmit()\n	b.adopt()\n	b.admitWaiting()\n", "	b.adopt()\n	b.admitWaiting()\n	b.readmit()\n"},
 	}},
 	{name: "a lone claim does not wait for what is due before it", test: "TestADecisionThatOnlyEntersAClaim", edits: []edit{
 		{"	if d.Ledger == nil || more || len", "	_ = more\n	if d.Ledger == nil || len"},
@@ -120,11 +120,11 @@ var mutants = []mutant{
 			"	b.next.Floor = max(0, b.next.Floor+b.Group.Replicas-b.next.LastReplicas)\n",
 			"	b.next.Floor = 0\n" +
 				"	for _, m := range b.Machines {\n" +
-				"		if b.orphaned(ClaimOf(m)) && !b.next.Promised()[m.UID] {\n" +
+				"		if b.orphaned(ClaimOf(m)) && !b.next.Assigned()[m.UID] {\n" +
 				"			b.next.Floor++\n" +
 				"		}\n" +
 				"	}\n" +
-				"	b.next.Floor = min(max(0, b.next.Floor-clamp(b.next.Unnamed())), b.Group.Replicas)\n",
+				"	b.next.Floor = min(max(0, b.next.Floor-clamp(b.next.Unassigned())), b.Group.Replicas)\n",
 		},
 	}},
 	{name: "a human's raise is not the floor's", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0 -raises=1", violation: "I2", edits: []edit{
@@ -167,7 +167,7 @@ var mutants = []mutant{
 		{"	if size > b.left || size > *share {\n", "	if size < 0 {\n"},
 	}},
 	{name: "an entry counts with its present size", test: "TestNoLedgerOutgrowsItsAnnotation", edits: []edit{
-		{" + max(longestName, len(named.Machine)) + max(uidLength, len(named.UID))\n", " + len(named.Machine)\n"},
+		{" + max(longestName, len(entry.Machine)) + max(uidLength, len(entry.UID))\n", " + len(entry.Machine)\n"},
 		{"func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {\n", "func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {\n	limit = math.MaxInt\n"},
 		{"	\"maps\"\n	\"slices\"\n\n	\"k8s.io/apimachinery/pkg/api/validation\"\n", "	\"maps\"\n	\"math\"\n	\"slices\"\n\n	\"k8s.io/apimachinery/pkg/api/validation\"\n"},
 	}},
@@ -184,7 +184,7 @@ var mutants = []mutant{
 		{"			size++\n", "			size = b.d.Replicas\n"},
 	}},
 	{name: "spares go while claims wait for room in the ledger", test: "TestWhatTheLedgerHasNoRoomForWaitsInOrder", edits: []edit{
-		{"	waits := (b.next.Unnamed() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0\n", "	waits := b.next.Unnamed() > 0 && b.d.Unmet == 0\n"},
+		{"	waits := (b.next.Unassigned() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0\n", "	waits := b.next.Unassigned() > 0 && b.d.Unmet == 0\n"},
 	}},
 	{name: "a call whose claim waits for room in the ledger is answered", test: "TestACallWaitsUntilTheLedgerHasRoomForItsClaim", edits: []edit{
 		{"		if err == nil && g.queued[id] {\n", "		if err != nil && g.queued[id] {\n"},
@@ -277,8 +277,8 @@ var mutants = []mutant{
 			"	if err := e.Client.Patch(ctx, m, client.MergeFrom(machine), fieldOwner); err != nil {\n		return err\n	}\n	observeBound",
 		},
 		{
-			"	case named.UID != \"\" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == \"\" && !had:\n		d.Actions = append(d.Actions, Action{Kind: Bind",
-			"	case named.UID != \"\" && m != nil && Alive(m) && !Held(m) && (!had || true):\n		d.Actions = append(d.Actions, Action{Kind: Bind",
+			"	case entry.UID != \"\" && m != nil && Alive(m) && !HasFinalizer(m) && ClaimOf(m) == \"\" && !had:\n		d.Actions = append(d.Actions, Action{Kind: Bind",
+			"	case entry.UID != \"\" && m != nil && Alive(m) && !HasFinalizer(m) && (!had || true):\n		d.Actions = append(d.Actions, Action{Kind: Bind",
 		},
 	}},
 
@@ -319,10 +319,10 @@ var mutants = []mutant{
 
 	// Rule R5: wait for the generation of the agent's own write.
 	{name: "R5: a Machine is let go before the lowering is observed", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
-		{"		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.GivenBack && ours:\n"},
+		{"		case recorded && r.Decremented && ours && s.reconciled(r.Generation):\n", "		case recorded && r.Decremented && ours:\n"},
 	}},
 	{name: "R5: numbers that look right instead of the generation", edits: []edit{
-		{"		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.GivenBack && ours && s.observed(0):\n"},
+		{"		case recorded && r.Decremented && ours && s.reconciled(r.Generation):\n", "		case recorded && r.Decremented && ours && s.observed(0):\n"},
 	}},
 	{name: "R5: only the MachineDeployment is waited for", world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
 		{
@@ -339,13 +339,13 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "a dead Machine stays named", world: "-claims=1 -floor=1 -machines=3 -adopt -outsiders=1 -stale=0", violation: "I2", edits: []edit{
-		{"	b.unname()\n", ""},
+		{"	b.unassign()\n", ""},
 	}},
 	{name: "a Machine is named twice", edits: []edit{
-		{"	case b.promised[m.UID]:\n		return promised\n", ""},
+		{"	case b.assigned[m.UID]:\n		return assigned\n", ""},
 	}},
 	{name: "a Node in use is given to a claim", edits: []edit{
-		{"	case !kept && (b.nodeless(m) || b.shut(m) && !b.registered(m)):\n", "	case !kept:\n"},
+		{"	case !kept && (b.nodeless(m) || b.nodeUnregistered(m) && !b.registered(m)):\n", "	case !kept:\n"},
 	}},
 	{name: "the floor's Machines are given to claims", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0 -young", violation: "I6", edits: []edit{
 		{"	give := len(free) - int(b.floor())\n", "	give := len(free)\n"},
@@ -367,13 +367,13 @@ var mutants = []mutant{
 		{"	delete(m.Annotations, v1alpha1.FloorAnnotation) //", "	//"},
 	}},
 	{name: "the floor takes more Machines than it has use for", test: "TestTheFloorsMachinesAreMarkedByTheLedgerFirst", edits: []edit{
-		{"		return !b.shut(m) && !b.replaced(m)\n", "		return false\n"},
+		{"		return !b.nodeUnregistered(m) && !b.replaced(m)\n", "		return false\n"},
 	}},
 	{name: "the floor is not raised for a returned Machine", test: "TestAReturnedMachineIsTheFloorsInOneLedgerWrite", edits: []edit{
-		{"		b.next.Floor = b.users(b.Group.Replicas) + 1\n", ""},
+		{"		b.next.Floor = b.userOwned(b.Group.Replicas) + 1\n", ""},
 	}},
 	{name: "a returned Machine is one of the min size", test: "TestAReturnedMachineIsBeyondTheMinSize", edits: []edit{
-		{"		b.next.Floor = b.users(b.Group.Replicas) + 1\n", "		b.next.Floor++\n"},
+		{"		b.next.Floor = b.userOwned(b.Group.Replicas) + 1\n", "		b.next.Floor++\n"},
 	}},
 	{name: "the user has the min size without room for it", test: "TestAReturnedMachineFillsTheMinSize", edits: []edit{
 		{"	return max(b.next.Floor, min(b.next.Min, replicas-others))\n", "	return b.floor()\n"},
@@ -403,13 +403,13 @@ var mutants = []mutant{
 		{"	case s.recordsReturn(c):\n		d.end(c, ReasonReturned, returned)\n", ""},
 	}},
 	{name: "a Machine whose label was taken off is not returned", test: "TestAMachineIsReturnedWithoutItsLabel", edits: []edit{
-		{"		return !entered && !b.promised[m.UID] && !wasReturned(m)\n", "		return entered && false\n"},
+		{"		return !entered && !b.assigned[m.UID] && !wasReturned(m)\n", "		return entered && false\n"},
 	}},
 	{name: "kept Machines are the user's when another one is returned", test: "TestAReturnCountsEveryOtherReplica", edits: []edit{
 		{"	others := b.labelledAlone() + b.unreleased()\n", "	others := b.claimed(b.Ledger != nil) + b.unreleased()\n"},
 	}},
 	{name: "what is to be removed is adopted unasked", test: "TestAMachineThatIsToBeRemovedIsAdoptedOnlyByAClaimThatNeedsIt", edits: []edit{
-		{"marked && c.Spec.AdoptAboveMinSize {", "marked && false {"},
+		{"deleteRequested && c.Spec.AdoptAboveMinSize {", "deleteRequested && false {"},
 	}},
 	{name: "an adopted Machine is the next that goes", test: "TestAdoptedMachinesAreNotMarkedForRemoval", edits: []edit{
 		{"		delete(m.Annotations, clusterv1.DeleteMachineAnnotation) //", "		//"},
@@ -442,14 +442,14 @@ var mutants = []mutant{
 		{"max(0, b.d.Unmet-b.unreleased())", "max(0, b.d.Unmet)"},
 	}},
 	{name: "an entry is dropped while its Machine has no label", edits: []edit{
-		{"			case ClaimOf(promised) == id:\n				drop(id, named)\n", "			default:\n				drop(id, named)\n"},
+		{"			case ClaimOf(assigned) == id:\n				drop(id, entry)\n", "			default:\n				drop(id, entry)\n"},
 	}},
 
 	// Cancelling and handing over.
 	{name: "cancel ignores a named Machine", edits: []edit{
 		{
-			"	case m != nil && Alive(m) && entered && named.UID == m.UID && ClaimOf(m) == \"\" && !Held(m):\n		// The label first",
-			"	case m != nil && Alive(m) && entered && named.UID == m.UID && ClaimOf(m) == \"\" && !Held(m):\n		d.end(c, ReasonCancelled, \"\")\n	case false:\n		// The label first",
+			"	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == \"\" && !HasFinalizer(m):\n		// The label first",
+			"	case m != nil && Alive(m) && entered && entry.UID == m.UID && ClaimOf(m) == \"\" && !HasFinalizer(m):\n		d.end(c, ReasonCancelled, \"\")\n	case false:\n		// The label first",
 		},
 	}},
 	{name: "replicas lowered at cancel", edits: []edit{
@@ -466,7 +466,7 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "a Machine with a Node is handed over", edits: []edit{
-		{"	if !Alive(m) || Held(m) || !s.nodeless(m) || Outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :=", "	if !Alive(m) || Held(m) || Outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :="},
+		{"	if !Alive(m) || HasFinalizer(m) || !s.nodeless(m) || Outdated(m) || s.hasFailed(m) {\n		return false\n	}\n	if c :=", "	if !Alive(m) || HasFinalizer(m) || Outdated(m) || s.hasFailed(m) {\n		return false\n	}\n	if c :="},
 	}},
 	{name: "unbound before its entry is dropped", test: "TestAMachineIsHandedOverOnceItsClaimsEntryIsDropped", edits: []edit{
 		{"	case m != nil && Alive(m) && !entered && ClaimOf(m) == id && s.handsOver(m)", "	case m != nil && Alive(m) && ClaimOf(m) == id && s.handsOver(m)"},
@@ -477,22 +477,22 @@ var mutants = []mutant{
 		{"	case recorded:\n		return releasing\n", ""},
 	}},
 	{name: "replicas lowered before the deletion is complete", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
-		{"		case !r.GivenBack && DeletionCompleted(m):\n", "		case !r.GivenBack && !Alive(m):\n"},
+		{"		case !r.Decremented && DeletionCompleted(m):\n", "		case !r.Decremented && !Alive(m):\n"},
 	}},
 	{name: "replicas lowered before the Machine is deleted", edits: []edit{
-		{"		case !r.GivenBack && DeletionCompleted(m):\n", "		case !r.GivenBack:\n"},
+		{"		case !r.Decremented && DeletionCompleted(m):\n", "		case !r.Decremented:\n"},
 	}},
 	{name: "a Machine that somebody else removed is given back", world: "-claims=1 -floor=1 -machines=3 -outsiders=1 -stale=0", violation: "I3", edits: []edit{
 		{
-			"			if r.GivenBack || r.Set == \"\" {\n",
-			"			if !r.GivenBack && r.Set == \"\" && b.d.Replicas > 0 {\n				b.d.Replicas--\n			}\n			if r.GivenBack || r.Set == \"\" {\n",
+			"			if r.Decremented || r.Set == \"\" {\n",
+			"			if !r.Decremented && r.Set == \"\" && b.d.Replicas > 0 {\n				b.d.Replicas--\n			}\n			if r.Decremented || r.Set == \"\" {\n",
 		},
 	}},
 	{name: "deleted without our finalizer", edits: []edit{
 		{"	controllerutil.AddFinalizer(m, v1alpha1.ReleaseFinalizer)\n", ""},
 	}},
 	{name: "a replica is given back twice", edits: []edit{
-		{"		case !r.GivenBack && DeletionCompleted(m):\n", "		case DeletionCompleted(m):\n"},
+		{"		case !r.Decremented && DeletionCompleted(m):\n", "		case DeletionCompleted(m):\n"},
 	}},
 	{name: "a Machine is bound before the claim that hands it over has ended", edits: []edit{
 		{" && ClaimOf(m) == \"\" && !had:\n", " && ClaimOf(m) == \"\" && (!had || true):\n"},
@@ -523,7 +523,7 @@ var mutants = []mutant{
 				"		if !g.recovered && s.Ledger != nil && s.Deployment.Annotations[clusterv1.PausedAnnotation] == \"agent.karpenter.cluster.x-k8s.io\" {\n" +
 				"			d = &protocol.Decision{Ledger: s.Ledger.Clone(), Replicas: s.Group.Replicas, Pause: protocol.PauseRemove, Urgent: true}\n" +
 				"			for uid, r := range d.Ledger.Releasing {\n" +
-				"				if !r.GivenBack {\n" +
+				"				if !r.Decremented {\n" +
 				"					r.Set = \"\"\n" +
 				"					d.Ledger.Releasing[uid] = r\n" +
 				"				}\n" +
@@ -548,7 +548,7 @@ var mutants = []mutant{
 	{name: "the floor's Machines are released as spares", edits: []edit{
 		{"	surplus := min(len(free)-int(b.floor()), int(spare))\n", "	surplus := min(len(free), int(spare)+1)\n"},
 		{"	if spare <= 0 || !b.mayShrink() {\n		return\n	}\n", ""},
-		{"	if waits && len(gone) == 0 || !b.graceOver() {\n", "	if b.next.Unnamed() > 0 || !b.graceOver() {\n"},
+		{"	if waits && len(gone) == 0 || !b.graceOver() {\n", "	if b.next.Unassigned() > 0 || !b.graceOver() {\n"},
 	}},
 	{name: "spares are never released", edits: []edit{
 		{"	b.releaseSpare()\n", ""},
@@ -567,18 +567,18 @@ var mutants = []mutant{
 	}},
 	{name: "a MachineSet is unpaused before it was lowered", edits: []edit{
 		{
-			"		if overtaken || b.allLowered() && b.d.Replicas == b.Group.Replicas {\n",
+			"		if overtaken || b.scaleDownObserved() && b.d.Replicas == b.Group.Replicas {\n",
 			"		if overtaken || b.d.Replicas >= 0 {\n",
 		},
 	}},
 	{name: "blocked spares are counted down while a template change is unseen", test: "TestSparesThatNeverCameAreCountedOnceTheTemplateIsSeen", edits: []edit{
-		{"		case b.assigned():\n			b.d.Replicas", "		case true:\n			b.d.Replicas"},
+		{"		case b.replicasDistributed():\n			b.d.Replicas", "		case true:\n			b.d.Replicas"},
 	}},
 	{name: "a MachineSet stays paused until it was told of a raise that is put off", world: "-claims=1 -floor=1 -machines=6 -stale=0 -raises=1", violation: "I4", edits: []edit{
-		{"		case b.allLowered(): // a raise is put off until it is unpaused\n", "		case false:\n"},
+		{"		case b.scaleDownObserved(): // a raise is put off until it is unpaused\n", "		case false:\n"},
 	}},
 	{name: "a MachineSet stays paused until it was raised as well", test: "TestAMachineSetIsUnpausedAlthoughARaiseIsPutOff", edits: []edit{
-		{"		if overtaken || b.allLowered() && b.d.Replicas == b.Group.Replicas {\n", "		if overtaken || b.assigned() && b.d.Replicas == b.Group.Replicas {\n"},
+		{"		if overtaken || b.scaleDownObserved() && b.d.Replicas == b.Group.Replicas {\n", "		if overtaken || b.replicasDistributed() && b.d.Replicas == b.Group.Replicas {\n"},
 	}},
 	{name: "a MachineSet stays paused while a rollout waits for it", test: "TestAMachineSetThatARolloutWaitsForIsUnpaused", edits: []edit{
 		{" || !b.onDelete() && b.newest() != set\n", "\n"},
@@ -595,10 +595,10 @@ var mutants = []mutant{
 	}},
 	{
 		name: "a MachineDeployment is paused for a MachineSet that a person paused", test: "TestAMachineSetThatAPersonPausedHoldsUpItsOwnReleasesAlone",
-		edits: []edit{{"set := b.set(SetOf(m)); set != nil && marked(set) {\n", "set := b.set(SetOf(m)); false && marked(set) {\n"}},
+		edits: []edit{{"set := b.set(SetOf(m)); set != nil && hasPausedAnnotation(set) {\n", "set := b.set(SetOf(m)); false && hasPausedAnnotation(set) {\n"}},
 	},
 	{name: "a MachineSet is paused while its MachineDeployment is", test: "TestOnePauseAtATime", edits: []edit{
-		{" && !marked(active[0]) && !b.lowersUnderPause() {\n", " && !marked(active[0]) {\n"},
+		{" && !hasPausedAnnotation(active[0]) && !b.lowersUnderPause() {\n", " && !hasPausedAnnotation(active[0]) {\n"},
 	}},
 
 	// What was lost with the ledger.
@@ -612,7 +612,7 @@ var mutants = []mutant{
 		{" || c.Status.Phase == v1alpha1.PhaseBound && c.Status.Machine != nil\n", " || c.Status.Machine != nil\n"},
 	}},
 	{name: "a Machine that no ledger knows goes before its lowering was seen", world: "-claims=1 -floor=1 -machines=3 -stale=0 -wipes=1", violation: "I3", edits: []edit{
-		{"		case !recorded && stopped && s.carriedThrough(s.Deployment.Generation):\n", "		case !recorded && stopped:\n"},
+		{"		case !recorded && stopped && s.reconciled(s.Deployment.Generation):\n", "		case !recorded && stopped:\n"},
 	}},
 	{name: "a pause that no ledger knows stays", world: "-claims=1 -floor=2 -sets=2 -machines=4 -stale=0 -wipes=1", violation: "I4", edits: []edit{
 		{"	b.unpause()\n", ""},
@@ -641,7 +641,7 @@ var mutants = []mutant{
 		{"	if !b.mayShrink() {\n		return\n	}\n	for _, m := range b.Machines {\n", "	for _, m := range b.Machines {\n"},
 	}},
 	{name: "a claim's Machine that was made again stays marked", test: "TestAClaimKeepsItsMachineThatWasMadeAgainDuringItsRelease", edits: []edit{
-		{"Alive(m) && Held(m) && s.boundTo(m) != nil:\n", "false && s.boundTo(m) != nil:\n"},
+		{"Alive(m) && HasFinalizer(m) && s.boundTo(m) != nil:\n", "false && s.boundTo(m) != nil:\n"},
 	}},
 	{name: "a Machine is deleted though its finalizer was taken off", test: "TestAMachineThatIsKeptMeanwhileIsNotDeleted", edits: []edit{
 		{"		version = m.ResourceVersion // the patch did not test that the finalizer stays\n", "		_ = m\n"},
@@ -683,7 +683,7 @@ var mutants = []mutant{
 		{"case !listed(c) || ", "case listed == nil || "},
 	}},
 	{name: "a live set decides claims that its listing did not hold", test: "TestALiveSetDecidesNothingOfClaimsThatItsListingDidNotHold", edits: []edit{
-		{"		return protocol.Reported(c) && !e.synced[speaker{cluster, c.Spec.Holder}][c.UID]\n", "		return protocol.Reported(c) && len(e.synced[speaker{cluster, c.Spec.Holder}]) == 0\n"},
+		{"		return protocol.Reported(c) && !e.synced[holderKey{cluster, c.Spec.Holder}][c.UID]\n", "		return protocol.Reported(c) && len(e.synced[holderKey{cluster, c.Spec.Holder}]) == 0\n"},
 	}},
 	{name: "what one agent listed is of the future for the other", test: "TestTokensAreBoundToTheirHolderAndTime", edits: []edit{
 		{"	if t.Time.After(now) { // by", "	if false { // by"},
@@ -695,8 +695,8 @@ var mutants = []mutant{
 		{"	if left := deadline - s.Now.Sub(since); left > 0 {\n", "	if left := deadline/4 - s.Now.Sub(since); left > 0 {\n"},
 	}},
 	{name: "collection by the set of another cluster", edits: []edit{
-		{"	case !s.speaksFor(c) && c.Spec.Spoke != \"\":\n", "	case false:\n"},
-		{"	case !s.speaksFor(c):\n", "	case false:\n"},
+		{"	case !s.covers(c) && c.Spec.Spoke != \"\":\n", "	case false:\n"},
+		{"	case !s.covers(c):\n", "	case false:\n"},
 		{"s.Spoke == \"\" || s.matched || s.own || s.others == \"\" {", "true {"},
 	}},
 	{name: "collection of claims whose Nodes were registered", edits: []edit{
@@ -716,11 +716,11 @@ var mutants = []mutant{
 		{"given > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= given", "given > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= given/Patience"},
 	}},
 	{name: "a Machine that never comes is always late", test: "TestAMachineThatNeverComesIsGivenUpInTheEnd", edits: []edit{
-		{"if why = s.late(d, since, given, what); why == \"\" {", "{"},
+		{"if why = s.overdue(d, since, given, what); why == \"\" {", "{"},
 		{">= given {", "< 0 {"},
 	}},
 	{name: "a spare has the grace period of the one before it", test: "TestASpareHasAGracePeriodOfItsOwn", edits: []edit{
-		{"if d.Spare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {", "if d.Spare {"},
+		{"if d.HasSpare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {", "if d.HasSpare {"},
 	}},
 	{name: "a claim in a hurry makes machines fail", test: "TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOptions", edits: []edit{
 		{
@@ -797,7 +797,7 @@ var mutants = []mutant{
 		{"		if e.NoMachines != nil {\n", "		if e.NoMachines == nil && md == nil {\n"},
 	}},
 	{name: "Machines that join too soon are named as late as others", test: "TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon", edits: []edit{
-		{"	case d.Unusable > 0 && s.NewlyNamed(d.Ledger, false):", "	case d.Unusable > 0 && false:"},
+		{"	case d.Unusable > 0 && s.NewlyAssigned(d.Ledger, false):", "	case d.Unusable > 0 && false:"},
 	}},
 
 	// Sizes that cannot be used, and other writers of replicas.
@@ -888,10 +888,10 @@ var mutants = []mutant{
 		{"	if !s.moved() {\n		return\n	}\n	l := s.Ledger.Clone()\n", "	if true {\n		return\n	}\n	l := s.Ledger.Clone()\n"},
 	}},
 	{name: "a Machine that lives again waits for a generation that is no more", test: "TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames", edits: []edit{
-		{"			r.GivenBack, r.Generation = !Alive(m), s.Deployment.Generation\n", "			r.GivenBack = !Alive(m)\n"},
+		{"			r.Decremented, r.Generation = !Alive(m), s.Deployment.Generation\n", "			r.Decremented = !Alive(m)\n"},
 	}},
 	{name: "a Machine that lives again has no replica", test: "TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames", edits: []edit{
-		{"			r.GivenBack, r.Generation = !Alive(m), s.Deployment.Generation\n", "			r.Generation = s.Deployment.Generation\n"},
+		{"			r.Decremented, r.Generation = !Alive(m), s.Deployment.Generation\n", "			r.Generation = s.Deployment.Generation\n"},
 	}},
 	{name: "a claim that lost its status in a move asks for a Machine", test: "TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger", edits: []edit{
 		{"	return Carried(c, s.ClusterUID) || c.Status", "	return c.Status"},

@@ -42,8 +42,9 @@ const (
 	failed     = protocol.State_STATE_FAILED
 )
 
-// world is a fake agent, a bridge that calls it with the role autoscaler, and BigFleet, which calls the bridge.
-type world struct {
+// environment is a fake agent, a bridge that calls it with the role autoscaler, and BigFleet, which
+// calls the bridge.
+type environment struct {
 	t       *testing.T
 	agent   *fakeagent.Agent
 	options bridge.Options
@@ -51,11 +52,11 @@ type world struct {
 	stop    func()
 }
 
-func newWorld(t *testing.T, infrastructure fakeagent.Infrastructure) *world {
+func newEnvironment(t *testing.T, infrastructure fakeagent.Infrastructure) *environment {
 	t.Helper()
 	agent := fakeagent.New(fakeagent.WithInfrastructure(infrastructure))
 	t.Cleanup(agent.Close)
-	w := &world{t: t, agent: agent, options: bridge.Options{
+	w := &environment{t: t, agent: agent, options: bridge.Options{
 		Agent: agent.AutoscalerFor(fakeagent.DefaultCluster()), Cluster: fakeagent.DefaultCluster(), Holder: holder,
 		StateFile: filepath.Join(t.TempDir(), "state.db"), Slots: 3, SpotInterruption: 0.1, Clock: clock.RealClock{},
 	}}
@@ -63,13 +64,13 @@ func newWorld(t *testing.T, infrastructure fakeagent.Infrastructure) *world {
 }
 
 // group adds a node group that is reserved for BigFleet.
-func (w *world) group(described *agentv1alpha1.NodeGroup) string {
+func (w *environment) group(described *agentv1alpha1.NodeGroup) string {
 	described.Holder = holder
 	return w.agent.AddNodeGroup(described)
 }
 
 // start runs the bridge until the test ends, or stop.
-func (w *world) start() {
+func (w *environment) start() {
 	w.t.Helper()
 	b, err := bridge.New(w.options)
 	require.NoError(w.t, err)
@@ -100,13 +101,13 @@ func (w *world) start() {
 }
 
 // eventually waits for a condition, which may fail the test.
-func (w *world) eventually(what string, condition func() bool) {
+func (w *environment) eventually(what string, condition func() bool) {
 	w.t.Helper()
 	err := wait.PollUntilContextTimeout(w.t.Context(), interval, within, true, func(context.Context) (bool, error) { return condition(), nil })
 	require.NoError(w.t, err, what)
 }
 
-func (w *world) list(r *protocol.ListRequest) *protocol.ListResponse {
+func (w *environment) list(r *protocol.ListRequest) *protocol.ListResponse {
 	w.t.Helper()
 	response, err := w.shard.List(w.t.Context(), r)
 	require.NoError(w.t, err)
@@ -114,7 +115,7 @@ func (w *world) list(r *protocol.ListRequest) *protocol.ListResponse {
 }
 
 // slot returns a machine that could be had.
-func (w *world) slot() string {
+func (w *environment) slot() string {
 	w.t.Helper()
 	var machines []*protocol.Machine
 	w.eventually("a machine could be had", func() bool {
@@ -124,27 +125,27 @@ func (w *world) slot() string {
 	return machines[0].GetId()
 }
 
-func (w *world) get(id string) *protocol.Machine {
+func (w *environment) get(id string) *protocol.Machine {
 	w.t.Helper()
 	m, err := w.shard.Get(w.t.Context(), &protocol.GetRequest{Id: id})
 	require.NoError(w.t, err)
 	return m
 }
 
-func (w *world) reaches(id string, state protocol.State) *protocol.Machine {
+func (w *environment) reaches(id string, state protocol.State) *protocol.Machine {
 	w.t.Helper()
 	w.eventually("machine "+id+" reaches "+state.String(), func() bool { return w.get(id).GetState() == state })
 	return w.get(id)
 }
 
-func (w *world) create(id string) *protocol.Accepted {
+func (w *environment) create(id string) *protocol.Accepted {
 	w.t.Helper()
 	accepted, err := w.shard.Create(w.t.Context(), &protocol.CreateRequest{Id: id})
 	require.NoError(w.t, err)
 	return accepted
 }
 
-func (w *world) configure(id string) *protocol.Accepted {
+func (w *environment) configure(id string) *protocol.Accepted {
 	w.t.Helper()
 	accepted, err := w.shard.Configure(w.t.Context(), &protocol.ConfigureRequest{
 		Id: id, Cluster: "production", Bootstrap: []byte("#cloud-config"), Metadata: map[string]string{"priority": "7"},
@@ -153,12 +154,12 @@ func (w *world) configure(id string) *protocol.Accepted {
 	return accepted
 }
 
-func (w *world) claim(id string) *agentv1alpha1.Claim {
+func (w *environment) claim(id string) *agentv1alpha1.Claim {
 	return w.agent.Claim(fakeagent.DefaultCluster(), id)
 }
 
 func TestAMachineLivesThroughAllStates(t *testing.T) {
-	w := newWorld(t, fakeagent.Infrastructure{Provision: fakeagent.Manual, Join: fakeagent.Manual, Terminate: fakeagent.Manual})
+	w := newEnvironment(t, fakeagent.Infrastructure{Provision: fakeagent.Manual, Join: fakeagent.Manual, Terminate: fakeagent.Manual})
 	group := w.group(&agentv1alpha1.NodeGroup{Name: "workers", Zone: "zone-a"})
 	w.start()
 	id, cluster := w.slot(), fakeagent.DefaultCluster()
@@ -216,7 +217,7 @@ func TestAMachineLivesThroughAllStates(t *testing.T) {
 }
 
 func TestAMachineThatWasNeverConfiguredIsDeleted(t *testing.T) {
-	w := newWorld(t, fakeagent.Infrastructure{})
+	w := newEnvironment(t, fakeagent.Infrastructure{})
 	group := w.group(&agentv1alpha1.NodeGroup{Name: "workers", Replicas: 1})
 	w.start()
 	id := w.slot()
@@ -234,16 +235,16 @@ func TestAMachineThatWasNeverConfiguredIsDeleted(t *testing.T) {
 
 // What a call asked for happens once, whatever is lost on the way.
 func TestACallIsRepeated(t *testing.T) {
-	for name, disturb := range map[string]func(*world){
-		"nothing is lost":            func(*world) {},
-		"the request is lost":        func(w *world) { w.agent.Fail("CreateClaim", 2, agenterrors.HubUnreachable("lost")) },
-		"the answer is lost":         func(w *world) { w.agent.FailAfter("CreateClaim", 2, agenterrors.HubUnreachable("lost")) },
-		"another writer was faster":  func(w *world) { w.agent.Fail("CreateClaim", 1, agenterrors.Conflict("lost")) },
-		"the bridge starts again":    func(w *world) { w.agent.Fail("CreateClaim", 1, agenterrors.HubUnreachable("lost")) },
-		"releases are being limited": func(w *world) { w.agent.Fail("ReleaseClaim", 2, agenterrors.TooManyClaims("wait", time.Second)) },
+	for name, disturb := range map[string]func(*environment){
+		"nothing is lost":            func(*environment) {},
+		"the request is lost":        func(w *environment) { w.agent.Fail("CreateClaim", 2, agenterrors.HubUnreachable("lost")) },
+		"the answer is lost":         func(w *environment) { w.agent.FailAfter("CreateClaim", 2, agenterrors.HubUnreachable("lost")) },
+		"another writer was faster":  func(w *environment) { w.agent.Fail("CreateClaim", 1, agenterrors.Conflict("lost")) },
+		"the bridge starts again":    func(w *environment) { w.agent.Fail("CreateClaim", 1, agenterrors.HubUnreachable("lost")) },
+		"releases are being limited": func(w *environment) { w.agent.Fail("ReleaseClaim", 2, agenterrors.TooManyClaims("wait", time.Second)) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, fakeagent.Infrastructure{})
+			w := newEnvironment(t, fakeagent.Infrastructure{})
 			group := w.group(&agentv1alpha1.NodeGroup{Name: "workers"})
 			w.start()
 			id := w.slot()
@@ -270,7 +271,7 @@ func TestACallIsRepeated(t *testing.T) {
 }
 
 func TestAStaleTokenIsFenced(t *testing.T) {
-	w := newWorld(t, fakeagent.Infrastructure{})
+	w := newEnvironment(t, fakeagent.Infrastructure{})
 	group := w.group(&agentv1alpha1.NodeGroup{Name: "workers"})
 	w.start()
 	id := w.slot()
@@ -336,7 +337,7 @@ func TestTheAgentRefuses(t *testing.T) {
 		"no cluster": {agenterrors.ClusterNotFound(fakeagent.DefaultCluster()), codes.NotFound},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, fakeagent.Infrastructure{})
+			w := newEnvironment(t, fakeagent.Infrastructure{})
 			w.group(&agentv1alpha1.NodeGroup{Name: "workers"})
 			now := clocktesting.NewFakeClock(time.Now())
 			w.options.Clock = now
@@ -358,7 +359,7 @@ func TestTheAgentRefuses(t *testing.T) {
 }
 
 func TestACallInTheWrongStateIsRefused(t *testing.T) {
-	w := newWorld(t, fakeagent.Infrastructure{})
+	w := newEnvironment(t, fakeagent.Infrastructure{})
 	w.group(&agentv1alpha1.NodeGroup{Name: "workers"})
 	w.options.ClusterID = "production"
 	w.start()
@@ -377,7 +378,7 @@ func TestACallInTheWrongStateIsRefused(t *testing.T) {
 }
 
 func TestAMachineThatFailsIsReplacedByAnotherSlot(t *testing.T) {
-	w := newWorld(t, fakeagent.Infrastructure{Provision: fakeagent.Manual})
+	w := newEnvironment(t, fakeagent.Infrastructure{Provision: fakeagent.Manual})
 	w.group(&agentv1alpha1.NodeGroup{Name: "workers"})
 	now := clocktesting.NewFakeClock(time.Now())
 	w.options.Clock = now
@@ -407,7 +408,7 @@ func TestAMachineThatFailsIsReplacedByAnotherSlot(t *testing.T) {
 func TestAMachineIsLost(t *testing.T) {
 	for name, away := range map[string]bool{"the bridge sees it": false, "the agent forgot it while the bridge was away": true} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, fakeagent.Infrastructure{})
+			w := newEnvironment(t, fakeagent.Infrastructure{})
 			w.group(&agentv1alpha1.NodeGroup{Name: "workers"})
 			w.start()
 			id := w.slot()
@@ -435,7 +436,7 @@ func TestAMachineIsLost(t *testing.T) {
 
 // While nothing is known for certain, nothing is concluded.
 func TestAMachineOfAPausedClusterIsNotLost(t *testing.T) {
-	w := newWorld(t, fakeagent.Infrastructure{})
+	w := newEnvironment(t, fakeagent.Infrastructure{})
 	w.group(&agentv1alpha1.NodeGroup{Name: "workers"})
 	w.start()
 	id := w.slot()
@@ -452,7 +453,7 @@ func TestAMachineOfAPausedClusterIsNotLost(t *testing.T) {
 }
 
 func TestWhatCanBeHad(t *testing.T) {
-	w := newWorld(t, fakeagent.Infrastructure{})
+	w := newEnvironment(t, fakeagent.Infrastructure{})
 	spot := w.group(&agentv1alpha1.NodeGroup{
 		Name: "spot", InstanceType: "c5", Zone: "zone-a", CapacityType: agentv1alpha1.CapacityType_CAPACITY_TYPE_SPOT,
 		Price: &agentv1alpha1.Price{PerHour: 0.25, Currency: "USD"}, Capacity: map[string]string{"cpu": "4", "memory": "16Gi", "gpu": "1"},
@@ -497,7 +498,7 @@ func TestWhatCanBeHad(t *testing.T) {
 }
 
 func TestChangesSinceARevision(t *testing.T) {
-	w := newWorld(t, fakeagent.Infrastructure{})
+	w := newEnvironment(t, fakeagent.Infrastructure{})
 	w.group(&agentv1alpha1.NodeGroup{Name: "workers"})
 	w.start()
 	revision := w.list(&protocol.ListRequest{}).GetRevision()
@@ -529,7 +530,7 @@ func TestChangesSinceARevision(t *testing.T) {
 
 // What BigFleet wants to find again is stored.
 func TestABindingSurvivesARestart(t *testing.T) {
-	w := newWorld(t, fakeagent.Infrastructure{})
+	w := newEnvironment(t, fakeagent.Infrastructure{})
 	w.group(&agentv1alpha1.NodeGroup{Name: "workers"})
 	w.start()
 	id := w.slot()
@@ -547,7 +548,7 @@ func TestABindingSurvivesARestart(t *testing.T) {
 }
 
 func TestNothingIsServedBeforeTheAgentWasHeard(t *testing.T) {
-	w := newWorld(t, fakeagent.Infrastructure{})
+	w := newEnvironment(t, fakeagent.Infrastructure{})
 	w.agent.SetSynced(false)
 	b, err := bridge.New(w.options)
 	require.NoError(t, err)

@@ -137,7 +137,7 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	if nodeClaim.DeletionTimestamp.IsZero() && v1alpha1.ReturnsMachine(nodeClaim) {
 		c.sawToIt(nodeClaim.UID)
-		return c.giveBack(ctx, nodeClaim)
+		return c.returnMachine(ctx, nodeClaim)
 	}
 	if !nodeClaim.DeletionTimestamp.IsZero() || !nodeClaim.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue() {
 		c.sawToIt(nodeClaim.UID)

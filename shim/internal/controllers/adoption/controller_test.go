@@ -31,14 +31,14 @@ import (
 )
 
 type env struct {
-	*shimtest.World
+	*shimtest.Env
 	t          *testing.T
 	clock      *clocktesting.FakeClock
 	controller *adoption.Controller
 	machine    *agentv1alpha1.Machine
 }
 
-// setUp returns a world with one unclaimed machine.
+// setUp returns an environment with one unclaimed machine.
 func setUp(t *testing.T) *env {
 	t.Helper()
 	clk := clocktesting.NewFakeClock(time.Now())
@@ -49,7 +49,7 @@ func setUp(t *testing.T) *env {
 	require.NoError(t, err)
 	require.Len(t, response.GetMachines(), 1)
 	return &env{
-		World: w, t: t, clock: clk, machine: response.GetMachines()[0],
+		Env: w, t: t, clock: clk, machine: response.GetMachines()[0],
 		controller: adoption.New(w.Kube, w.CloudProvider, w.CloudProvider, w.Claims, w.Unclaimed, w.Client, w.Cluster, w.Recorder),
 	}
 }

@@ -26,12 +26,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
-// giveBack returns the NodeClaim's machine to the user, as the annotation requests. Every step is
+// returnMachine returns the NodeClaim's machine to the user, as the annotation requests. Every step is
 // idempotent. First the claim ends. Then the Node is stripped of what Karpenter set, so that the
 // end of the NodeClaim does not affect it. Then the NodeClaim gets a provider ID that no Node has,
 // so that core drains none, and what core has set on the Node meanwhile is removed. Finally the
 // NodeClaim is deleted.
-func (c *Controller) giveBack(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
+func (c *Controller) returnMachine(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	response, err := c.agent.Claims.ReturnMachine(ctx, &agentv1alpha1.ReturnMachineRequest{
 		Cluster: c.cluster, ClaimId: string(nodeClaim.UID), Reason: "NodeClaim " + nodeClaim.Name + " returns its machine",
 	})

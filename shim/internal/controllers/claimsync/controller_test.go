@@ -33,17 +33,17 @@ import (
 
 const interval = time.Minute
 
-func world(t *testing.T, options ...shimtest.Option) (*shimtest.World, *claimsync.Controller) {
+func setUp(t *testing.T, options ...shimtest.Option) (*shimtest.Env, *claimsync.Controller) {
 	t.Helper()
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, options...)
 	return w, claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, w.Recorder, nil, interval, shimtest.Timeout)
 }
 
-func phase(w *shimtest.World, nodeClaim *karpv1.NodeClaim) agentv1alpha1.ClaimPhase {
+func phase(w *shimtest.Env, nodeClaim *karpv1.NodeClaim) agentv1alpha1.ClaimPhase {
 	return w.Agent.Claim(w.Cluster, string(nodeClaim.UID)).GetPhase()
 }
 
-func sync(t *testing.T, w *shimtest.World, c *claimsync.Controller) {
+func sync(t *testing.T, w *shimtest.Env, c *claimsync.Controller) {
 	t.Helper()
 	result, err := c.Reconcile(w.Context())
 	require.NoError(t, err)
@@ -51,7 +51,7 @@ func sync(t *testing.T, w *shimtest.World, c *claimsync.Controller) {
 }
 
 func TestClaimsThatNoNodeClaimOwnsAreReleased(t *testing.T) {
-	w, c := world(t)
+	w, c := setUp(t)
 	kept := w.Launched("kept")
 	deleting := w.Launched("deleting", func(nc *karpv1.NodeClaim) { nc.Finalizers = []string{karpv1.TerminationFinalizer} })
 	require.NoError(t, w.Kube.Delete(w.Context(), deleting))
@@ -68,11 +68,11 @@ func TestClaimsThatNoNodeClaimOwnsAreReleased(t *testing.T) {
 
 func TestAClaimMadeAfterTheTokenIsSafe(t *testing.T) {
 	var (
-		begun atomic.Pointer[shimtest.World]
+		begun atomic.Pointer[shimtest.Env]
 		raced atomic.Bool
 		late  atomic.Pointer[karpv1.NodeClaim]
 	)
-	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
+	w, c := setUp(t, shimtest.WithInterceptor(interceptor.Funcs{
 		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
 			err := under.List(ctx, list, options...)
 			// Core creates a NodeClaim and its claim right after the set was read.
@@ -93,9 +93,9 @@ func TestAClaimMadeAfterTheTokenIsSafe(t *testing.T) {
 }
 
 func TestTheTokenComesBeforeTheSet(t *testing.T) {
-	var begun atomic.Pointer[shimtest.World]
+	var begun atomic.Pointer[shimtest.Env]
 	var after atomic.Bool
-	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
+	w, c := setUp(t, shimtest.WithInterceptor(interceptor.Funcs{
 		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
 			w := begun.Load()
 			if _, ok := list.(*karpv1.NodeClaimList); ok && w != nil && w.Agent.Calls("ListClaims") == 1 && w.Agent.Calls("SyncClaims") == 0 {
@@ -111,7 +111,7 @@ func TestTheTokenComesBeforeTheSet(t *testing.T) {
 
 func TestNoSetNoCollection(t *testing.T) {
 	var fail atomic.Bool
-	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
+	w, c := setUp(t, shimtest.WithInterceptor(interceptor.Funcs{
 		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
 			if _, ok := list.(*karpv1.NodeClaimList); ok && fail.Load() {
 				return errors.New("the API server is away")
@@ -130,7 +130,7 @@ func TestNoSetNoCollection(t *testing.T) {
 
 func TestAnIncompleteSetIsNotSent(t *testing.T) {
 	var cut atomic.Bool
-	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
+	w, c := setUp(t, shimtest.WithInterceptor(interceptor.Funcs{
 		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
 			err := under.List(ctx, list, options...)
 			if claims, ok := list.(*karpv1.NodeClaimList); ok && cut.Load() {
@@ -146,7 +146,7 @@ func TestAnIncompleteSetIsNotSent(t *testing.T) {
 }
 
 func TestTheAgentBeingAwayIsAnErrorAndTheNextRoundTakesANewToken(t *testing.T) {
-	w, c := world(t)
+	w, c := setUp(t)
 	w.Disconnect()
 	_, err := c.Reconcile(w.Context())
 	require.Error(t, err)
@@ -160,7 +160,7 @@ func TestTheAgentBeingAwayIsAnErrorAndTheNextRoundTakesANewToken(t *testing.T) {
 }
 
 func TestNodeClaimsWithoutAClaimAreCounted(t *testing.T) {
-	w, c := world(t)
+	w, c := setUp(t)
 	w.Launched("claimed")
 	sync(t, w, c)
 	assert.InDelta(t, 0, shimtest.Metric(t, "karpenter_capi_node_claims_without_claim", nil), 0)
@@ -171,7 +171,7 @@ func TestNodeClaimsWithoutAClaimAreCounted(t *testing.T) {
 }
 
 func TestForeignNodeClaimsAreNotInTheSet(t *testing.T) {
-	w, c := world(t)
+	w, c := setUp(t)
 	ours := w.Launched("ours")
 	w.Create(w.NodeClaim("foreign", func(nc *karpv1.NodeClaim) { nc.Spec.NodeClassRef.Kind = "EC2NodeClass" }))
 	sync(t, w, c)
@@ -181,7 +181,7 @@ func TestForeignNodeClaimsAreNotInTheSet(t *testing.T) {
 }
 
 func TestNodesAreReported(t *testing.T) {
-	w, c := world(t)
+	w, c := setUp(t)
 	w.Create(&corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: "joining", Labels: map[string]string{
 			corev1.LabelArchStable: "amd64", corev1.LabelOSStable: "windows", corev1.LabelTopologyZone: "z1", corev1.LabelHostname: "joining",
@@ -222,7 +222,7 @@ func TestNodesAreReported(t *testing.T) {
 	assert.False(t, reports["sim:///2"].GetUnregistered())
 }
 
-func lastSync(t *testing.T, w *shimtest.World) *agentv1alpha1.SyncClaimsRequest {
+func lastSync(t *testing.T, w *shimtest.Env) *agentv1alpha1.SyncClaimsRequest {
 	t.Helper()
 	requests := w.Agent.Requests("SyncClaims")
 	require.NotEmpty(t, requests)
@@ -244,7 +244,7 @@ func TestTheMessageStaysBelowTheLimit(t *testing.T) {
 			Spec: corev1.NodeSpec{ProviderID: identity(i), Taints: []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}},
 		}
 	}
-	w, c := world(t, listing(all...))
+	w, c := setUp(t, listing(all...))
 	sync(t, w, c)
 	sent := lastSync(t, w)
 	assert.Less(t, proto.Size(sent), 4<<20)
@@ -285,7 +285,7 @@ func TestAListOfNodesThatIsCutOffIsNotCalledComplete(t *testing.T) {
 	for i := range nodes {
 		nodes[i] = nodeWith(fmt.Sprint(i, strings.Repeat("x", 2000)))
 	}
-	w, c := world(t, listing(nodes...))
+	w, c := setUp(t, listing(nodes...))
 	sync(t, w, c)
 	sent := lastSync(t, w)
 	assert.Less(t, proto.Size(sent), 4<<20)
@@ -296,7 +296,7 @@ func TestAListOfNodesThatIsCutOffIsNotCalledComplete(t *testing.T) {
 
 // One odd Node must not keep the reports of all others from the agent.
 func TestANodeWhoseProviderIDTheAPIDoesNotAllowIsLeftOut(t *testing.T) {
-	w, c := world(t, listing(nodeWith(strings.Repeat("x", 2049)), nodeWith("sim:///1")))
+	w, c := setUp(t, listing(nodeWith(strings.Repeat("x", 2049)), nodeWith("sim:///1")))
 	sync(t, w, c)
 	sent := lastSync(t, w)
 	require.Len(t, sent.GetNodes(), 1)
@@ -308,8 +308,8 @@ func TestANodeWhoseProviderIDTheAPIDoesNotAllowIsLeftOut(t *testing.T) {
 // nor consist of the first page only.
 func TestNodesAreReadPageByPageWithTheTokenAtHand(t *testing.T) {
 	var pages, early atomic.Int32
-	var begun atomic.Pointer[shimtest.World]
-	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
+	var begun atomic.Pointer[shimtest.Env]
+	w, c := setUp(t, shimtest.WithInterceptor(interceptor.Funcs{
 		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
 			nodes, ok := list.(*corev1.NodeList)
 			if !ok {
@@ -342,7 +342,7 @@ func TestNodesAreReadPageByPageWithTheTokenAtHand(t *testing.T) {
 
 // A list with an unreadable page is not complete.
 func TestNodesThatCannotBeReadAreNotReportedAsNone(t *testing.T) {
-	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
+	w, c := setUp(t, shimtest.WithInterceptor(interceptor.Funcs{
 		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
 			if _, ok := list.(*corev1.NodeList); ok {
 				return errors.New("the API server is away")
@@ -356,7 +356,7 @@ func TestNodesThatCannotBeReadAreNotReportedAsNone(t *testing.T) {
 }
 
 func TestANodeWithMoreResourcesThanAReportHoldsIsReportedWithoutThem(t *testing.T) {
-	w, c := world(t)
+	w, c := setUp(t)
 	many := corev1.ResourceList{}
 	for i := range 129 {
 		many[corev1.ResourceName(fmt.Sprint("example.com/device-", i))] = resource.MustParse("1")
@@ -372,7 +372,7 @@ func TestANodeWithMoreResourcesThanAReportHoldsIsReportedWithoutThem(t *testing.
 
 // The kubeconfig or the Cluster's name may be wrong: the two settings are independent.
 func TestTheAgentIsToldWhereTheSetWasRead(t *testing.T) {
-	w, c := world(t)
+	w, c := setUp(t)
 	w.Launched("kept")
 	sync(t, w, c)
 	assert.Equal(t, shimtest.SpokeID, lastSync(t, w).GetSpokeId())
@@ -386,7 +386,7 @@ func TestTheAgentIsToldWhereTheSetWasRead(t *testing.T) {
 // The agent must know which cluster a set belongs to before it collects by it. Without an identity
 // no set is sent.
 func TestASetIsNotSentWithoutTheClustersIdentity(t *testing.T) {
-	w, c := world(t)
+	w, c := setUp(t)
 	require.NoError(t, w.Kube.Delete(w.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem}}))
 	_, err := c.Reconcile(w.Context())
 	require.ErrorContains(t, err, "kube-system")
@@ -395,7 +395,7 @@ func TestASetIsNotSentWithoutTheClustersIdentity(t *testing.T) {
 }
 
 func TestAShimOfAnotherClusterReleasesNothing(t *testing.T) {
-	w, c := world(t)
+	w, c := setUp(t)
 	theirs := w.Launched("theirs")
 	sync(t, w, c)
 	require.NoError(t, w.Kube.Delete(w.Context(), theirs))
@@ -412,7 +412,7 @@ func TestAShimOfAnotherClusterReleasesNothing(t *testing.T) {
 // A cluster restored from a backup has lost NodeClaims whose Nodes come back without being
 // registered again.
 func TestClaimsWhoseNodesWereRegisteredAreReportedAndKept(t *testing.T) {
-	w, c := world(t)
+	w, c := setUp(t)
 	lost := w.Launched("lost")
 	machine := w.Agent.Provision(w.Cluster, string(lost.UID), "sim:///lost")
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "lost"}, Spec: corev1.NodeSpec{ProviderID: machine.GetProviderId()}}

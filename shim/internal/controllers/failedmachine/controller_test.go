@@ -29,7 +29,7 @@ import (
 )
 
 type env struct {
-	*shimtest.World
+	*shimtest.Env
 	t          *testing.T
 	clock      *clocktesting.FakeClock
 	controller *failedmachine.Controller
@@ -41,7 +41,7 @@ func setUp(t *testing.T, agent ...fakeagent.Option) *env {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithAgent(agent...), shimtest.WithClock(clk))
 	w.Eventually(func() bool { return w.Claims.State().Synced }, "the mirror of claims is complete")
 	return &env{
-		World: w, t: t, clock: clk,
+		Env: w, t: t, clock: clk,
 		controller: failedmachine.New(clk, w.Kube, w.Kube, w.CloudProvider, w.Claims, w.NodeGroups, w.Client.Claims, w.Cluster,
 			w.Recorder, w.Unclaimed, shimtest.Timeout),
 	}

@@ -18,7 +18,7 @@ import (
 )
 
 type env struct {
-	*shimtest.World
+	*shimtest.Env
 	t          *testing.T
 	clock      *clocktesting.FakeClock
 	controller *floor.Controller
@@ -26,8 +26,8 @@ type env struct {
 	reports    int // requested early reports
 }
 
-// setUp returns a world with one machine of the user, whose Node has Karpenter's taint and another
-// one.
+// setUp returns an environment with one machine of the user, whose Node has Karpenter's taint and
+// another one.
 func setUp(t *testing.T) *env {
 	t.Helper()
 	clk := clocktesting.NewFakeClock(time.Now())
@@ -37,7 +37,7 @@ func setUp(t *testing.T) *env {
 	require.NoError(t, err)
 	require.Len(t, response.GetMachines(), 1)
 	e := &env{
-		World: w, t: t, clock: clk,
+		Env: w, t: t, clock: clk,
 		node: &corev1.Node{
 			ObjectMeta: metav1.ObjectMeta{Name: "node", CreationTimestamp: metav1.NewTime(clk.Now())},
 			Spec: corev1.NodeSpec{

@@ -27,7 +27,7 @@ const (
 
 // env has a NodeClaim, which is also in core's cluster state.
 type env struct {
-	*shimtest.World
+	*shimtest.Env
 	t          *testing.T
 	clock      *clocktesting.FakeClock
 	cluster    *state.Cluster
@@ -41,7 +41,7 @@ func setUp(t *testing.T) *env {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithClock(clk))
 	cluster := state.NewCluster(clk, w.Kube, w.CloudProvider)
 	return &env{
-		World: w, t: t, clock: clk, cluster: cluster, controller: latenode.New(clk, w.CloudProvider, cluster), nodeClaim: w.Launched("claim"),
+		Env: w, t: t, clock: clk, cluster: cluster, controller: latenode.New(clk, w.CloudProvider, cluster), nodeClaim: w.Launched("claim"),
 	}
 }
 

@@ -97,10 +97,11 @@ type Certificate interface {
 	Warning() (message string, found bool)
 }
 
-// Fit reports whether the agent and this shim are compatible. [connectivity.Fit] implements it.
-type Fit interface {
-	Verdict() connectivity.Verdict
-	// Changes receives a value after the verdict has changed. It has one reader.
+// CompatibilityCheck reports whether the agent and this shim are compatible.
+// [connectivity.CompatibilityCheck] implements it.
+type CompatibilityCheck interface {
+	Result() connectivity.Compatibility
+	// Changes receives a value after the result has changed. It has one reader.
 	Changes() <-chan struct{}
 }
 
@@ -111,12 +112,12 @@ type Controller struct {
 	catalogue  *catalogue.Catalogue
 	connection Connection
 	// certificate may be replaced at any time.
-	certificate Certificate
-	fit         Fit
-	cluster     *agentv1alpha1.ClusterRef
-	recorder    events.Recorder
-	grace       time.Duration
-	started     time.Time
+	certificate   Certificate
+	compatibility CompatibilityCheck
+	cluster       *agentv1alpha1.ClusterRef
+	recorder      events.Recorder
+	grace         time.Duration
+	started       time.Time
 
 	mu      sync.Mutex
 	written map[string]time.Time // time of the last write of the status, by node class
@@ -126,11 +127,11 @@ type Controller struct {
 // spec.nodeClassRef. grace is how long the agent may be unreachable before node classes stop being
 // Ready.
 func New(
-	clk clock.Clock, kube client.Client, catalogue *catalogue.Catalogue, connection Connection, certificate Certificate, fit Fit,
-	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, grace time.Duration,
+	clk clock.Clock, kube client.Client, catalogue *catalogue.Catalogue, connection Connection, certificate Certificate,
+	compatibility CompatibilityCheck, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, grace time.Duration,
 ) *Controller {
 	return &Controller{
-		clock: clk, kube: kube, catalogue: catalogue, connection: connection, certificate: certificate, fit: fit, cluster: cluster,
+		clock: clk, kube: kube, catalogue: catalogue, connection: connection, certificate: certificate, compatibility: compatibility, cluster: cluster,
 		recorder: recorder, grace: grace, started: clk.Now(), written: map[string]time.Time{},
 	}
 }
@@ -229,7 +230,7 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	conditions := nodeClass.StatusConditions(status.WithClock(c.clock))
 	c.describeConnection(conditions)
 	c.describeCertificate(conditions)
-	c.describeFit(conditions)
+	c.describeCompatibility(conditions)
 
 	snapshot := c.catalogue.Snapshot()
 	if snapshot == nil {
@@ -323,16 +324,16 @@ func (c *Controller) describeCertificate(conditions status.ConditionSet) {
 	}
 }
 
-func (c *Controller) describeFit(conditions status.ConditionSet) {
-	switch verdict := c.fit.Verdict(); {
-	case !verdict.Known:
+func (c *Controller) describeCompatibility(conditions status.ConditionSet) {
+	switch result := c.compatibility.Result(); {
+	case !result.Known:
 		if before := conditions.Get(v1alpha1.ConditionAgentCompatible); before != nil {
 			conditions.Set(*before) // A restart alone does not change the condition.
 		}
-	case verdict.Fits():
+	case result.Compatible():
 		conditions.SetTrue(v1alpha1.ConditionAgentCompatible)
 	default:
-		conditions.SetFalse(v1alpha1.ConditionAgentCompatible, verdict.Reason, lo.Ellipsis(verdict.Message, longestMessage))
+		conditions.SetFalse(v1alpha1.ConditionAgentCompatible, result.Reason, lo.Ellipsis(result.Message, longestMessage))
 	}
 }
 
@@ -426,7 +427,7 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		For(&v1alpha1.ClusterAPINodeClass{}).
 		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.catalogue.Changes(), func() {} })).
 		WatchesRawSource(c.on(c.connection.StateChanges)).
-		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.fit.Changes(), func() {} })).
+		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.compatibility.Changes(), func() {} })).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }

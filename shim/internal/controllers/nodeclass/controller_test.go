@@ -42,29 +42,29 @@ type certificate struct {
 
 func (c *certificate) Warning() (string, bool) { return c.warning, c.found }
 
-// fit is the verdict that the test sets.
-type fit struct{ verdict connectivity.Verdict }
+// compatibility is the result that the test sets.
+type compatibility struct{ result connectivity.Compatibility }
 
-func (f *fit) Verdict() connectivity.Verdict { return f.verdict }
+func (f *compatibility) Result() connectivity.Compatibility { return f.result }
 
-func (f *fit) Changes() <-chan struct{} { return nil }
+func (f *compatibility) Changes() <-chan struct{} { return nil }
 
 type env struct {
-	*shimtest.World
+	*shimtest.Env
 	t          *testing.T
 	clock      *clocktesting.FakeClock
 	connection *connection
 	certificate
-	fit        fit
-	again      time.Duration // the last result's RequeueAfter
-	controller *nodeclass.Controller
+	compatibility compatibility
+	again         time.Duration // the last result's RequeueAfter
+	controller    *nodeclass.Controller
 }
 
 func setUp(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *env {
 	t.Helper()
 	w := shimtest.New(t, groups)
 	e := &env{
-		World:      w,
+		Env:        w,
 		t:          t,
 		clock:      clocktesting.NewFakeClock(time.Now()),
 		connection: &connection{agentclient.State{Synced: true, Connected: true}},
@@ -74,7 +74,7 @@ func setUp(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *env {
 }
 
 func (e *env) with(c *catalogue.Catalogue) *nodeclass.Controller {
-	return nodeclass.New(e.clock, e.Kube, c, e.connection, &e.certificate, &e.fit, e.Cluster, e.Recorder, grace)
+	return nodeclass.New(e.clock, e.Kube, c, e.connection, &e.certificate, &e.compatibility, e.Cluster, e.Recorder, grace)
 }
 
 func (e *env) reconcile(name string) *v1alpha1.ClusterAPINodeClass {
@@ -119,7 +119,7 @@ func TestAnAgentThatDoesNotFitIsShownAndDoesNotCostReadiness(t *testing.T) {
 	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
 	assert.Nil(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentCompatible), "no agent has answered yet")
 
-	e.fit.verdict = connectivity.Verdict{Known: true, Reason: "VersionSkew", Message: "upgrade the agent"}
+	e.compatibility.result = connectivity.Compatibility{Known: true, Reason: "VersionSkew", Message: "upgrade the agent"}
 	nodeClass := e.reconcile(shimtest.NodeClassName)
 	fits := condition(nodeClass, v1alpha1.ConditionAgentCompatible)
 	assert.True(t, fits.IsFalse())
@@ -128,9 +128,9 @@ func TestAnAgentThatDoesNotFitIsShownAndDoesNotCostReadiness(t *testing.T) {
 	assert.True(t, condition(nodeClass, status.ConditionReady).IsTrue())
 	assert.Equal(t, []string{"VersionSkew"}, e.Recorder.Reasons())
 
-	e.fit.verdict = connectivity.Verdict{}
+	e.compatibility.result = connectivity.Compatibility{}
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentCompatible).IsFalse(), "a restart changes nothing")
-	e.fit.verdict = connectivity.Verdict{Known: true}
+	e.compatibility.result = connectivity.Compatibility{Known: true}
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentCompatible).IsTrue())
 }
 

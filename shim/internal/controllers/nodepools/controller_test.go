@@ -65,8 +65,9 @@ func run(m *testing.M) int {
 	return m.Run()
 }
 
-// world is a controller between a fake agent and the API server, which begins without objects.
-type world struct {
+// environment is a controller between a fake agent and the API server, which begins without
+// objects.
+type environment struct {
 	*testing.T
 
 	agent      *fakeagent.Agent
@@ -79,9 +80,9 @@ type world struct {
 	revisions  int
 }
 
-func newWorld(t *testing.T) *world {
+func newEnvironment(t *testing.T) *environment {
 	t.Helper()
-	w := &world{
+	w := &environment{
 		T: t, agent: fakeagent.New(), cluster: fakeagent.DefaultCluster(),
 		recorder: &shimtest.Recorder{}, clock: testclock.NewFakeClock(time.Now()),
 	}
@@ -104,17 +105,17 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-func (w *world) GetInstanceTypes(context.Context, *karpv1.NodePool) ([]*cloudprovider.InstanceType, error) {
+func (w *environment) GetInstanceTypes(context.Context, *karpv1.NodePool) ([]*cloudprovider.InstanceType, error) {
 	return w.types, nil
 }
 
-func (w *world) eventually(what string, condition func() bool) {
+func (w *environment) eventually(what string, condition func() bool) {
 	w.Helper()
 	require.Eventually(w, condition, shimtest.Timeout, 5*time.Millisecond, what)
 }
 
 // reconcile runs the controller once, after the mirror has what the agent publishes.
-func (w *world) reconcile() {
+func (w *environment) reconcile() {
 	w.Helper()
 	_, err := w.controller.Reconcile(w.Context(), reconcile.Request{})
 	require.NoError(w, err)
@@ -125,7 +126,7 @@ const spec = `{"template": {"spec": {
 	"requirements": [{"key": "karpenter.sh/capacity-type", "operator": "In", "values": ["on-demand"]}]}}%s}`
 
 // publish publishes the NodePool with more of its spec, and reconciles.
-func (w *world) publish(name, more string, changes ...func(*agentv1alpha1.PublishedObject)) {
+func (w *environment) publish(name, more string, changes ...func(*agentv1alpha1.PublishedObject)) {
 	w.Helper()
 	w.revisions++
 	object := &agentv1alpha1.PublishedObject{
@@ -147,21 +148,21 @@ func deleted(object *agentv1alpha1.PublishedObject) {
 	object.DeletionPolicy = agentv1alpha1.DeletionPolicy_DELETION_POLICY_DELETE
 }
 
-func (w *world) unpublish(name string) {
+func (w *environment) unpublish(name string) {
 	w.Helper()
 	w.agent.Unpublish(w.cluster, "NodePool", name)
 	w.eventually("the mirror knows", func() bool { _, ok := w.mirror.Get("NodePool/" + name); return !ok })
 	w.reconcile()
 }
 
-func (w *world) pool(name string) *karpv1.NodePool {
+func (w *environment) pool(name string) *karpv1.NodePool {
 	w.Helper()
 	pool := &karpv1.NodePool{}
 	require.NoError(w, kube.Get(w.Context(), client.ObjectKey{Name: name}, pool))
 	return pool
 }
 
-func (w *world) exists(name string) bool {
+func (w *environment) exists(name string) bool {
 	w.Helper()
 	err := kube.Get(w.Context(), client.ObjectKey{Name: name}, &karpv1.NodePool{})
 	require.NoError(w, client.IgnoreNotFound(err))
@@ -169,7 +170,7 @@ func (w *world) exists(name string) bool {
 }
 
 // result returns what was reported of the object, which is empty if it was applied.
-func (w *world) result(name string) string {
+func (w *environment) result(name string) string {
 	w.Helper()
 	for _, object := range w.agent.ReportedNodePools(w.cluster).GetObjects() {
 		if object.GetName() == name {
@@ -180,7 +181,7 @@ func (w *world) result(name string) string {
 	return "not reported"
 }
 
-func (w *world) userPool(name string) *karpv1.NodePool {
+func (w *environment) userPool(name string) *karpv1.NodePool {
 	w.Helper()
 	pool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: name}}
 	pool.Spec.Template.Spec.NodeClassRef = shimtest.NodeClassRef()
@@ -190,7 +191,7 @@ func (w *world) userPool(name string) *karpv1.NodePool {
 }
 
 func TestPublishedObjectsAreAppliedAndKept(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.publish("default", `, "weight": 10, "limits": {"cpu": "5"}`, func(o *agentv1alpha1.PublishedObject) {
 		o.Labels, o.Annotations = map[string]string{"team": "a"}, map[string]string{"note": "b"}
 	})
@@ -218,7 +219,7 @@ func TestPublishedObjectsAreAppliedAndKept(t *testing.T) {
 }
 
 func TestNodeClassesArePublishedToo(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.publish("default", "", func(o *agentv1alpha1.PublishedObject) { o.Kind, o.SpecJson = "ClusterAPINodeClass", `{}` })
 	assert.Empty(t, w.result("default"))
 	nodeClass := &v1alpha1.ClusterAPINodeClass{}
@@ -227,7 +228,7 @@ func TestNodeClassesArePublishedToo(t *testing.T) {
 }
 
 func TestObjectsOfOthersAreNeverTouched(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	theirs := w.userPool("default")
 	w.publish("default", `, "weight": 10`, deleted)
 	assert.Contains(t, w.result("default"), "exists that was not published from the hub")
@@ -246,7 +247,7 @@ func TestObjectsOfOthersAreNeverTouched(t *testing.T) {
 }
 
 func TestFieldsOfOthersAreNotTaken(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.publish("default", `, "weight": 10`)
 	theirs := &unstructured.Unstructured{}
 	theirs.SetAPIVersion("karpenter.sh/v1")
@@ -263,7 +264,7 @@ func TestFieldsOfOthersAreNotTaken(t *testing.T) {
 }
 
 func TestWhatTheAPIServerRefusesIsReported(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.publish("default", `, "weight": 1000`)
 	assert.Contains(t, w.result("default"), "spec.weight: Invalid value: 1000")
 	assert.False(t, w.exists("default"))
@@ -275,7 +276,7 @@ func TestWhatTheAPIServerRefusesIsReported(t *testing.T) {
 }
 
 func TestAnEntryWithAProblemLeavesTheObject(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.publish("default", `, "weight": 10`, deleted)
 	w.publish("default", "", func(o *agentv1alpha1.PublishedObject) { o.SpecJson, o.Problem = "", "spec: too large" })
 	assert.EqualValues(t, 10, *w.pool("default").Spec.Weight)
@@ -283,7 +284,7 @@ func TestAnEntryWithAProblemLeavesTheObject(t *testing.T) {
 }
 
 func TestWhatIsPublishedNoLongerIsKeptOrDeleted(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.publish("kept", "")
 	w.publish("deleted", "", deleted)
 	w.publish("other", "", deleted)
@@ -305,7 +306,7 @@ func TestWhatIsPublishedNoLongerIsKeptOrDeleted(t *testing.T) {
 }
 
 func TestAMissingNodePoolSetRemovesNothing(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.publish("retained", "")
 	w.publish("deleted", "", deleted)
 	before := map[string]*karpv1.NodePool{"retained": w.pool("retained"), "deleted": w.pool("deleted")}
@@ -331,7 +332,7 @@ func TestAMissingNodePoolSetRemovesNothing(t *testing.T) {
 }
 
 func TestNothingIsRemovedBeforeTheHubConfirmsIt(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.publish("default", "", deleted)
 	w.agent.SetPaused(w.cluster, true) // as in a move to another hub
 	w.unpublish("default")
@@ -349,7 +350,7 @@ func TestNothingIsRemovedBeforeTheHubConfirmsIt(t *testing.T) {
 }
 
 func TestAShimWithoutAViewDoesNothing(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.publish("default", "", deleted)
 	other := fakeagent.New()
 	other.SetSynced(false)
@@ -365,7 +366,7 @@ func TestAShimWithoutAViewDoesNothing(t *testing.T) {
 }
 
 func TestTheStatusOfAllNodePoolsIsReported(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.userPool("own")
 	w.publish("default", "")
 	ready := w.pool("default")
@@ -418,7 +419,7 @@ func TestTheStatusOfAllNodePoolsIsReported(t *testing.T) {
 }
 
 func TestManyNodePoolsAreCounted(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	for i := range 66 {
 		w.userPool(fmt.Sprintf("pool-%02d", i))
 	}

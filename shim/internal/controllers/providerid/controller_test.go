@@ -48,7 +48,7 @@ func (p *patches) record(_ context.Context, _ client.Client, object client.Objec
 	return json.Unmarshal(data, &content)
 }
 
-func world(t *testing.T) (*shimtest.World, *patches, func(*karpv1.NodeClaim) reconcile.Result) {
+func setUp(t *testing.T) (*shimtest.Env, *patches, func(*karpv1.NodeClaim) reconcile.Result) {
 	t.Helper()
 	recorded := &patches{}
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithInterceptor(onStatusPatch(recorded.record)))
@@ -62,7 +62,7 @@ func world(t *testing.T) (*shimtest.World, *patches, func(*karpv1.NodeClaim) rec
 }
 
 func TestThePlaceholderStaysUntilTheMachineHasAnID(t *testing.T) {
-	w, recorded, reconcile := world(t)
+	w, recorded, reconcile := setUp(t)
 	nodeClaim := w.Launched("claim")
 	result := reconcile(nodeClaim)
 	assert.Empty(t, recorded.sent)
@@ -71,7 +71,7 @@ func TestThePlaceholderStaysUntilTheMachineHasAnID(t *testing.T) {
 }
 
 func TestTheRealIDReplacesThePlaceholder(t *testing.T) {
-	w, recorded, reconcile := world(t)
+	w, recorded, reconcile := setUp(t)
 	nodeClaim := w.Launched("claim")
 	w.Provision(nodeClaim, machineID)
 	reconcile(nodeClaim.DeepCopy())
@@ -104,7 +104,7 @@ func TestItIsPutBackAfterCoreWroteThePlaceholderAgain(t *testing.T) {
 		"after registration":  shimtest.Registered,
 	} {
 		t.Run(name, func(t *testing.T) {
-			w, recorded, reconcile := world(t)
+			w, recorded, reconcile := setUp(t)
 			nodeClaim := w.Launched("claim", change)
 			w.Provision(nodeClaim, machineID)
 			for range 2 {
@@ -120,7 +120,7 @@ func TestItIsPutBackAfterCoreWroteThePlaceholderAgain(t *testing.T) {
 }
 
 func TestANodeClaimThatIsBeingDeletedGetsItToo(t *testing.T) {
-	w, _, reconcile := world(t)
+	w, _, reconcile := setUp(t)
 	nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) { nc.Finalizers = []string{karpv1.TerminationFinalizer} })
 	w.Provision(nodeClaim, machineID)
 	require.NoError(t, w.Kube.Delete(w.Context(), nodeClaim))
@@ -136,7 +136,7 @@ func TestItWaitsUntilCoreHasRecordedTheLaunch(t *testing.T) {
 		"no provider ID": func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "" },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w, recorded, reconcile := world(t)
+			w, recorded, reconcile := setUp(t)
 			nodeClaim := w.Launched("claim", change)
 			w.Provision(nodeClaim, machineID)
 			result := reconcile(nodeClaim)
@@ -147,7 +147,7 @@ func TestItWaitsUntilCoreHasRecordedTheLaunch(t *testing.T) {
 }
 
 func TestTheDecisionIsMadeOnTheAPIServersState(t *testing.T) {
-	w, recorded, reconcile := world(t)
+	w, recorded, reconcile := setUp(t)
 	nodeClaim := w.Launched("claim")
 	w.Provision(nodeClaim, machineID)
 	cached := nodeClaim.DeepCopy()
@@ -211,7 +211,7 @@ func TestTheLockIsHonoured(t *testing.T) {
 }
 
 func TestOneRealIDNeverGoesToTwoNodeClaims(t *testing.T) {
-	w, recorded, reconcile := world(t)
+	w, recorded, reconcile := setUp(t)
 	owner := w.Launched("owner", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = machineID })
 	nodeClaim := w.Launched("claim")
 	w.Provision(nodeClaim, machineID)
@@ -225,7 +225,7 @@ func TestOneRealIDNeverGoesToTwoNodeClaims(t *testing.T) {
 
 func TestAnIDThatIsNotTheNodeClaimsOwnPlaceholderStays(t *testing.T) {
 	for _, id := range []string{"sim:///2", "capi-claim://default/workload/somebody-else"} {
-		w, recorded, reconcile := world(t)
+		w, recorded, reconcile := setUp(t)
 		nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = id })
 		w.Provision(nodeClaim, machineID)
 		reconcile(nodeClaim)
@@ -235,7 +235,7 @@ func TestAnIDThatIsNotTheNodeClaimsOwnPlaceholderStays(t *testing.T) {
 }
 
 func TestEndedClaimsGiveNoID(t *testing.T) {
-	w, recorded, reconcile := world(t)
+	w, recorded, reconcile := setUp(t)
 	nodeClaim := w.Launched("claim")
 	machine := w.Provision(nodeClaim, machineID)
 	w.Agent.LoseMachine(w.Cluster, machine.GetName())
@@ -248,7 +248,7 @@ func TestEndedClaimsGiveNoID(t *testing.T) {
 }
 
 func TestForeignNodeClaimsAreLeftAlone(t *testing.T) {
-	w, recorded, reconcile := world(t)
+	w, recorded, reconcile := setUp(t)
 	nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) { nc.Spec.NodeClassRef.Kind = "EC2NodeClass" })
 	w.Provision(nodeClaim, machineID)
 	result := reconcile(nodeClaim)

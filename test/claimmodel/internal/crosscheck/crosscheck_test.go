@@ -17,7 +17,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/engine"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // patience allows for a machine that is busy with other work.
@@ -93,7 +93,7 @@ func hub(ctx context.Context, t *testing.T) client.Client {
 	})
 	config := box.HubConfig()
 	config.QPS, config.Burst = 1000, 1000
-	c, err := client.New(config, client.Options{Scheme: world.Scheme()})
+	c, err := client.New(config, client.Options{Scheme: testenv.Scheme()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -124,7 +124,7 @@ func TestWrongOutcomesAreRefused(t *testing.T) {
 		},
 		{
 			"another dies for one that is held",
-			engine.Script{Machines: []int{2}, Phases: []phase{{hold(0), remove(0)}, {replicas(1)}}},
+			engine.Script{Machines: []int{2}, Phases: []phase{{addFinalizer(0), remove(0)}, {replicas(1)}}},
 			outcome(1, held, alive),
 			[]engine.Outcome{outcome(1, held, gone), outcome(1, gone, alive), outcome(2, held, alive)},
 		},

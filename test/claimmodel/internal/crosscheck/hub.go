@@ -369,7 +369,7 @@ func (p *play) write(ctx context.Context, w engine.Write) error {
 	switch w.Verb {
 	case engine.PauseSet, engine.UnpauseSet, engine.LowerSet:
 		return p.writeSet(ctx, w)
-	case engine.Mark, engine.Hold, engine.Delete, engine.LetGo:
+	case engine.Mark, engine.AddFinalizer, engine.Delete, engine.RemoveFinalizer:
 		return p.writeMachine(ctx, w)
 	case engine.KeepFromBooting:
 		p.kept = true
@@ -416,7 +416,7 @@ func (p *play) writeMachine(ctx context.Context, w engine.Write) error {
 		switch w.Verb {
 		case engine.Mark:
 			annotate(m, clusterv1.DeleteMachineAnnotation)
-		case engine.Hold:
+		case engine.AddFinalizer:
 			annotate(m, clusterv1.DeleteMachineAnnotation)
 			controllerutil.AddFinalizer(m, agentv1.ReleaseFinalizer)
 		default:

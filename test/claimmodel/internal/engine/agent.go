@@ -42,7 +42,8 @@ func (p *Protocol) staleAgent(s *State, a int, emit explore.Emit[State]) {
 			w.follow(&late, checked)
 		}
 	}
-	// The second writes of a binding and of a hold, which follow the first without another reading.
+	// The second writes of a binding and of a deletion, which follow the first without another
+	// reading.
 	for c := range p.Claims {
 		if v.labels&bit(c) != 0 {
 			w.label(c, int(s.claims[c].machine)-1, true)
@@ -173,7 +174,7 @@ func (w *writer) commit(d *decision) {
 	}
 	for i := range maxMachines {
 		switch {
-		case d.ledger.givenBack&^w.from.ledger.givenBack&bit(i) != 0:
+		case d.ledger.decremented&^w.from.ledger.decremented&bit(i) != 0:
 			to.md.carried &^= bit(i)
 			if d.replicas == at.md.replicas && at.md.observed != 0 {
 				to.md.carried |= bit(i)
@@ -222,7 +223,7 @@ func (w *writer) takesFloor(d *decision) string {
 	names := false
 	free := 0
 	for c, entry := range d.ledger.pending {
-		names = names || entry >= named && at.ledger.pending[c] != entry
+		names = names || entry >= assigned && at.ledger.pending[c] != entry
 	}
 	for i, m := range at.machines {
 		unclaimed := m.label == 0 || int(at.ledger.returned[m.label-1]) == i+1
@@ -250,23 +251,23 @@ func (w *writer) perform(a action) {
 			next.groups[w.g].machines[i].label = 0
 			w.emit(&next, act(w.id, w.g, doUnbind, c, i), "")
 		}
-	case giveBack:
+	case markReturned:
 		if w.machineFresh(i) {
 			next := *w.s
 			m := &next.groups[w.g].machines[i]
 			m.label, m.flags = 0, m.flags|floors
 			w.emit(&next, act(w.id, w.g, doReturn, i, 0), "")
 		}
-	case hold:
-		w.hold(i)
+	case beginDelete:
+		w.beginDelete(i)
 	case keep:
 		if w.machineFresh(i) {
 			next := *w.s
 			next.groups[w.g].machines[i].flags &^= finalized
 			w.emit(&next, act(w.id, w.g, doKeep, i, 0), "")
 		}
-	case letGo:
-		w.letGo(i)
+	case removeFinalizer:
+		w.removeFinalizer(i)
 	case pauseMachineSet, unpauseMachineSet, lowerSet:
 		w.changeSet(a)
 	}
@@ -350,7 +351,7 @@ func (w *writer) label(c, i int, second bool) {
 	w.emit(&next, act(w.id, w.g, doLabel, c, i), violation)
 }
 
-func (w *writer) hold(i int) {
+func (w *writer) beginDelete(i int) {
 	m := w.s.groups[w.g].machines[i]
 	if !w.machineFresh(i) {
 		return
@@ -367,7 +368,7 @@ func (w *writer) hold(i int) {
 	w.delete(i)
 }
 
-// delete is the second write of a hold. Its only precondition is the UID.
+// delete is the second write of a deletion. Its only precondition is the UID.
 func (w *writer) delete(i int) {
 	at := &w.s.groups[w.g]
 	m := at.machines[i]
@@ -418,7 +419,7 @@ func (w *writer) deletesOthers(i int) string {
 	return ""
 }
 
-func (w *writer) letGo(i int) {
+func (w *writer) removeFinalizer(i int) {
 	if !w.machineFresh(i) {
 		return
 	}
@@ -428,7 +429,7 @@ func (w *writer) letGo(i int) {
 	if m.phase == held {
 		*m = machine{phase: gone, set: m.set}
 	}
-	w.emit(&next, act(w.id, w.g, doLetGo, i, 0), "")
+	w.emit(&next, act(w.id, w.g, doFinalizerOff, i, 0), "")
 }
 
 func (w *writer) changeSet(a action) {

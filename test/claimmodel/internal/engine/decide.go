@@ -49,13 +49,13 @@ const (
 	label
 	unbind
 	end
-	hold
+	beginDelete
 	keep
-	letGo
+	removeFinalizer
 	pauseMachineSet
 	unpauseMachineSet
 	lowerSet
-	giveBack
+	markReturned
 )
 
 // kinds are the explored actions. The others write only for users, or need what the model does not
@@ -64,9 +64,9 @@ var kinds = map[protocol.ActionKind]kind{
 	protocol.MarkEntered: markEntered, protocol.Bind: bind, protocol.Restore: restore, protocol.Label: label, protocol.Unbind: unbind,
 	protocol.End: end,
 	// In the model, only calls move claims.
-	protocol.MoveOn: end,
-	protocol.Hold:   hold, protocol.Keep: keep, protocol.LetGo: letGo, protocol.PauseMachineSet: pauseMachineSet,
-	protocol.UnpauseMachineSet: unpauseMachineSet, protocol.LowerSet: lowerSet, protocol.Return: giveBack,
+	protocol.MoveOn:      end,
+	protocol.BeginDelete: beginDelete, protocol.Keep: keep, protocol.RemoveFinalizer: removeFinalizer, protocol.PauseMachineSet: pauseMachineSet,
+	protocol.UnpauseMachineSet: unpauseMachineSet, protocol.LowerSet: lowerSet, protocol.Return: markReturned,
 }
 
 // question is the input of a decision.
@@ -327,12 +327,12 @@ func ledgerOf(s *snapshot) *protocol.Ledger {
 		if entry == noEntry {
 			continue
 		}
-		promised := protocol.Named{Adopted: s.ledger.adopted&bit(c) != 0}
-		if entry >= named {
-			promised.Machine = name("m", int(entry-named))
-			promised.UID = types.UID(promised.Machine)
+		assignment := protocol.Assignment{Adopted: s.ledger.adopted&bit(c) != 0}
+		if entry >= assigned {
+			assignment.Machine = name("m", int(entry-assigned))
+			assignment.UID = types.UID(assignment.Machine)
 		}
-		l.Pending[name("c", c)] = promised
+		l.Pending[name("c", c)] = assignment
 	}
 	for c, of := range s.ledger.returned {
 		if of != 0 {
@@ -347,11 +347,11 @@ func ledgerOf(s *snapshot) *protocol.Ledger {
 		if s.ledger.releasing&bit(i) == 0 {
 			continue
 		}
-		r := protocol.Release{Machine: name("m", i), GivenBack: s.ledger.givenBack&bit(i) != 0}
+		r := protocol.Release{Machine: name("m", i), Decremented: s.ledger.decremented&bit(i) != 0}
 		if s.ledger.underPause&bit(i) != 0 {
 			r.Set = name("set", int(s.machines[i].set))
 		}
-		if r.GivenBack {
+		if r.Decremented {
 			r.Generation = generation
 			if s.md.carried&bit(i) != 0 {
 				r.Generation = observedGeneration(&s.md)
@@ -410,13 +410,13 @@ func (p *Protocol) numbers(from *protocol.Ledger) ledger {
 	if from.Written != nil {
 		l.written, l.restored = uint8(from.Written.Replicas)+1, uint8(from.Written.Restored)
 	}
-	for id, promised := range from.Pending {
+	for id, assignment := range from.Pending {
 		c := number(id)
-		l.pending[c] = unnamed
-		if promised.UID != "" {
-			l.pending[c] = named + number(promised.Machine)
+		l.pending[c] = unassigned
+		if assignment.UID != "" {
+			l.pending[c] = assigned + number(assignment.Machine)
 		}
-		if promised.Adopted {
+		if assignment.Adopted {
 			l.adopted |= bit(int(c))
 		}
 	}
@@ -429,8 +429,8 @@ func (p *Protocol) numbers(from *protocol.Ledger) ledger {
 	for uid, r := range from.Releasing {
 		i := int(number(string(uid)))
 		l.releasing |= bit(i)
-		if r.GivenBack {
-			l.givenBack |= bit(i)
+		if r.Decremented {
+			l.decremented |= bit(i)
 		}
 		if r.Set != "" {
 			l.underPause |= bit(i)

@@ -293,7 +293,7 @@ const (
 	repeatCreate
 	releaseClaim
 	returnMachine
-	buryClaim
+	makeTombstone
 	outsiderDeletes
 	humanRaises
 	humanLowers
@@ -337,7 +337,7 @@ const (
 	doFinalizer
 	doDelete
 	doKeep
-	doLetGo
+	doFinalizerOff
 	doPauseSet
 	doUnpauseSet
 	doLowerSet
@@ -349,7 +349,7 @@ const (
 var wording = [...]string{
 	createClaim: "CreateClaim c%x (group %g)", repeatCreate: "CreateClaim c%x once more (group %g)", releaseClaim: "ReleaseClaim c%x",
 	returnMachine: "ReturnMachine c%x",
-	buryClaim:     "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "another actor deletes m%x", humanRaises: "a human raises replicas to %x",
+	makeTombstone: "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "another actor deletes m%x", humanRaises: "a human raises replicas to %x",
 	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", userWipes: "a user wipes the ledger",
 	humanThaws:  "a human clears the freeze",
 	humanPauses: "a human pauses the MachineDeployment", humanUnpauses: "the human un-pauses it",
@@ -366,7 +366,7 @@ var wording = [...]string{
 	checkLedger: "reads the ledger again, unchanged", writeLedger: "writes the ledger", showDeployment: "its cache shows a newer MachineDeployment",
 	refuse: "refuses c%x", doMark: "c%x Pending",
 	doBind: "c%x Bound to m%y", doRestore: "c%x restored to m%y", doLabel: "labels m%y for c%x", doUnbind: "takes the label of c%x off m%y",
-	doEnd: "c%x Ended", doFinalizer: "finalizer on m%x", doDelete: "DELETE m%x", doKeep: "keeps m%x: finalizer off", doLetGo: "lets m%x go",
+	doEnd: "c%x Ended", doFinalizer: "finalizer on m%x", doDelete: "DELETE m%x", doKeep: "keeps m%x: finalizer off", doFinalizerOff: "finalizer off m%x",
 	doPauseSet: "pauses set %x", doUnpauseSet: "un-pauses set %x", doLowerSet: "lowers set %x to %y",
 	doNoteReleased: "notes on set %x what it was lowered for", doReturn: "returns m%x: label off",
 }
@@ -402,9 +402,9 @@ func describeLedger(who, g int, d *decision) explore.Act {
 	entries, names := 0, 0
 	for _, entry := range d.ledger.pending {
 		entries += int(b(entry != noEntry))
-		names += int(b(entry >= named))
+		names += int(b(entry >= assigned))
 	}
 	x := int(d.replicas)&15<<12 | int(d.ledger.floor)&7<<9 | min(entries, 3)<<7 | min(names, 3)<<5 |
-		min(int(count(d.ledger.releasing)), 3)<<3 | min(int(count(d.ledger.givenBack)), 3)<<1 | int(b(d.pause != protocol.PauseKeep))
+		min(int(count(d.ledger.releasing)), 3)<<3 | min(int(count(d.ledger.decremented)), 3)<<1 | int(b(d.pause != protocol.PauseKeep))
 	return explore.Act(who<<28 | g<<24 | writeLedger<<16 | x)
 }

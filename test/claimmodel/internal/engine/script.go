@@ -54,12 +54,12 @@ const (
 	LowerSet
 	// Mark adds Cluster API's delete annotation to Machine N.
 	Mark
-	// Hold adds the delete annotation and our finalizer to Machine N.
-	Hold
+	// AddFinalizer adds the delete annotation and our finalizer to Machine N.
+	AddFinalizer
 	// Delete deletes Machine N.
 	Delete
-	// LetGo removes the finalizer from Machine N.
-	LetGo
+	// RemoveFinalizer removes the finalizer from Machine N.
+	RemoveFinalizer
 	// KeepFromBooting keeps all further instances from booting, of any Machine.
 	KeepFromBooting
 )
@@ -67,7 +67,7 @@ const (
 var verbs = [...]string{
 	SetReplicas: "replicas %d", ChangeTemplate: "change the template", Pause: "pause", Unpause: "un-pause",
 	UnpauseWith: "un-pause with replicas %d", PauseSet: "pause set %d", UnpauseSet: "un-pause set %d", LowerSet: "lower set %d",
-	Mark: "mark m%d", Hold: "hold m%d", Delete: "delete m%d", LetGo: "let m%d go",
+	Mark: "mark m%d", AddFinalizer: "finalizer on m%d", Delete: "delete m%d", RemoveFinalizer: "finalizer off m%d",
 	KeepFromBooting: "keep new instances from booting",
 }
 
@@ -337,7 +337,7 @@ func (s *Situation) do(w Write) {
 		set := &at.sets[w.N]
 		set.replicas--
 		set.observed, set.foreign = 0, 1
-	case Mark, Hold, Delete, LetGo:
+	case Mark, AddFinalizer, Delete, RemoveFinalizer:
 		at.machines[w.N] = at.machines[w.N].done(w.Verb)
 	case KeepFromBooting:
 		s.kept = 1
@@ -350,11 +350,11 @@ func (m machine) done(verb Verb) machine {
 	case !m.exists():
 	case verb == Mark:
 		m.flags |= marked
-	case verb == Hold:
+	case verb == AddFinalizer:
 		m.flags |= finalized
 	case verb == Delete && m.alive():
 		m.phase = deleting
-	case verb == LetGo:
+	case verb == RemoveFinalizer:
 		m.flags &^= finalized
 		if m.phase == held {
 			return machine{phase: gone, set: m.set}

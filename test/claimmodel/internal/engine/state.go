@@ -122,9 +122,9 @@ func (d *deployment) sizesUsable() bool {
 
 // Entries of pending claims in the ledger.
 const (
-	noEntry uint8 = 0
-	unnamed uint8 = 1
-	named   uint8 = 2 // plus the Machine's number
+	noEntry    uint8 = 0
+	unassigned uint8 = 1
+	assigned   uint8 = 2 // plus the Machine's number
 )
 
 // ledger is the ledger annotation. Everything about a release, except its Machine and whether
@@ -135,7 +135,7 @@ type ledger struct {
 	pending             [maxClaims]uint8
 	adopted             uint8 // mask of claims: the floor was lowered for them
 	releasing           uint8 // masks of Machines
-	givenBack           uint8
+	decremented         uint8
 	underPause          uint8 // its MachineSet is lowered under pause
 	lowered             uint8 // the group is frozen
 	shrinks             uint8 // the MachineSet, from 1, that is paused while the replicas of spares that never came are decremented
@@ -151,7 +151,7 @@ func bit(i int) uint8 { return 1 << uint(i) }
 
 func (l *ledger) names(m int) bool {
 	for _, entry := range l.pending {
-		if entry == named+uint8(m) {
+		if entry == assigned+uint8(m) {
 			return true
 		}
 	}

@@ -59,8 +59,8 @@ func (p *Protocol) scale(s *State, g int, to [maxSets]int, move emitter) {
 			changed, x = true, i
 		}
 	}
-	observes := at.md.observed == 0 || at.md.carried != at.ledger.givenBack
-	at.md.observed, at.md.carried = 1, at.ledger.givenBack
+	observes := at.md.observed == 0 || at.md.carried != at.ledger.decremented
+	at.md.observed, at.md.carried = 1, at.ledger.decremented
 	switch {
 	case changed:
 		move(&next, deploymentScales, x, to[x], "")
@@ -366,7 +366,7 @@ func (p *Protocol) calls(s *State, move func(next *State, g, what, x, y int)) {
 				if !p.without(Tombstone) {
 					next.claims[c].phase = ended
 				}
-				move(&next, 0, buryClaim, c, 0)
+				move(&next, 0, makeTombstone, c, 0)
 			}
 		case x.phase == unmade && s.repeat&bit(c) != 0:
 			p.make(s, c, repeatCreate, move)

@@ -15,10 +15,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 )
 
-// people records the actions of everyone who acts on the hub besides Cluster API, and the resulting
+// intent records the actions of everyone who acts on the hub besides Cluster API, and the resulting
 // ownership. The agents' accounting is compared with it. It is safe for concurrent use.
-type people struct {
-	calls *callers
+type intent struct {
+	holders *holders
 
 	mu      sync.Mutex
 	spoke   client.Reader
@@ -33,83 +33,83 @@ type people struct {
 
 // repeats reports whether a user wrote the same number last. Repeated writes of one number look
 // like a tool's, for which the agent freezes a group.
-func (p *people) repeats(group string, replicas int32) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	last, wrote := p.wrote[group]
+func (i *intent) repeats(group string, replicas int32) bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	last, wrote := i.wrote[group]
 	return wrote && last == replicas
 }
 
-func newPeople(calls *callers) *people {
-	return &people{
-		calls: calls, shares: map[string]invariants.Share{}, own: map[types.UID]string{}, deleted: map[types.UID]bool{},
+func newIntent(holders *holders) *intent {
+	return &intent{
+		holders: holders, shares: map[string]invariants.Share{}, own: map[types.UID]string{}, deleted: map[types.UID]bool{},
 		asked: map[types.UID]bool{}, lowered: map[string]int{}, torn: map[string]bool{},
 		wrote: map[string]int32{},
 	}
 }
 
-func (p *people) update(change func()) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+func (i *intent) update(change func()) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
 	change()
 }
 
 // share changes the number of machines that a group's user owns.
-func (p *people) share(group string, own, unclear int32) {
-	p.update(func() {
-		s := p.shares[group]
+func (i *intent) share(group string, own, unclear int32) {
+	i.update(func() {
+		s := i.shares[group]
 		s.Own, s.Unclear = max(0, s.Own+own), s.Unclear+unclear
-		p.shares[group] = s
+		i.shares[group] = s
 	})
 }
 
 // disown forgets which Machines of a group are the user's: the user no longer owns as many as were
 // made for the user's replicas.
-func (p *people) disown(group string) {
-	p.update(func() {
-		for uid, of := range p.own {
+func (i *intent) disown(group string) {
+	i.update(func() {
+		for uid, of := range i.own {
 			if of == group {
-				delete(p.own, uid)
+				delete(i.own, uid)
 			}
 		}
 	})
 }
 
 // expected returns the expected state at rest.
-func (p *people) expected() invariants.Expected {
-	e := invariants.Expected{Shares: map[string]invariants.Share{}, Wanted: p.calls.wanted(), Holder: holder}
-	p.update(func() { maps.Copy(e.Shares, p.shares) })
+func (i *intent) expected() invariants.Expected {
+	e := invariants.Expected{Shares: map[string]invariants.Share{}, Wanted: i.holders.wanted(), Holder: holder}
+	i.update(func() { maps.Copy(e.Shares, i.shares) })
 	return e
 }
 
-// AskedBy implements [invariants.Judge].
-func (p *people) AskedBy(m *clusterv1.Machine) invariants.Asker {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+// DeletedBy implements [invariants.Intent].
+func (i *intent) DeletedBy(m *clusterv1.Machine) invariants.Actor {
+	i.mu.Lock()
+	defer i.mu.Unlock()
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
 	switch {
-	case p.torn[group], p.deleted[m.UID]:
+	case i.torn[group], i.deleted[m.UID]:
 		return invariants.Person
-	case p.asked[m.UID]:
+	case i.asked[m.UID]:
 		return invariants.Agent
-	case p.lowered[group] > 0:
-		p.lowered[group]--
+	case i.lowered[group] > 0:
+		i.lowered[group]--
 		return invariants.Person
 	}
 	return invariants.ClusterAPI
 }
 
-// Released implements [invariants.Judge].
-func (p *people) Released(claimID string) bool {
-	if wanted, known := p.calls.wants(claimID); known {
+// Released implements [invariants.Intent].
+func (i *intent) Released(claimID string) bool {
+	if wanted, known := i.holders.wants(claimID); known {
 		return !wanted
 	}
 	// A NodeClaim's claim: Karpenter gives it up by deleting the NodeClaim.
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
-	p.mu.Lock()
-	spoke := p.spoke
-	p.mu.Unlock()
+	i.mu.Lock()
+	spoke := i.spoke
+	i.mu.Unlock()
 	var list karpenterv1.NodeClaimList
 	if err := spoke.List(ctx, &list); err != nil {
 		return false
@@ -122,9 +122,9 @@ func (p *people) Released(claimID string) bool {
 	return true
 }
 
-// Owns implements [invariants.Judge].
-func (p *people) Owns(m *clusterv1.Machine) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.own[m.UID] != ""
+// Owns implements [invariants.Intent].
+func (i *intent) Owns(m *clusterv1.Machine) bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	return i.own[m.UID] != ""
 }

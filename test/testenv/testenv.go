@@ -1,6 +1,6 @@
-// Package world wraps a running sandbox with what tests and the demo need: clients for every kind,
-// a recorder of events, and a checker of invariants.
-package world
+// Package testenv wraps a running sandbox with what tests and the demo need: clients for every
+// kind, a recorder of events, and a checker of invariants.
+package testenv
 
 import (
 	"context"
@@ -39,8 +39,8 @@ const pollInterval = 200 * time.Millisecond
 // Cluster is the spoke's default Cluster in the hub.
 var Cluster = types.NamespacedName{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
 
-// World is a running sandbox. Its methods are safe for concurrent use.
-type World struct {
+// Env is a running sandbox. Its methods are safe for concurrent use.
+type Env struct {
 	Sandbox *sandbox.Sandbox
 	// Hub and Spoke are an administrator's clients, without a cache.
 	Hub, Spoke client.Client
@@ -63,8 +63,8 @@ func Scheme() *runtime.Scheme {
 	return scheme
 }
 
-// Start starts a sandbox and a recorder. The context only bounds the start; [World.Stop] ends it.
-func Start(ctx context.Context, options sandbox.Options, onEvent func(timeline.Event)) (*World, error) {
+// Start starts a sandbox and a recorder. The context only bounds the start; [Env.Stop] ends it.
+func Start(ctx context.Context, options sandbox.Options, onEvent func(timeline.Event)) (*Env, error) {
 	box, err := sandbox.Start(ctx, options)
 	if err != nil {
 		return nil, err
@@ -77,15 +77,15 @@ func Start(ctx context.Context, options sandbox.Options, onEvent func(timeline.E
 	return w, nil
 }
 
-// OnHub returns a world with the same spoke and another hub, to which w's Cluster is moved. Its
-// Sandbox is that hub. Stopping it stops that hub, and should be done before w is stopped. On an
-// error the hub is left unchanged.
-func (w *World) OnHub(ctx context.Context, hub *sandbox.Sandbox) (*World, error) {
+// OnHub returns an environment with the same spoke and another hub, to which w's Cluster is moved.
+// Its Sandbox is that hub. Stopping it stops that hub, and should be done before w is stopped. On
+// an error the hub is left unchanged.
+func (w *Env) OnHub(ctx context.Context, hub *sandbox.Sandbox) (*Env, error) {
 	return around(ctx, hub, w.Sandbox, nil)
 }
 
 // around connects to the hub of one sandbox and to the spoke of the same or another one.
-func around(ctx context.Context, box, spokes *sandbox.Sandbox, onEvent func(timeline.Event)) (*World, error) {
+func around(ctx context.Context, box, spokes *sandbox.Sandbox, onEvent func(timeline.Event)) (*Env, error) {
 	scheme := Scheme()
 	newClient := func(config *rest.Config) (client.Client, error) {
 		return client.New(config, client.Options{Scheme: scheme})
@@ -102,20 +102,20 @@ func around(ctx context.Context, box, spokes *sandbox.Sandbox, onEvent func(time
 	if err != nil {
 		return nil, err
 	}
-	return &World{
+	return &Env{
 		Sandbox: box, Hub: hub, Spoke: spoke, Recorder: recorder,
 		Checker: invariants.Checker{Hub: hub, Spoke: spoke, Cluster: cluster},
 	}, nil
 }
 
 // Stop stops the recorder and the sandbox. The logs are kept.
-func (w *World) Stop() {
+func (w *Env) Stop() {
 	w.Recorder.Stop()
 	w.Sandbox.Stop()
 }
 
 // Scale sets the number of pods of a Deployment in the spoke.
-func (w *World) Scale(ctx context.Context, name types.NamespacedName, replicas int32) error {
+func (w *Env) Scale(ctx context.Context, name types.NamespacedName, replicas int32) error {
 	patch, err := json.Marshal(map[string]any{"spec": map[string]any{"replicas": replicas}})
 	if err != nil {
 		return err
@@ -154,7 +154,7 @@ func timeIsUp(err error) bool {
 }
 
 // AwaitNodePool waits until a NodePool, and therefore its NodeClass, is ready.
-func (w *World) AwaitNodePool(ctx context.Context, name string) error {
+func (w *Env) AwaitNodePool(ctx context.Context, name string) error {
 	return Poll(ctx, func(ctx context.Context) (string, error) {
 		var pool karpenterv1.NodePool
 		if err := w.Spoke.Get(ctx, client.ObjectKey{Name: name}, &pool); err != nil {
@@ -175,7 +175,7 @@ func (w *World) AwaitNodePool(ctx context.Context, name string) error {
 }
 
 // AwaitRestarted waits until a killed component runs as a new process and is ready.
-func (w *World) AwaitRestarted(ctx context.Context, component string, pid int) error {
+func (w *Env) AwaitRestarted(ctx context.Context, component string, pid int) error {
 	return Poll(ctx, func(context.Context) (string, error) {
 		status := w.Status(component)
 		if status.PID == pid || !status.Ready {
@@ -186,13 +186,13 @@ func (w *World) AwaitRestarted(ctx context.Context, component string, pid int) e
 }
 
 // Status returns the status of a component, or the zero value if there is none.
-func (w *World) Status(component string) sandbox.ComponentStatus {
+func (w *Env) Status(component string) sandbox.ComponentStatus {
 	status, _ := lo.Find(w.Sandbox.State().Components, func(c sandbox.ComponentStatus) bool { return c.Name == component })
 	return status
 }
 
 // Pending returns the pods without a Node, with the scheduler's messages about them.
-func (w *World) Pending(ctx context.Context) ([]string, error) {
+func (w *Env) Pending(ctx context.Context) ([]string, error) {
 	var pods corev1.PodList
 	if err := w.Spoke.List(ctx, &pods); err != nil {
 		return nil, err

@@ -1,4 +1,4 @@
-// Package feed keeps the objects of each Cluster in memory and notifies subscribers of every
+// Package watchcache keeps the objects of each Cluster in memory and notifies subscribers of every
 // change.
 //
 // A subscriber receives a snapshot, a marker, and then the changes, without a gap. Unread changes
@@ -9,7 +9,7 @@
 //
 // It is written by hand because neither of client-go's fan-outs merges unread changes by key: the
 // listeners of a shared informer queue them without a bound, and watch.Broadcaster blocks or drops.
-package feed
+package watchcache
 
 import (
 	"cmp"
@@ -27,8 +27,8 @@ import (
 var (
 	// ErrNotReady means that the view is not complete yet.
 	ErrNotReady = errors.New("the view is not complete yet")
-	// ErrClosed means that the feed is shutting down.
-	ErrClosed = errors.New("the feed is shutting down")
+	// ErrClosed means that the cache is shutting down.
+	ErrClosed = errors.New("the cache is shutting down")
 )
 
 // Kind is the kind of an [Event].
@@ -61,7 +61,7 @@ type Event[T any] struct {
 	Time time.Time
 }
 
-// Options configure a [Feed].
+// Options configure a [Cache].
 type Options[T any] struct {
 	// Equal reports whether two objects are the same to every subscriber. REQUIRED.
 	Equal func(a, b T) bool
@@ -75,8 +75,8 @@ type Options[T any] struct {
 	Clock clock.Clock
 }
 
-// Feed stores objects by Cluster and key. It is safe for concurrent use.
-type Feed[T any] struct {
+// Cache stores objects by Cluster and key. It is safe for concurrent use.
+type Cache[T any] struct {
 	options Options[T]
 
 	mu          sync.RWMutex
@@ -91,13 +91,13 @@ type Feed[T any] struct {
 	resyncs     int64
 }
 
-// New returns an empty feed that is not ready.
-func New[T any](options Options[T]) *Feed[T] {
+// New returns an empty cache that is not ready.
+func New[T any](options Options[T]) *Cache[T] {
 	if options.Clock == nil {
 		options.Clock = clock.RealClock{}
 	}
 	options.Buffer = max(options.Buffer, 1)
-	return &Feed[T]{
+	return &Cache[T]{
 		options:     options,
 		scopes:      map[types.NamespacedName]map[string]T{},
 		generations: map[types.NamespacedName]int64{},
@@ -108,7 +108,7 @@ func New[T any](options Options[T]) *Feed[T] {
 
 // Set stores an object, and reports whether subscribers see a change. The object must not be
 // modified afterwards.
-func (f *Feed[T]) Set(cluster types.NamespacedName, key string, object T) bool {
+func (f *Cache[T]) Set(cluster types.NamespacedName, key string, object T) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	objects := f.scopes[cluster]
@@ -125,7 +125,7 @@ func (f *Feed[T]) Set(cluster types.NamespacedName, key string, object T) bool {
 }
 
 // Remove deletes an object, and reports whether it existed.
-func (f *Feed[T]) Remove(cluster types.NamespacedName, key string) bool {
+func (f *Cache[T]) Remove(cluster types.NamespacedName, key string) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	objects := f.scopes[cluster]
@@ -140,7 +140,7 @@ func (f *Feed[T]) Remove(cluster types.NamespacedName, key string) bool {
 	return true
 }
 
-func (f *Feed[T]) changed(cluster types.NamespacedName, key string) {
+func (f *Cache[T]) changed(cluster types.NamespacedName, key string) {
 	f.generations[cluster]++
 	for subscriber := range f.subscribers[cluster] {
 		subscriber.note(key)
@@ -150,16 +150,16 @@ func (f *Feed[T]) changed(cluster types.NamespacedName, key string) {
 	}
 }
 
-// Observe makes the feed call a function after each change of an object, with the Cluster of the
-// object. The function must be fast, must be safe for concurrent use, and must not call the feed.
-func (f *Feed[T]) Observe(observe func(cluster types.NamespacedName)) {
+// Observe makes the cache call a function after each change of an object, with the Cluster of the
+// object. The function must be fast, must be safe for concurrent use, and must not call the cache.
+func (f *Cache[T]) Observe(observe func(cluster types.NamespacedName)) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.observers = append(f.observers, observe)
 }
 
 // SetReady marks the view as complete. From then on, reads and subscriptions succeed.
-func (f *Feed[T]) SetReady() {
+func (f *Cache[T]) SetReady() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if !f.isReady() {
@@ -167,7 +167,7 @@ func (f *Feed[T]) SetReady() {
 	}
 }
 
-func (f *Feed[T]) isReady() bool {
+func (f *Cache[T]) isReady() bool {
 	select {
 	case <-f.ready:
 		return true
@@ -177,7 +177,7 @@ func (f *Feed[T]) isReady() bool {
 }
 
 // Close ends every subscription with [ErrClosed]. New subscriptions fail with the same error.
-func (f *Feed[T]) Close() {
+func (f *Cache[T]) Close() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.closed = true
@@ -189,16 +189,16 @@ func (f *Feed[T]) Close() {
 }
 
 // Ready returns a channel that is closed once the view is complete.
-func (f *Feed[T]) Ready() <-chan struct{} { return f.ready }
+func (f *Cache[T]) Ready() <-chan struct{} { return f.ready }
 
 // Generation returns the number of changes of all objects.
-func (f *Feed[T]) Generation() int64 {
+func (f *Cache[T]) Generation() int64 {
 	return f.GenerationOf(func(types.NamespacedName) bool { return true })
 }
 
 // GenerationOf returns the number of changes of the objects of the Clusters that the function
-// selects. The function must not call the feed.
-func (f *Feed[T]) GenerationOf(among func(cluster types.NamespacedName) bool) int64 {
+// selects. The function must not call the cache.
+func (f *Cache[T]) GenerationOf(among func(cluster types.NamespacedName) bool) int64 {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	sum := int64(0)
@@ -211,7 +211,7 @@ func (f *Feed[T]) GenerationOf(among func(cluster types.NamespacedName) bool) in
 }
 
 // GenerationIn returns the number of changes of a Cluster's objects.
-func (f *Feed[T]) GenerationIn(cluster types.NamespacedName) int64 {
+func (f *Cache[T]) GenerationIn(cluster types.NamespacedName) int64 {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	return f.generations[cluster]
@@ -225,7 +225,7 @@ type Stats struct {
 }
 
 // Stats returns the current counts.
-func (f *Feed[T]) Stats() Stats {
+func (f *Cache[T]) Stats() Stats {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	s := Stats{Resyncs: f.resyncs}
@@ -239,7 +239,7 @@ func (f *Feed[T]) Stats() Stats {
 }
 
 // Get returns an object. The error is [ErrNotReady] or [ErrClosed].
-func (f *Feed[T]) Get(cluster types.NamespacedName, key string) (object T, found bool, err error) {
+func (f *Cache[T]) Get(cluster types.NamespacedName, key string) (object T, found bool, err error) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	if err := f.usable(); err != nil {
@@ -250,7 +250,7 @@ func (f *Feed[T]) Get(cluster types.NamespacedName, key string) (object T, found
 }
 
 // Peek returns the object that was last set, whether or not the view is complete.
-func (f *Feed[T]) Peek(cluster types.NamespacedName, key string) (object T, found bool) {
+func (f *Cache[T]) Peek(cluster types.NamespacedName, key string) (object T, found bool) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	object, found = f.scopes[cluster][key]
@@ -259,7 +259,7 @@ func (f *Feed[T]) Peek(cluster types.NamespacedName, key string) (object T, foun
 
 // List returns the objects of a Cluster, sorted by key, and the number of their changes so far. The
 // error is [ErrNotReady] or [ErrClosed].
-func (f *Feed[T]) List(cluster types.NamespacedName) ([]T, int64, error) {
+func (f *Cache[T]) List(cluster types.NamespacedName) ([]T, int64, error) {
 	entries, generation, err := f.entries(cluster)
 	if err != nil {
 		return nil, 0, err
@@ -272,7 +272,7 @@ func (f *Feed[T]) List(cluster types.NamespacedName) ([]T, int64, error) {
 	return objects, generation, nil
 }
 
-func (f *Feed[T]) entries(cluster types.NamespacedName) ([]entry[T], int64, error) {
+func (f *Cache[T]) entries(cluster types.NamespacedName) ([]entry[T], int64, error) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	if err := f.usable(); err != nil {
@@ -281,7 +281,7 @@ func (f *Feed[T]) entries(cluster types.NamespacedName) ([]entry[T], int64, erro
 	return f.copied(cluster), f.generations[cluster], nil
 }
 
-func (f *Feed[T]) usable() error {
+func (f *Cache[T]) usable() error {
 	switch {
 	case f.closed:
 		return ErrClosed
@@ -298,7 +298,7 @@ type entry[T any] struct {
 
 // copied returns a Cluster's objects in no particular order. Sorting would hold the lock, which all
 // Clusters share, for longer.
-func (f *Feed[T]) copied(cluster types.NamespacedName) []entry[T] {
+func (f *Cache[T]) copied(cluster types.NamespacedName) []entry[T] {
 	entries := make([]entry[T], 0, len(f.scopes[cluster]))
 	for key, object := range f.scopes[cluster] {
 		entries = append(entries, entry[T]{key, object})
@@ -311,16 +311,16 @@ func order[T any](entries []entry[T]) {
 }
 
 // Subscribe starts a subscription to those objects of a Cluster that wanted selects; nil selects
-// all. The function must be fast, and must neither modify the object nor call the feed. The caller
+// all. The function must be fast, and must neither modify the object nor call the cache. The caller
 // must close the subscription. The error is [ErrNotReady] or [ErrClosed].
-func (f *Feed[T]) Subscribe(cluster types.NamespacedName, wanted func(T) bool) (*Subscription[T], error) {
+func (f *Cache[T]) Subscribe(cluster types.NamespacedName, wanted func(T) bool) (*Subscription[T], error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
 	s := &Subscription[T]{
-		feed: f, cluster: cluster, wanted: wanted, woken: make(chan struct{}, 1),
+		cache: f, cluster: cluster, wanted: wanted, woken: make(chan struct{}, 1),
 		pending: map[string]struct{}{}, shown: map[string]struct{}{},
 	}
 	s.begin()
@@ -331,14 +331,14 @@ func (f *Feed[T]) Subscribe(cluster types.NamespacedName, wanted func(T) bool) (
 	return s, nil
 }
 
-// Subscription is the position of one reader in a feed. Next is not safe for concurrent use.
+// Subscription is the position of one reader in a cache. Next is not safe for concurrent use.
 type Subscription[T any] struct {
-	feed    *Feed[T]
+	cache   *Cache[T]
 	cluster types.NamespacedName
 	wanted  func(T) bool
 	woken   chan struct{}
 
-	// The following fields are guarded by feed.mu.
+	// The following fields are guarded by cache.mu.
 	unordered  []entry[T] // the snapshot before it is sorted
 	snapshot   []entry[T] // the unread rest of the snapshot
 	syncing    bool       // the Synced event is still to be sent
@@ -349,15 +349,15 @@ type Subscription[T any] struct {
 	overflowed bool
 }
 
-// begin starts a snapshot. feed.mu must be held.
+// begin starts a snapshot. cache.mu must be held.
 func (s *Subscription[T]) begin() {
-	s.unordered, s.snapshot, s.syncing, s.syncedAt = s.feed.copied(s.cluster), nil, true, s.feed.generations[s.cluster]
+	s.unordered, s.snapshot, s.syncing, s.syncedAt = s.cache.copied(s.cluster), nil, true, s.cache.generations[s.cluster]
 	s.order, s.overflowed = nil, false
 	clear(s.pending)
 	clear(s.shown)
 }
 
-// note records a change. feed.mu must be held.
+// note records a change. cache.mu must be held.
 func (s *Subscription[T]) note(key string) {
 	defer s.wake()
 	if s.overflowed {
@@ -366,9 +366,9 @@ func (s *Subscription[T]) note(key string) {
 	if _, known := s.pending[key]; known {
 		return
 	}
-	if len(s.order) >= s.feed.options.Buffer {
+	if len(s.order) >= s.cache.options.Buffer {
 		s.overflowed = true
-		s.feed.resyncs++
+		s.cache.resyncs++
 		s.order, s.snapshot, s.unordered = nil, nil, nil
 		clear(s.pending)
 		return
@@ -395,7 +395,7 @@ func (s *Subscription[T]) Next(ctx context.Context) (Event[T], error) {
 			return event, err
 		}
 		if timer == nil {
-			timer = s.feed.options.Clock.NewTimer(s.feed.options.Heartbeat)
+			timer = s.cache.options.Clock.NewTimer(s.cache.options.Heartbeat)
 			defer timer.Stop()
 		}
 		select {
@@ -410,16 +410,16 @@ func (s *Subscription[T]) Next(ctx context.Context) (Event[T], error) {
 
 // arrange sorts a new snapshot, without holding the lock that all Clusters share.
 func (s *Subscription[T]) arrange() {
-	s.feed.mu.Lock()
+	s.cache.mu.Lock()
 	entries := s.unordered
 	s.unordered = nil
-	s.feed.mu.Unlock()
+	s.cache.mu.Unlock()
 	if entries == nil {
 		return
 	}
 	order(entries)
-	s.feed.mu.Lock()
-	defer s.feed.mu.Unlock()
+	s.cache.mu.Lock()
+	defer s.cache.mu.Unlock()
 	// After an overflow, a new snapshot will follow.
 	if !s.overflowed {
 		s.snapshot = entries
@@ -429,14 +429,14 @@ func (s *Subscription[T]) arrange() {
 // take returns the next event that is already available, if any.
 func (s *Subscription[T]) take() (Event[T], bool, error) {
 	s.arrange()
-	s.feed.mu.Lock()
-	defer s.feed.mu.Unlock()
+	s.cache.mu.Lock()
+	defer s.cache.mu.Unlock()
 	for {
 		var key string
 		var object T
 		exists := true
 		switch {
-		case s.feed.closed:
+		case s.cache.closed:
 			return Event[T]{}, false, ErrClosed
 		case s.overflowed:
 			s.begin()
@@ -451,7 +451,7 @@ func (s *Subscription[T]) take() (Event[T], bool, error) {
 			key = s.order[0]
 			s.order = s.order[1:]
 			delete(s.pending, key)
-			object, exists = s.feed.scopes[s.cluster][key]
+			object, exists = s.cache.scopes[s.cluster][key]
 		default:
 			return Event[T]{}, false, nil
 		}
@@ -461,7 +461,7 @@ func (s *Subscription[T]) take() (Event[T], bool, error) {
 	}
 }
 
-// show returns the event for the current state of an object, if the reader needs one. feed.mu must
+// show returns the event for the current state of an object, if the reader needs one. cache.mu must
 // be held.
 func (s *Subscription[T]) show(key string, object T, exists bool) (Event[T], bool) {
 	if exists && (s.wanted == nil || s.wanted(object)) {
@@ -477,24 +477,24 @@ func (s *Subscription[T]) show(key string, object T, exists bool) (Event[T], boo
 
 // Close ends the subscription. It may be called more than once.
 func (s *Subscription[T]) Close() {
-	s.feed.mu.Lock()
-	defer s.feed.mu.Unlock()
-	delete(s.feed.subscribers[s.cluster], s)
-	if len(s.feed.subscribers[s.cluster]) == 0 {
-		delete(s.feed.subscribers, s.cluster)
+	s.cache.mu.Lock()
+	defer s.cache.mu.Unlock()
+	delete(s.cache.subscribers[s.cluster], s)
+	if len(s.cache.subscribers[s.cluster]) == 0 {
+		delete(s.cache.subscribers, s.cluster)
 	}
 }
 
 // Count returns how many objects a Cluster has.
-func (f *Feed[T]) Count(cluster types.NamespacedName) int {
+func (f *Cache[T]) Count(cluster types.NamespacedName) int {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	return len(f.scopes[cluster])
 }
 
 // Each calls a function for each object of a Cluster, in no particular order. The function must be
-// fast, and must neither modify the object nor call the feed.
-func (f *Feed[T]) Each(cluster types.NamespacedName, do func(T)) {
+// fast, and must neither modify the object nor call the cache.
+func (f *Cache[T]) Each(cluster types.NamespacedName, do func(T)) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	for _, object := range f.scopes[cluster] {
@@ -503,7 +503,7 @@ func (f *Feed[T]) Each(cluster types.NamespacedName, do func(T)) {
 }
 
 // Clusters returns the Clusters that have objects, in no particular order.
-func (f *Feed[T]) Clusters() []types.NamespacedName {
+func (f *Cache[T]) Clusters() []types.NamespacedName {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	return slices.Collect(maps.Keys(f.scopes))

@@ -13,13 +13,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const (
 	startWithin   = 5 * time.Minute
 	restartWithin = time.Minute
-	// agents is the number of agents of a stage. In most scenarios only the first runs.
+	// agents is the number of agents of an environment. In most scenarios only the first runs.
 	agents = 2
 
 	spareGrace = 3 * time.Second
@@ -31,12 +31,13 @@ const (
 	restartAfter = 50 * time.Millisecond
 )
 
-// stage is a sandbox whose agents reach the hub through proxies, with everyone who acts on it.
-type stage struct {
-	*world.World
-	calls   *callers
-	people  *people
-	witness *invariants.Witness
+// environment is a sandbox whose agents reach the hub through proxies, with everyone who acts on
+// it.
+type environment struct {
+	*testenv.Env
+	holders *holders
+	intent  *intent
+	auditor *invariants.Auditor
 	watched *watchers
 	points  *faults.Points
 	proxies map[string]*faults.Proxy
@@ -57,16 +58,16 @@ type stage struct {
 	strange []string         // writes of unknown class
 }
 
-// newStage starts everything, with the first agent running.
-func newStage(ctx context.Context, o Options) (*stage, error) {
-	calls := newCallers()
-	s := &stage{
-		calls: calls, people: newPeople(calls), points: faults.NewPoints(1500 * time.Millisecond),
+// newEnvironment starts everything, with the first agent running.
+func newEnvironment(ctx context.Context, o Options) (*environment, error) {
+	holders := newHolders()
+	s := &environment{
+		holders: holders, intent: newIntent(holders), points: faults.NewPoints(1500 * time.Millisecond),
 		proxies: map[string]*faults.Proxy{}, clients: map[string]*client.Client{}, journal: &journal{}, memory: &faults.Memory{},
 	}
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
-	w, err := world.Start(starting, sandbox.Options{
+	w, err := testenv.Start(starting, sandbox.Options{
 		Name: o.Name, Agents: agents, AgentBinary: o.Agent, SeparateWebhooks: true, RestartAfter: restartAfter,
 		AgentArgs: []string{
 			"--spare-grace-period=" + spareGrace.String(), "--failure-cool-down=" + coolDown.String(),
@@ -85,18 +86,18 @@ func newStage(ctx context.Context, o Options) (*stage, error) {
 		s.closeProxies()
 		return nil, err
 	}
-	s.World = w
+	s.Env = w
 	s.mu.Lock()
 	s.box = w.Sandbox
 	s.mu.Unlock()
-	if err := s.dress(ctx); err != nil {
+	if err := s.setUp(ctx); err != nil {
 		s.stop()
 		return nil, err
 	}
 	return s, nil
 }
 
-func (s *stage) proxy(agent string, hub sandbox.Endpoint) (*faults.Proxy, error) {
+func (s *environment) proxy(agent string, hub sandbox.Endpoint) (*faults.Proxy, error) {
 	proxy, err := faults.NewProxy(faults.Options{
 		Server: hub, Memory: s.memory,
 		Kill:      func() error { return s.kill(agent) },
@@ -130,8 +131,8 @@ func (s *stage) proxy(agent string, hub sandbox.Endpoint) (*faults.Proxy, error)
 	return proxy, nil
 }
 
-// dress adds what the sandbox lacks, and stops what only some scenarios need.
-func (s *stage) dress(ctx context.Context) error {
+// setUp adds what the sandbox lacks, and stops what only some scenarios need.
+func (s *environment) setUp(ctx context.Context) error {
 	state := s.Sandbox.State()
 	if err := s.journal.open(filepath.Join(state.Paths.Logs, "journal.log")); err != nil {
 		return err
@@ -147,14 +148,14 @@ func (s *stage) dress(ctx context.Context) error {
 		}
 		s.clients[sandbox.AgentName(i)] = c
 	}
-	s.people.update(func() { s.people.spoke = s.Spoke })
+	s.intent.update(func() { s.intent.spoke = s.Spoke })
 	s.watched = watchAgents(ctx, s.clients)
 	var err error
-	s.witness, err = invariants.Watch(ctx, s.Sandbox.HubConfig(), s.Hub, world.Scheme(), sandbox.ClusterNamespace, s.people)
+	s.auditor, err = invariants.Watch(ctx, s.Sandbox.HubConfig(), s.Hub, testenv.Scheme(), sandbox.ClusterNamespace, s.intent)
 	if err != nil {
 		return err
 	}
-	s.Checker.Expected = s.people.expected
+	s.Checker.Expected = s.intent.expected
 	// Only the scenarios with Karpenter run something on the machines.
 	for _, component := range karpenter {
 		if err := s.Sandbox.StopComponent(component); err != nil {
@@ -170,7 +171,7 @@ var karpenter = []string{
 }
 
 // useAgents runs the first n agents, and makes the callers call all of them.
-func (s *stage) useAgents(ctx context.Context, n int) error {
+func (s *environment) useAgents(ctx context.Context, n int) error {
 	s.serving = n
 	var called []*client.Client
 	for i := range agents {
@@ -186,12 +187,12 @@ func (s *stage) useAgents(ctx context.Context, n int) error {
 		}
 		called = append(called, s.clients[name])
 	}
-	s.calls.use(called...)
+	s.holders.use(called...)
 	return nil
 }
 
 // kill kills a component as kill -9 does.
-func (s *stage) kill(component string) error {
+func (s *environment) kill(component string) error {
 	s.mu.Lock()
 	box := s.box
 	s.mu.Unlock()
@@ -207,7 +208,7 @@ func (s *stage) kill(component string) error {
 }
 
 // awaitSuccessor returns once an agent that was just killed is ready again, or after a timeout.
-func (s *stage) awaitSuccessor(agent string) {
+func (s *environment) awaitSuccessor(agent string) {
 	s.mu.Lock()
 	box := s.box
 	s.mu.Unlock()
@@ -219,20 +220,20 @@ func (s *stage) awaitSuccessor(agent string) {
 }
 
 // see records a write before it is sent on.
-func (s *stage) see(agent string, r *faults.Request) {
+func (s *environment) see(agent string, r *faults.Request) {
 	if r.Class == faults.Ignored {
 		return
 	}
 	if r.Class == faults.MachineDeleted {
 		if uid := uidIn(r.Body); uid != "" {
-			s.people.update(func() { s.people.asked[uid] = true })
+			s.intent.update(func() { s.intent.asked[uid] = true })
 		}
 	}
 	s.journal.add("%s: %s %s %s %.1500s", agent, r.Class, r.Resource, r.Name, r.Body)
 }
 
 // plans sets the faults of the agents' requests, in addition to fail points. Nil means none.
-func (s *stage) plans(plan func(agent string, r *faults.Request) faults.Fault) {
+func (s *environment) plans(plan func(agent string, r *faults.Request) faults.Fault) {
 	if plan == nil {
 		s.plan.Store(nil)
 		return
@@ -240,13 +241,13 @@ func (s *stage) plans(plan func(agent string, r *faults.Request) faults.Fault) {
 	s.plan.Store(&plan)
 }
 
-func (s *stage) strangeWrites() []string {
+func (s *environment) strangeWrites() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return append([]string(nil), s.strange...)
 }
 
-func (s *stage) closeProxies() {
+func (s *environment) closeProxies() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, p := range s.proxies {
@@ -255,15 +256,15 @@ func (s *stage) closeProxies() {
 }
 
 // stop stops everything. The logs are kept.
-func (s *stage) stop() {
+func (s *environment) stop() {
 	if s.watched != nil {
 		s.watched.stop()
 	}
 	for _, c := range s.clients {
 		_ = c.Close()
 	}
-	if s.witness != nil {
-		s.witness.Stop()
+	if s.auditor != nil {
+		s.auditor.Stop()
 	}
 	s.Stop()
 	s.closeProxies()

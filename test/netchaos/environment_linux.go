@@ -26,8 +26,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 	"github.com/karpenter-capi/karpenter-capi/test/metrics"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const (
@@ -47,9 +47,9 @@ const (
 	residents = 2
 )
 
-// stage is a sandbox whose shim reaches the agents across a link.
-type stage struct {
-	*world.World
+// environment is a sandbox whose shim reaches the agents across a link.
+type environment struct {
+	*testenv.Env
 
 	link      *badlink.Link
 	names     *badlink.Names
@@ -77,13 +77,13 @@ var product = []struct {
 	{"--failure-cool-down", 3 * time.Minute, true},
 }
 
-// newStage starts everything, on a good link.
-func newStage(ctx context.Context, o Options) (*stage, error) {
+// newEnvironment starts everything, on a good link.
+func newEnvironment(ctx context.Context, o Options) (*environment, error) {
 	link, err := badlink.New()
 	if err != nil {
 		return nil, err
 	}
-	s := &stage{link: link}
+	s := &environment{link: link}
 	if s.names, err = badlink.NewNames(); err != nil {
 		return nil, errors.Join(err, s.stop())
 	}
@@ -101,20 +101,20 @@ func newStage(ctx context.Context, o Options) (*stage, error) {
 	}
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
-	if s.World, err = world.Start(starting, options, nil); err != nil {
+	if s.Env, err = testenv.Start(starting, options, nil); err != nil {
 		return nil, errors.Join(err, s.stop())
 	}
 	s.Checker.Expected = func() invariants.Expected {
 		return invariants.Expected{Shares: map[string]invariants.Share{crowd: {}}}
 	}
-	if err := s.dress(starting); err != nil {
+	if err := s.setUp(starting); err != nil {
 		return nil, errors.Join(err, s.stop())
 	}
 	return s, nil
 }
 
-// dress puts the link between shim and agents, and creates the objects that stay throughout.
-func (s *stage) dress(ctx context.Context) error {
+// setUp puts the link between shim and agents, and creates the objects that stay throughout.
+func (s *environment) setUp(ctx context.Context) error {
 	if err := s.lead(0); err != nil {
 		return err
 	}
@@ -151,7 +151,7 @@ func (s *stage) dress(ctx context.Context) error {
 	if err := s.settle(ctx); err != nil {
 		return err
 	}
-	if s.bystander, err = bystander.Watch(context.WithoutCancel(ctx), s.World); err != nil {
+	if s.bystander, err = bystander.Watch(context.WithoutCancel(ctx), s.Env); err != nil {
 		return err
 	}
 	s.watch = watchShim(s)
@@ -159,10 +159,10 @@ func (s *stage) dress(ctx context.Context) error {
 }
 
 // agents returns the agents' address across the link, as host:port.
-func (*stage) agents() string { return net.JoinHostPort(host, strconv.Itoa(badlink.Port)) }
+func (*environment) agents() string { return net.JoinHostPort(host, strconv.Itoa(badlink.Port)) }
 
 // lead makes the agents' name resolve to an agent, through an address that was never used before.
-func (s *stage) lead(agent int) error {
+func (s *environment) lead(agent int) error {
 	server, err := netip.ParseAddrPort(s.Sandbox.State().AgentAddresses[agent])
 	if err != nil {
 		return err
@@ -177,7 +177,7 @@ func (s *stage) lead(agent int) error {
 
 // moveAgents makes the agents' name resolve to the other agent, and makes the former address
 // unreachable.
-func (s *stage) moveAgents() error {
+func (s *environment) moveAgents() error {
 	former := s.address
 	if err := s.lead((s.agent + 1) % agents); err != nil {
 		return err
@@ -187,7 +187,7 @@ func (s *stage) moveAgents() error {
 
 // callAlone returns the median time of a CreateClaim call that only validates. It makes the calls
 // one after the other on a separate connection.
-func (s *stage) callAlone(ctx context.Context) (time.Duration, error) {
+func (s *environment) callAlone(ctx context.Context) (time.Duration, error) {
 	const calls = 20
 	paths := s.Sandbox.State().Paths
 	c, err := agentclient.New(agentclient.Options{
@@ -202,8 +202,8 @@ func (s *stage) callAlone(ctx context.Context) (time.Duration, error) {
 	for range 1 + calls { // the first call also connects
 		began := time.Now()
 		_, err := c.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
-			Cluster: &agentv1alpha1.ClusterRef{Namespace: world.Cluster.Namespace, Name: world.Cluster.Name}, ClaimId: string(uuid.NewUUID()),
-			Holder: "netchaos", Candidates: []string{world.Cluster.Namespace + "/" + crowd}, ValidateOnly: true,
+			Cluster: &agentv1alpha1.ClusterRef{Namespace: testenv.Cluster.Namespace, Name: testenv.Cluster.Name}, ClaimId: string(uuid.NewUUID()),
+			Holder: "netchaos", Candidates: []string{testenv.Cluster.Namespace + "/" + crowd}, ValidateOnly: true,
 		})
 		if err != nil {
 			return 0, err
@@ -216,7 +216,7 @@ func (s *stage) callAlone(ctx context.Context) (time.Duration, error) {
 }
 
 // settle waits until everything is at rest and every invariant holds.
-func (s *stage) settle(ctx context.Context) error {
+func (s *environment) settle(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
 	violations, err := s.Checker.Settle(ctx)
@@ -227,12 +227,12 @@ func (s *stage) settle(ctx context.Context) error {
 }
 
 // scale sets the number of pods that come and go.
-func (s *stage) scale(ctx context.Context, pods int) error {
+func (s *environment) scale(ctx context.Context, pods int) error {
 	return s.Scale(ctx, types.NamespacedName{Namespace: "default", Name: crowd}, int32(pods))
 }
 
 // scaleAndWait scales, and waits until that many pods run and no unneeded Node is left.
-func (s *stage) scaleAndWait(ctx context.Context, pods int) error {
+func (s *environment) scaleAndWait(ctx context.Context, pods int) error {
 	if err := s.scale(ctx, pods); err != nil {
 		return err
 	}
@@ -247,19 +247,19 @@ func (s *stage) scaleAndWait(ctx context.Context, pods int) error {
 }
 
 // restarts returns the number of restarts of agents and shim.
-func (s *stage) restarts() int {
+func (s *environment) restarts() int {
 	return lo.SumBy(append(lo.Times(agents, sandbox.AgentName), sandbox.Shim), func(c string) int { return s.Status(c).Restarts })
 }
 
 // stop stops everything. The logs are kept.
-func (s *stage) stop() error {
+func (s *environment) stop() error {
 	if s.watch != nil {
 		s.watch.stop()
 	}
 	if s.bystander != nil {
 		s.bystander.Stop()
 	}
-	if s.World != nil {
+	if s.Env != nil {
 		s.Stop()
 	}
 	return s.link.Close()
@@ -284,7 +284,7 @@ type change struct {
 // stream is reopened.
 const sampleInterval = 100 * time.Millisecond
 
-func watchShim(s *stage) *watch {
+func watchShim(s *environment) *watch {
 	ctx, cancel := context.WithCancel(context.Background())
 	w := &watch{}
 	var watching sync.WaitGroup
@@ -310,7 +310,7 @@ func watchShim(s *stage) *watch {
 }
 
 // connected reports whether all of the shim's streams follow an agent, according to its metrics.
-func (s *stage) connected(ctx context.Context) (bool, error) {
+func (s *environment) connected(ctx context.Context) (bool, error) {
 	const name = "karpenter_capi_agent_connected"
 	families, err := metrics.Read(ctx, s.Sandbox.State().ShimMetrics)
 	if err != nil {
@@ -323,7 +323,7 @@ func (s *stage) connected(ctx context.Context) (bool, error) {
 	return int(families.Sum(name, nil)) == streams, nil
 }
 
-func (s *stage) ready(ctx context.Context) (bool, error) {
+func (s *environment) ready(ctx context.Context) (bool, error) {
 	var class shimv1.ClusterAPINodeClass
 	if err := s.Spoke.Get(ctx, client.ObjectKey{Name: crowd}, &class); err != nil {
 		return false, err

@@ -1,4 +1,4 @@
-package peer
+package migration
 
 import (
 	"testing"
@@ -11,7 +11,7 @@ import (
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-func TestNothingOfAnAdoptionIsLeftOnADisguisedObject(t *testing.T) {
+func TestNothingOfAnAdoptionIsLeftOnAStrippedObject(t *testing.T) {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{
 		Labels: map[string]string{
 			shimv1.AdoptedLabel: "true", shimv1.ReservationLabel: "r", karpenterv1.NodeDoNotSyncTaintsLabelKey: "true", "team": "red",
@@ -21,7 +21,7 @@ func TestNothingOfAnAdoptionIsLeftOnADisguisedObject(t *testing.T) {
 			shimv1.NodeGroupAnnotation: "default/a", karpenterv1.DoNotDisruptAnnotationKey: "true", "example.com/own": "x",
 		},
 	}}
-	disguise(node)
+	strip(node)
 	require.Equal(t, map[string]string{
 		"team": "red", corev1.LabelInstanceTypeStable: "", karpenterv1.NodePoolLabelKey: "pool", shimv1.Group + "/clusterapinodeclass": "default",
 	}, node.Labels)

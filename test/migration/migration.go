@@ -1,6 +1,6 @@
-// Package peer transforms the work of agent and shim into what karpenter-provider-cluster-api would
+// Package migration transforms the work of agent and shim into what karpenter-provider-cluster-api would
 // have left behind.
-package peer
+package migration
 
 import (
 	"context"
@@ -22,28 +22,28 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // MachineAnnotation is that provider's annotation on NodeClaims: the Machine that it chose, as
 // namespace/name.
 const MachineAnnotation = "cluster.x-k8s.io/machine"
 
-// Disguise removes what belongs to this project: MachineClaims, ledgers, labels and annotations,
+// Strip removes what belongs to this project: MachineClaims, ledgers, labels and annotations,
 // and the protection of adopted Nodes. Neither agent nor shim may be running.
-func Disguise(ctx context.Context, w *world.World) error {
-	machines, err := disguiseHub(ctx, w)
+func Strip(ctx context.Context, w *testenv.Env) error {
+	machines, err := stripHub(ctx, w)
 	if err != nil {
-		return fmt.Errorf("disguising the hub: %w", err)
+		return fmt.Errorf("stripping the hub: %w", err)
 	}
-	if err := disguiseSpoke(ctx, w, machines); err != nil {
-		return fmt.Errorf("disguising the spoke: %w", err)
+	if err := stripSpoke(ctx, w, machines); err != nil {
+		return fmt.Errorf("stripping the spoke: %w", err)
 	}
 	return nil
 }
 
-// disguiseHub returns the Machines that had claims, as namespace/name, by provider ID.
-func disguiseHub(ctx context.Context, w *world.World) (map[string]string, error) {
+// stripHub returns the Machines that had claims, as namespace/name, by provider ID.
+func stripHub(ctx context.Context, w *testenv.Env) (map[string]string, error) {
 	in := client.InNamespace(sandbox.ClusterNamespace)
 	var claims agentv1.MachineClaimList
 	if err := w.Hub.List(ctx, &claims, in); err != nil {
@@ -87,7 +87,7 @@ func disguiseHub(ctx context.Context, w *world.World) (map[string]string, error)
 	return claimed, nil
 }
 
-func disguiseSpoke(ctx context.Context, w *world.World, machines map[string]string) error {
+func stripSpoke(ctx context.Context, w *testenv.Env, machines map[string]string) error {
 	var nodeClaims karpenterv1.NodeClaimList
 	if err := w.Spoke.List(ctx, &nodeClaims); err != nil {
 		return err
@@ -95,7 +95,7 @@ func disguiseSpoke(ctx context.Context, w *world.World, machines map[string]stri
 	for i := range nodeClaims.Items {
 		nc := &nodeClaims.Items[i]
 		stored := nc.DeepCopy()
-		disguise(nc)
+		strip(nc)
 		nc.Annotations[MachineAnnotation] = machines[nc.Status.ProviderID]
 		if err := w.Spoke.Patch(ctx, nc, client.MergeFrom(stored)); err != nil {
 			return err
@@ -111,7 +111,7 @@ func disguiseSpoke(ctx context.Context, w *world.World, machines map[string]stri
 			continue
 		}
 		stored := n.DeepCopy()
-		disguise(n)
+		strip(n)
 		if err := w.Spoke.Patch(ctx, n, client.MergeFrom(stored)); err != nil {
 			return err
 		}
@@ -119,8 +119,8 @@ func disguiseSpoke(ctx context.Context, w *world.World, machines map[string]stri
 	return nil
 }
 
-// disguise makes a NodeClaim or a Node look like one that the shim has never seen.
-func disguise(object client.Object) {
+// strip makes a NodeClaim or a Node look like one that the shim has never seen.
+func strip(object client.Object) {
 	class := karpenterv1.NodeClassLabelKey(schema.GroupKind{Group: shimv1.Group, Kind: "ClusterAPINodeClass"}) // set by core, with that provider too
 	labels := object.GetLabels()
 	kept := lo.PickByKeys(labels, []string{class})
@@ -136,7 +136,7 @@ func without(values map[string]string, group string) map[string]string {
 
 // AnotherMachine raises the group's replicas by one, as that provider does, and returns the new
 // Machine once its Node exists.
-func AnotherMachine(ctx context.Context, w *world.World, group string) (*clusterv1.Machine, error) {
+func AnotherMachine(ctx context.Context, w *testenv.Env, group string) (*clusterv1.Machine, error) {
 	machines := func(ctx context.Context) (map[string]clusterv1.Machine, error) {
 		var list clusterv1.MachineList
 		err := w.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group})
@@ -155,7 +155,7 @@ func AnotherMachine(ctx context.Context, w *world.World, group string) (*cluster
 		return nil, err
 	}
 	var made *clusterv1.Machine
-	err = world.Poll(ctx, func(ctx context.Context) (string, error) {
+	err = testenv.Poll(ctx, func(ctx context.Context) (string, error) {
 		now, err := machines(ctx)
 		for _, m := range lo.OmitByKeys(now, slices.Collect(maps.Keys(before))) {
 			if m.Status.NodeRef.IsDefined() {
@@ -170,7 +170,7 @@ func AnotherMachine(ctx context.Context, w *world.World, group string) (*cluster
 
 // AddNodeClaim creates a NodeClaim on a Machine, as a copy of another one with the change applied.
 func AddNodeClaim(
-	ctx context.Context, w *world.World, like *karpenterv1.NodeClaim, name string, m *clusterv1.Machine, change func(*karpenterv1.NodeClaim),
+	ctx context.Context, w *testenv.Env, like *karpenterv1.NodeClaim, name string, m *clusterv1.Machine, change func(*karpenterv1.NodeClaim),
 ) (*karpenterv1.NodeClaim, error) {
 	made := &karpenterv1.NodeClaim{
 		ObjectMeta: metav1.ObjectMeta{
@@ -205,7 +205,7 @@ func Terminating(nc *karpenterv1.NodeClaim) {
 
 // AllowDisruption removes the protection of adopted Nodes and NodeClaims, as described in
 // docs/migrate-from-karpenter-provider-cluster-api.md.
-func AllowDisruption(ctx context.Context, w *world.World) error {
+func AllowDisruption(ctx context.Context, w *testenv.Env) error {
 	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:null}}}`, karpenterv1.DoNotDisruptAnnotationKey))
 	adopted := client.HasLabels{shimv1.AdoptedLabel}
 	var nodes corev1.NodeList

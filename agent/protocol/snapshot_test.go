@@ -28,8 +28,8 @@ func inspect(m *clusterv1.Machine) {
 
 func newTestTime() time.Time { return time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC) }
 
-// scene is a snapshot of a node group at rest: everything observed, one MachineSet.
-func scene(replicas int32, ledger *Ledger) *Snapshot {
+// atRest is a snapshot of a node group at rest: everything observed, one MachineSet.
+func atRest(replicas int32, ledger *Ledger) *Snapshot {
 	now := newTestTime()
 	return &Snapshot{
 		Deployment: &clusterv1.MachineDeployment{

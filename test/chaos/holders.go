@@ -45,9 +45,9 @@ type claim struct {
 	providerID string
 }
 
-// callers are the holders of claims. They call the agents, retry calls whose answer is lost, and
+// holders are who keeps the claims. They call the agents, retry calls whose answer is lost, and
 // keep track of their claims. They are safe for concurrent use.
-type callers struct {
+type holders struct {
 	mu     sync.Mutex
 	agents []*client.Client // the agents to call
 	claims map[string]*claim
@@ -58,8 +58,8 @@ type callers struct {
 	told *history.Recorder
 }
 
-func newCallers() *callers {
-	return &callers{claims: map[string]*claim{}, going: map[string]bool{}, told: history.New()}
+func newHolders() *holders {
+	return &holders{claims: map[string]*claim{}, going: map[string]bool{}, told: history.New()}
 }
 
 func clusterRef() *agentv1alpha1.ClusterRef {
@@ -67,63 +67,63 @@ func clusterRef() *agentv1alpha1.ClusterRef {
 }
 
 // use sets the agents to call.
-func (c *callers) use(agents ...*client.Client) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.agents = agents
+func (h *holders) use(agents ...*client.Client) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.agents = agents
 }
 
-func (c *callers) anyone() *client.Client {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return lo.Sample(c.agents)
+func (h *holders) anyAgent() *client.Client {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return lo.Sample(h.agents)
 }
 
-func (c *callers) wanted() []string {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return lo.FilterMap(lo.Values(c.claims), func(k *claim, _ int) (string, bool) { return k.id, k.wanted })
+func (h *holders) wanted() []string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return lo.FilterMap(lo.Values(h.claims), func(k *claim, _ int) (string, bool) { return k.id, k.wanted })
 }
 
-func (c *callers) wants(id string) (wanted, known bool) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	k := c.claims[id]
+func (h *holders) wants(id string) (wanted, known bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	k := h.claims[id]
 	return k != nil && k.wanted, k != nil
 }
 
 // drop treats a claim as gone because something other than its holder ended it.
-func (c *callers) drop(id string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.claims[id].wanted, c.claims[id].released = false, true
+func (h *holders) drop(id string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.claims[id].wanted, h.claims[id].released = false, true
 }
 
 // giveUp marks a claim as unwanted. It is released before the next check.
-func (c *callers) giveUp(id string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.claims[id].wanted = false
+func (h *holders) giveUp(id string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.claims[id].wanted = false
 }
 
 // unreleased returns the claims that their holder has given up and whose release no agent has
 // accepted yet.
-func (c *callers) unreleased() []string {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return lo.FilterMap(lo.Values(c.claims), func(k *claim, _ int) (string, bool) { return k.id, !k.wanted && !k.released })
+func (h *holders) unreleased() []string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return lo.FilterMap(lo.Values(h.claims), func(k *claim, _ int) (string, bool) { return k.id, !k.wanted && !k.released })
 }
 
-func (c *callers) oddities() []string {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return slices.Clone(c.strange)
+func (h *holders) oddities() []string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return slices.Clone(h.strange)
 }
 
-func (c *callers) odd(format string, args ...any) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.strange = append(c.strange, fmt.Sprintf(format, args...))
+func (h *holders) odd(format string, args ...any) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.strange = append(h.strange, fmt.Sprintf(format, args...))
 }
 
 // request returns a request for a machine of the first of the node groups that has room.
@@ -136,10 +136,10 @@ func request(id string, groups ...string) *agentv1alpha1.CreateClaimRequest {
 
 // report reports the Machines' Nodes as still carrying Karpenter's taint, like a shim without
 // NodeClaims. It ignores an agent that does not answer.
-func (c *callers) report(ctx context.Context, machines []clusterv1.Machine) error {
+func (h *holders) report(ctx context.Context, machines []clusterv1.Machine) error {
 	ctx, cancel := context.WithTimeout(ctx, attemptWithin)
 	defer cancel()
-	agent := c.anyone()
+	agent := h.anyAgent()
 	listed, err := agent.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: clusterRef(), Holder: shimv1.Holder})
 	if err == nil {
 		_, err = agent.Claims.SyncClaims(ctx, &agentv1alpha1.SyncClaimsRequest{
@@ -151,7 +151,7 @@ func (c *callers) report(ctx context.Context, machines []clusterv1.Machine) erro
 	}
 	switch status.Code(err) {
 	case codes.InvalidArgument, codes.PermissionDenied, codes.FailedPrecondition:
-		c.odd("a report of Nodes is refused: %v", err)
+		h.odd("a report of Nodes is refused: %v", err)
 		return err
 	default:
 		return nil
@@ -160,40 +160,40 @@ func (c *callers) report(ctx context.Context, machines []clusterv1.Machine) erro
 
 // create makes a claim and returns its id, or "" if the agents report that there is no room. The
 // error is the context's.
-func (c *callers) create(ctx context.Context, groups ...string) (string, error) {
-	return c.make(ctx, request(uuid.NewString(), groups...))
+func (h *holders) create(ctx context.Context, groups ...string) (string, error) {
+	return h.make(ctx, request(uuid.NewString(), groups...))
 }
 
-func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest) (string, error) {
+func (h *holders) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest) (string, error) {
 	k := &claim{id: r.GetClaimId(), wanted: true}
-	c.mu.Lock()
-	c.claims[k.id] = k
-	c.mu.Unlock()
+	h.mu.Lock()
+	h.claims[k.id] = k
+	h.mu.Unlock()
 	for doubt := false; ; doubt = true {
-		yes, final := c.attempt(ctx, r)
+		yes, final := h.attempt(ctx, r)
 		if yes {
-			c.mu.Lock()
+			h.mu.Lock()
 			k.accepted = true
-			c.mu.Unlock()
+			h.mu.Unlock()
 			return k.id, nil
 		}
 		if final && !doubt && rand.IntN(8) > 0 {
-			c.mu.Lock()
+			h.mu.Lock()
 			k.wanted, k.released = false, true
-			c.mu.Unlock()
+			h.mu.Unlock()
 			return "", nil
 		}
 		if final {
 			// A call whose answer was lost may have made the claim, so an unwanted claim must be
 			// released.
-			return "", c.release(ctx, k.id, false)
+			return "", h.release(ctx, k.id, false)
 		}
 		if err := wait(ctx, pause); err != nil {
 			// It is not known whether the claim was made, so it is given up and released before the
 			// next check.
-			c.mu.Lock()
+			h.mu.Lock()
 			k.wanted = false
-			c.mu.Unlock()
+			h.mu.Unlock()
 			return "", err
 		}
 	}
@@ -202,35 +202,35 @@ func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest)
 // goes records that the node group is being deleted, so that calls for it may return NOT_FOUND.
 // That includes calls with further candidates: an agent does not report that those are full once
 // the last one is gone.
-func (c *callers) goes(group string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.going[sandbox.ClusterNamespace+"/"+group] = true
+func (h *holders) goes(group string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.going[sandbox.ClusterNamespace+"/"+group] = true
 }
 
-func (c *callers) anyGoes(candidates []string) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return lo.SomeBy(candidates, func(id string) bool { return c.going[id] })
+func (h *holders) anyGoes(candidates []string) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return lo.SomeBy(candidates, func(id string) bool { return h.going[id] })
 }
 
 // attempt calls once, or, as a network may cause, twice at the same time.
-func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimRequest) (yes, final bool) {
+func (h *holders) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimRequest) (yes, final bool) {
 	call := func() (bool, bool) {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
 		defer cancel()
-		answered := c.told.Begin(r.GetClaimId(), history.Create)
-		_, err := c.anyone().Claims.CreateClaim(bounded, r)
+		answered := h.told.Begin(r.GetClaimId(), history.Create)
+		_, err := h.anyAgent().Claims.CreateClaim(bounded, r)
 		answered(madeOf(err))
 		switch {
 		case err == nil:
 			return true, true
 		case agenterrors.IsNoRoom(err), agenterrors.IsRefused(err), agenterrors.IsEnded(err):
 			return false, true
-		case agenterrors.IsNotFound(err) && c.anyGoes(r.GetCandidates()):
+		case agenterrors.IsNotFound(err) && h.anyGoes(r.GetCandidates()):
 			return false, true
 		case agenterrors.IsNotFound(err), agenterrors.IsInvalidArgument(err), agenterrors.IsPermissionDenied(err), agenterrors.IsUnauthenticated(err):
-			c.odd("CreateClaim: %v", err)
+			h.odd("CreateClaim: %v", err)
 			return false, true
 		}
 		return false, false
@@ -247,30 +247,30 @@ func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimReque
 }
 
 // release releases a claim. The error is the context's.
-func (c *callers) release(ctx context.Context, id string, drained bool) error {
-	c.mu.Lock()
-	if k := c.claims[id]; k != nil {
+func (h *holders) release(ctx context.Context, id string, drained bool) error {
+	h.mu.Lock()
+	if k := h.claims[id]; k != nil {
 		k.wanted = false
 	}
-	c.mu.Unlock()
+	h.mu.Unlock()
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
-		answered := c.told.Begin(id, history.Release)
-		response, err := c.anyone().Claims.ReleaseClaim(bounded, &agentv1alpha1.ReleaseClaimRequest{
+		answered := h.told.Begin(id, history.Release)
+		response, err := h.anyAgent().Claims.ReleaseClaim(bounded, &agentv1alpha1.ReleaseClaimRequest{
 			Cluster: clusterRef(), ClaimId: id, Drained: drained, Reason: "the caller is done with it",
 		})
 		cancel()
 		answered(shownBy(response.GetClaim(), err))
 		if err == nil {
-			c.mu.Lock()
-			if k := c.claims[id]; k != nil {
+			h.mu.Lock()
+			if k := h.claims[id]; k != nil {
 				k.released = true
 			}
-			c.mu.Unlock()
+			h.mu.Unlock()
 			return nil
 		}
 		if code := status.Code(err); code == codes.InvalidArgument || code == codes.PermissionDenied || code == codes.NotFound {
-			c.odd("ReleaseClaim: %v", err)
+			h.odd("ReleaseClaim: %v", err)
 			return nil
 		}
 		if err := wait(ctx, pause); err != nil {
@@ -279,13 +279,13 @@ func (c *callers) release(ctx context.Context, id string, drained bool) error {
 	}
 }
 
-// giveBack returns the claim's Machine to the user. It returns false if an agent refuses that. The
+// returnMachine returns the claim's Machine to the user. It returns false if an agent refuses that. The
 // error is the context's.
-func (c *callers) giveBack(ctx context.Context, id string) (bool, error) {
+func (h *holders) returnMachine(ctx context.Context, id string) (bool, error) {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
-		answered := c.told.Begin(id, history.Get) // equivalent as far as the order of calls goes: the claim lives on until it ends by itself
-		response, err := c.anyone().Claims.ReturnMachine(bounded, &agentv1alpha1.ReturnMachineRequest{
+		answered := h.told.Begin(id, history.Get) // equivalent as far as the order of calls goes: the claim lives on until it ends by itself
+		response, err := h.anyAgent().Claims.ReturnMachine(bounded, &agentv1alpha1.ReturnMachineRequest{
 			Cluster: clusterRef(), ClaimId: id, Reason: "the caller returns the machine",
 		})
 		cancel()
@@ -297,7 +297,7 @@ func (c *callers) giveBack(ctx context.Context, id string) (bool, error) {
 			return false, nil
 		}
 		if code := status.Code(err); code == codes.InvalidArgument || code == codes.PermissionDenied {
-			c.odd("ReturnMachine: %v", err)
+			h.odd("ReturnMachine: %v", err)
 			return false, nil
 		}
 		if err := wait(ctx, pause); err != nil {
@@ -307,11 +307,11 @@ func (c *callers) giveBack(ctx context.Context, id string) (bool, error) {
 }
 
 // get reads a claim from an agent, and retries until it answers.
-func (c *callers) get(ctx context.Context, id string) (*agentv1alpha1.Claim, error) {
+func (h *holders) get(ctx context.Context, id string) (*agentv1alpha1.Claim, error) {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
-		answered := c.told.Begin(id, history.Get)
-		response, err := c.anyone().Claims.GetClaim(bounded, &agentv1alpha1.GetClaimRequest{Cluster: clusterRef(), ClaimId: id})
+		answered := h.told.Begin(id, history.Get)
+		response, err := h.anyAgent().Claims.GetClaim(bounded, &agentv1alpha1.GetClaimRequest{Cluster: clusterRef(), ClaimId: id})
 		cancel()
 		answered(shownBy(response.GetClaim(), err))
 		if err == nil {
@@ -375,16 +375,16 @@ func between(least, most time.Duration) time.Duration {
 
 // takes records the machine that an agent reports for a claim. No agent may report the same machine
 // for two claims.
-func (c *callers) takes(id, providerID string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	k := c.claims[id]
+func (h *holders) takes(id, providerID string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	k := h.claims[id]
 	if providerID == "" || !k.wanted {
 		return
 	}
-	for _, other := range c.claims {
+	for _, other := range h.claims {
 		if other != k && other.wanted && other.providerID == providerID {
-			c.strange = append(c.strange, fmt.Sprintf("claims %s and %s both have %s", id, other.id, providerID))
+			h.strange = append(h.strange, fmt.Sprintf("claims %s and %s both have %s", id, other.id, providerID))
 		}
 	}
 	k.providerID = providerID

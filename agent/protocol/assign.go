@@ -10,34 +10,34 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// unname takes back a promise if the Machine died before the claim became Bound, or was marked as
-// the floor's too late.
-func (b *books) unname() {
-	for id, named := range b.next.Pending {
-		if named.UID == "" {
+// unassign takes back an assignment if the Machine died before the claim became Bound, or was
+// marked as the floor's too late.
+func (b *books) unassign() {
+	for id, entry := range b.next.Pending {
+		if entry.UID == "" {
 			continue
 		}
 		if c := b.Claim(id); c == nil || c.CurrentPhase() != v1alpha1.PhasePending {
 			continue
 		}
-		m := b.machine(named.UID)
-		marked := m != nil && hasFloorMark(m) && b.Claim(id).Spec.Adopt == ""
-		if m == nil || !Alive(m) || Held(m) || marked || ClaimOf(m) != "" && ClaimOf(m) != id {
-			named.Machine, named.UID = "", ""
-			b.next.Pending[id] = named
+		m := b.machine(entry.UID)
+		floorMarked := m != nil && hasFloorMark(m) && b.Claim(id).Spec.Adopt == ""
+		if m == nil || !Alive(m) || HasFinalizer(m) || floorMarked || ClaimOf(m) != "" && ClaimOf(m) != id {
+			entry.Machine, entry.UID = "", ""
+			b.next.Pending[id] = entry
 		}
 	}
 }
 
-// name promises free Machines to the waiting claims, oldest first, and leaves the floor as many as
-// it owns. If no usable Machine is left, the claim is promised a hopeless one that was made after
+// assign assigns free Machines to the waiting claims, oldest first, and leaves the floor as many as
+// it owns. If no usable Machine is left, the claim is assigned a failed one that was made after
 // the claim, so that it fails now rather than at its own deadline.
-func (b *books) name() {
+func (b *books) assign() {
 	free := b.free()
 	give := len(free) - int(b.floor())
 	usable := lo.Filter(free, func(m *clusterv1.Machine, _ int) bool { return b.class(m) == fresh })
 	useless := lo.Filter(free, func(m *clusterv1.Machine, _ int) bool {
-		return b.class(m) == hopeless && ClaimOf(m) == "" && !Outdated(m)
+		return b.class(m) == failed && ClaimOf(m) == "" && !Outdated(m)
 	})
 	// The one that has progressed furthest comes first.
 	slices.SortStableFunc(usable, func(x, y *clusterv1.Machine) int {
@@ -47,8 +47,8 @@ func (b *books) name() {
 		if give <= 0 {
 			return
 		}
-		named, pending := b.next.Pending[c.Spec.ClaimID]
-		if !pending || named.UID != "" || c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt != "" {
+		entry, pending := b.next.Pending[c.Spec.ClaimID]
+		if !pending || entry.UID != "" || c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt != "" {
 			continue
 		}
 		var m *clusterv1.Machine
@@ -63,7 +63,7 @@ func (b *books) name() {
 			continue
 		}
 		give--
-		b.promise(c.Spec.ClaimID, Named{Machine: m.Name, UID: m.UID})
+		b.setPending(c.Spec.ClaimID, Assignment{Machine: m.Name, UID: m.UID})
 	}
 }
 
@@ -80,29 +80,29 @@ func (s *Snapshot) progress(m *clusterv1.Machine) int {
 }
 
 // Finishes reports whether no further write of pending entries is expected soon: every pending
-// claim has been promised its Machine. A change of releases counts as finished too, so that it is
+// claim has been assigned its Machine. A change of releases counts as finished too, so that it is
 // not delayed.
 func (d *Decision) Finishes(before *Ledger) bool {
 	if before == nil || len(d.Ledger.Pending) == 0 || !maps.Equal(d.Ledger.Releasing, before.Releasing) {
 		return true
 	}
-	if d.Ledger.Unnamed() > 0 {
+	if d.Ledger.Unassigned() > 0 {
 		return false
 	}
-	for id, named := range d.Ledger.Pending {
-		if before.Pending[id] != named {
+	for id, entry := range d.Ledger.Pending {
+		if before.Pending[id] != entry {
 			return true
 		}
 	}
 	return false
 }
 
-// NewlyNamed reports whether the next ledger promises a Machine that the snapshot's does not. If
+// NewlyAssigned reports whether the next ledger assigns a Machine that the snapshot's does not. If
 // ready is set, only Machines with a provider ID count.
-func (s *Snapshot) NewlyNamed(next *Ledger, ready bool) bool {
-	for id, named := range next.Pending {
-		m := s.machine(named.UID)
-		if m != nil && (!ready || m.Spec.ProviderID != "") && (s.Ledger == nil || s.Ledger.Pending[id] != named) {
+func (s *Snapshot) NewlyAssigned(next *Ledger, ready bool) bool {
+	for id, entry := range next.Pending {
+		m := s.machine(entry.UID)
+		if m != nil && (!ready || m.Spec.ProviderID != "") && (s.Ledger == nil || s.Ledger.Pending[id] != entry) {
 			return true
 		}
 	}

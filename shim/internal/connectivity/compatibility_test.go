@@ -62,14 +62,14 @@ func TestAgentsAreJudged(t *testing.T) {
 		}, "devel", connectivity.ReasonFeaturesMissing, features.AdoptMachines},
 	} {
 		t.Run(name, func(t *testing.T) {
-			verdict := connectivity.Judge(c.agent, c.shim)
-			assert.True(t, verdict.Known)
-			assert.Equal(t, c.reason == "", verdict.Fits())
-			assert.Equal(t, c.reason, verdict.Reason)
-			assert.Contains(t, verdict.Message, c.says)
+			result := connectivity.CompatibilityOf(c.agent, c.shim)
+			assert.True(t, result.Known)
+			assert.Equal(t, c.reason == "", result.Compatible())
+			assert.Equal(t, c.reason, result.Reason)
+			assert.Contains(t, result.Message, c.says)
 		})
 	}
-	assert.False(t, connectivity.Verdict{}.Fits(), "nothing is known")
+	assert.False(t, connectivity.Compatibility{}.Compatible(), "nothing is known")
 }
 
 // answers responds to GetStatus as the test says, and counts the calls.
@@ -108,42 +108,44 @@ func (l line) StateChanges() (<-chan struct{}, func()) { return l, func() {} }
 func TestTheAgentIsJudgedAtTheStartAndAgain(t *testing.T) {
 	clk, connection := clocktesting.NewFakeClock(time.Now()), make(line)
 	agent := &answers{err: errors.New("no route")}
-	fit := connectivity.NewFit(connectivity.FitConfig{Status: agent, Connection: connection, Version: "v0.4.0", Timeout: time.Second, Clock: clk})
-	assert.False(t, fit.NeedLeaderElection())
+	check := connectivity.NewCompatibilityCheck(connectivity.CompatibilityConfig{
+		Status: agent, Connection: connection, Version: "v0.4.0", Timeout: time.Second, Clock: clk,
+	})
+	assert.False(t, check.NeedLeaderElection())
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
-	go func() { ended <- fit.Start(ctx) }()
+	go func() { ended <- check.Start(ctx) }()
 	waits := func(calls int) {
 		t.Helper()
 		require.Eventually(t, func() bool { return agent.count() == calls && clk.HasWaiters() }, 10*time.Second, time.Millisecond)
 	}
 	waits(1)
-	assert.Equal(t, connectivity.Verdict{}, fit.Verdict(), "no agent has answered")
+	assert.Equal(t, connectivity.Compatibility{}, check.Result(), "no agent has answered")
 
 	agent.set(&agentv1alpha1.GetStatusResponse{ApiVersion: "capi.agent.v1alpha1", Version: "v0.2.0"}, nil)
 	clk.Step(5 * time.Second)
 	waits(2)
-	<-fit.Changes()
-	assert.Equal(t, connectivity.ReasonVersionSkew, fit.Verdict().Reason)
+	<-check.Changes()
+	assert.Equal(t, connectivity.ReasonVersionSkew, check.Result().Reason)
 	assert.Zero(t, shimtest.Metric(t, "karpenter_capi_agent_compatible", nil))
 
 	agent.set(&agentv1alpha1.GetStatusResponse{ApiVersion: "capi.agent.v1alpha1", Version: "v0.3.0"}, nil)
 	connection <- struct{}{}
 	waits(3)
-	<-fit.Changes()
-	assert.True(t, fit.Verdict().Fits())
+	<-check.Changes()
+	assert.True(t, check.Result().Compatible())
 	assert.InDelta(t, 1, shimtest.Metric(t, "karpenter_capi_agent_compatible", nil), 0)
 
 	agent.set(nil, grpcstatus.Error(codes.Unavailable, "restarting"))
 	connection <- struct{}{}
 	waits(4)
-	assert.True(t, fit.Verdict().Fits(), "an agent that does not answer changes nothing")
+	assert.True(t, check.Result().Compatible(), "an agent that does not answer changes nothing")
 
 	agent.set(nil, grpcstatus.Error(codes.Unimplemented, "unknown service"))
 	clk.Step(5 * time.Second)
 	waits(5)
-	<-fit.Changes()
-	assert.Equal(t, connectivity.ReasonAPIVersionNotServed, fit.Verdict().Reason)
+	<-check.Changes()
+	assert.Equal(t, connectivity.ReasonAPIVersionNotServed, check.Result().Reason)
 	cancel()
 	assert.NoError(t, <-ended)
 }
@@ -157,7 +159,7 @@ func TestTheShimFitsTheAgentOfThisVersionAndOneThatListsNothing(t *testing.T) {
 			defer agent.Close()
 			status, err := agent.Client().Status.GetStatus(t.Context(), &agentv1alpha1.GetStatusRequest{})
 			require.NoError(t, err)
-			assert.Equal(t, connectivity.Verdict{Known: true}, connectivity.Judge(status, "v0.1.0"))
+			assert.Equal(t, connectivity.Compatibility{Known: true}, connectivity.CompatibilityOf(status, "v0.1.0"))
 		})
 	}
 }

@@ -18,24 +18,24 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// Asker is who caused a Machine's deletion.
-type Asker int
+// Actor is who caused a Machine's deletion.
+type Actor int
 
-// The askers.
+// The actors.
 const (
 	// ClusterAPI: Cluster API deleted it by itself, to match the number of replicas.
-	ClusterAPI Asker = iota
+	ClusterAPI Actor = iota
 	// Agent: an agent deleted exactly this Machine.
 	Agent
 	// Person: a user deleted it, or did something that made Cluster API delete it.
 	Person
 )
 
-// Judge provides knowledge that the API servers do not have.
-type Judge interface {
-	// AskedBy returns who caused the deletion of a Machine. It is called once per Machine, when its
-	// deletion is seen.
-	AskedBy(m *clusterv1.Machine) Asker
+// Intent provides knowledge that the API servers do not have.
+type Intent interface {
+	// DeletedBy returns who caused the deletion of a Machine. It is called once per Machine, when
+	// its deletion is seen.
+	DeletedBy(m *clusterv1.Machine) Actor
 	// Released reports whether the holder of the claim has released it, or its owner is gone. It
 	// need not know about claims that the agent may give up by itself because they failed.
 	Released(claimID string) bool
@@ -56,11 +56,11 @@ type ClaimRecord struct {
 	Releasing bool
 }
 
-// Witness watches all changes of Machines and claims through its own connection, and detects what
+// Auditor watches all changes of Machines and claims through its own connection, and detects what
 // must never happen, not even briefly: two Machines with one claim, two claims with one Machine,
 // and the deletion of a Machine that was not released. Its methods are safe for concurrent use.
-type Witness struct {
-	judge  Judge
+type Auditor struct {
+	intent Intent
 	hub    client.Reader
 	cancel context.CancelFunc
 	ended  sync.WaitGroup
@@ -74,18 +74,18 @@ type Witness struct {
 }
 
 type machineRecord struct {
-	name   string
-	claim  string // the label as last seen
-	judged bool
+	name    string
+	claim   string // the label as last seen
+	audited bool
 }
 
 // Watch starts to watch one namespace and returns once the existing objects have been seen. The
-// context only bounds that; [Witness.Stop] ends the watching. hub must read without a cache.
+// context only bounds that; [Auditor.Stop] ends the watching. hub must read without a cache.
 func Watch(
-	ctx context.Context, config *rest.Config, hub client.Reader, scheme *runtime.Scheme, namespace string, judge Judge,
-) (*Witness, error) {
-	w := &Witness{
-		judge: judge, hub: hub, machines: map[types.UID]*machineRecord{}, labelled: map[string]types.UID{},
+	ctx context.Context, config *rest.Config, hub client.Reader, scheme *runtime.Scheme, namespace string, intent Intent,
+) (*Auditor, error) {
+	a := &Auditor{
+		intent: intent, hub: hub, machines: map[types.UID]*machineRecord{}, labelled: map[string]types.UID{},
 		claims: map[string]*ClaimRecord{}, changed: make(chan struct{}),
 	}
 	c, err := cache.New(config, cache.Options{
@@ -96,21 +96,21 @@ func Watch(
 		return nil, fmt.Errorf("watching the hub: %w", err)
 	}
 	running, cancel := context.WithCancel(context.Background())
-	w.cancel = cancel
-	w.ended.Go(func() { _ = c.Start(running) })
-	err = errors.Join(follow(ctx, c, w, w.seeMachine, w.machineGone), follow(ctx, c, w, w.seeClaim, w.claimGone))
+	a.cancel = cancel
+	a.ended.Go(func() { _ = c.Start(running) })
+	err = errors.Join(follow(ctx, c, a, a.seeMachine, a.machineGone), follow(ctx, c, a, a.seeClaim, a.claimGone))
 	if err != nil {
-		w.Stop()
+		a.Stop()
 		return nil, err
 	}
-	return w, nil
+	return a, nil
 }
 
 // follow calls see for each object that appears or changes, and gone for each that disappears.
 func follow[T any, P interface {
 	*T
 	client.Object
-}](ctx context.Context, c cache.Cache, w *Witness, see, gone func(P)) error {
+}](ctx context.Context, c cache.Cache, a *Auditor, see, gone func(P)) error {
 	kind := P(new(T))
 	informer, err := c.GetInformer(ctx, kind)
 	if err != nil {
@@ -123,7 +123,7 @@ func follow[T any, P interface {
 			}
 			if typed, ok := object.(P); ok {
 				f(typed)
-				w.touch()
+				a.touch()
 			}
 		}
 	}
@@ -142,23 +142,23 @@ func follow[T any, P interface {
 }
 
 // Stop ends the watching.
-func (w *Witness) Stop() {
-	w.cancel()
-	w.ended.Wait()
+func (a *Auditor) Stop() {
+	a.cancel()
+	a.ended.Wait()
 }
 
 // Violations returns the violations so far, oldest first.
-func (w *Witness) Violations() []Violation {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return append([]Violation(nil), w.violations...)
+func (a *Auditor) Violations() []Violation {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return append([]Violation(nil), a.violations...)
 }
 
 // Claim returns what was seen of a claim, even if it no longer exists, or nil if it never existed.
-func (w *Witness) Claim(id string) *ClaimRecord {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if c := w.claims[id]; c != nil {
+func (a *Auditor) Claim(id string) *ClaimRecord {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if c := a.claims[id]; c != nil {
 		record := *c
 		return &record
 	}
@@ -166,11 +166,11 @@ func (w *Witness) Claim(id string) *ClaimRecord {
 }
 
 // Count returns the number of claims that meet the condition.
-func (w *Witness) Count(condition func(ClaimRecord) bool) int {
-	w.mu.Lock()
-	defer w.mu.Unlock()
+func (a *Auditor) Count(condition func(ClaimRecord) bool) int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
 	n := 0
-	for _, c := range w.claims {
+	for _, c := range a.claims {
 		if condition(*c) {
 			n++
 		}
@@ -179,11 +179,11 @@ func (w *Witness) Count(condition func(ClaimRecord) bool) int {
 }
 
 // Await waits until the condition is true. It evaluates the condition after each change.
-func (w *Witness) Await(ctx context.Context, condition func() bool) error {
+func (a *Auditor) Await(ctx context.Context, condition func() bool) error {
 	for {
-		w.mu.Lock()
-		changed := w.changed
-		w.mu.Unlock()
+		a.mu.Lock()
+		changed := a.changed
+		a.mu.Unlock()
 		if condition() {
 			return nil
 		}
@@ -196,95 +196,95 @@ func (w *Witness) Await(ctx context.Context, condition func() bool) error {
 	}
 }
 
-func (w *Witness) touch() {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	close(w.changed)
-	w.changed = make(chan struct{})
+func (a *Auditor) touch() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	close(a.changed)
+	a.changed = make(chan struct{})
 }
 
-func (w *Witness) report(rule Rule, kind, name, format string, args ...any) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.violations = append(w.violations, Violation{
+func (a *Auditor) report(rule Rule, kind, name, format string, args ...any) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.violations = append(a.violations, Violation{
 		Rule: rule, Object: kind + " " + name, Count: 1,
 		Message: time.Now().UTC().Format("15:04:05.000 ") + fmt.Sprintf(format, args...),
 	})
 }
 
-func (w *Witness) seeMachine(m *clusterv1.Machine) {
-	w.mu.Lock()
-	r := w.machines[m.UID]
+func (a *Auditor) seeMachine(m *clusterv1.Machine) {
+	a.mu.Lock()
+	r := a.machines[m.UID]
 	if r == nil {
 		r = &machineRecord{name: m.Name}
-		w.machines[m.UID] = r
+		a.machines[m.UID] = r
 	}
 	before, now := r.claim, labelOf(m)
 	r.claim = now
 	first := types.UID("")
 	if now != "" && now != before {
-		first = w.labelled[now]
+		first = a.labelled[now]
 		if first == "" {
-			w.labelled[now] = m.UID
+			a.labelled[now] = m.UID
 		}
 	}
-	w.mu.Unlock()
+	a.mu.Unlock()
 	if first != "" && first != m.UID {
-		w.report(OneClaimOneMachine, "Machine", m.Name, "is labelled with claim %s, which had another Machine before", now)
+		a.report(OneClaimOneMachine, "Machine", m.Name, "is labelled with claim %s, which had another Machine before", now)
 	}
 	if before != "" && now != "" && now != before {
-		w.report(OneClaimOneMachine, "Machine", m.Name, "went from claim %s to claim %s", before, now)
+		a.report(OneClaimOneMachine, "Machine", m.Name, "went from claim %s to claim %s", before, now)
 	}
 	if !m.DeletionTimestamp.IsZero() {
-		w.judgeDeletion(r, m)
+		a.auditDeletion(r, m)
 	}
 }
 
-func (w *Witness) machineGone(m *clusterv1.Machine) {
-	w.mu.Lock()
-	r := w.machines[m.UID]
-	w.mu.Unlock()
+func (a *Auditor) machineGone(m *clusterv1.Machine) {
+	a.mu.Lock()
+	r := a.machines[m.UID]
+	a.mu.Unlock()
 	if r != nil {
-		w.judgeDeletion(r, m)
+		a.auditDeletion(r, m)
 	}
 }
 
-// judgeDeletion is only called by the informer of Machines, one call at a time.
-func (w *Witness) judgeDeletion(r *machineRecord, m *clusterv1.Machine) {
-	if r.judged {
+// auditDeletion is only called by the informer of Machines, one call at a time.
+func (a *Auditor) auditDeletion(r *machineRecord, m *clusterv1.Machine) {
+	if r.audited {
 		return
 	}
-	r.judged = true
+	r.audited = true
 	id := labelOf(m)
-	switch w.judge.AskedBy(m) {
+	switch a.intent.DeletedBy(m) {
 	case Person:
 	case ClusterAPI:
-		w.report(NothingTaken, "Machine", m.Name, "was deleted by Cluster API without a request (claim %q)", id)
+		a.report(NothingTaken, "Machine", m.Name, "was deleted by Cluster API without a request (claim %q)", id)
 	case Agent:
 		switch {
-		case id == "" && w.judge.Owns(m):
-			w.report(NothingTaken, "Machine", m.Name, "was deleted by an agent and is a person's own")
-		case id != "" && !w.judge.Released(id) && !w.failed(m.Namespace, m.Spec.ClusterName, id):
-			w.report(NothingTaken, "Machine", m.Name, "was deleted by an agent, and its claim %s is not released", id)
+		case id == "" && a.intent.Owns(m):
+			a.report(NothingTaken, "Machine", m.Name, "was deleted by an agent and is a person's own")
+		case id != "" && !a.intent.Released(id) && !a.failed(m.Namespace, m.Spec.ClusterName, id):
+			a.report(NothingTaken, "Machine", m.Name, "was deleted by an agent, and its claim %s is not released", id)
 		}
 	}
 }
 
 // failed reports whether the agent has marked the claim as failed.
-func (w *Witness) failed(namespace, cluster, id string) bool {
+func (a *Auditor) failed(namespace, cluster, id string) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	var c agentv1.MachineClaim
-	err := w.hub.Get(ctx, client.ObjectKey{Namespace: namespace, Name: agentv1.ObjectName(cluster, id)}, &c)
+	err := a.hub.Get(ctx, client.ObjectKey{Namespace: namespace, Name: agentv1.ObjectName(cluster, id)}, &c)
 	return err == nil && c.Status.FailedAt != nil
 }
 
-func (w *Witness) seeClaim(c *agentv1.MachineClaim) {
-	w.mu.Lock()
-	r := w.claims[c.Spec.ClaimID]
+func (a *Auditor) seeClaim(c *agentv1.MachineClaim) {
+	a.mu.Lock()
+	r := a.claims[c.Spec.ClaimID]
 	if r == nil {
 		r = &ClaimRecord{ID: c.Spec.ClaimID, Holder: c.Spec.Holder}
-		w.claims[c.Spec.ClaimID] = r
+		a.claims[c.Spec.ClaimID] = r
 	}
 	before := r.Machine
 	r.Group, r.Phase, r.Reason = c.Spec.NodeGroup, c.CurrentPhase(), c.Status.Reason
@@ -295,25 +295,25 @@ func (w *Witness) seeClaim(c *agentv1.MachineClaim) {
 	}
 	other := ""
 	if r.Phase == agentv1.PhaseBound && before.UID != r.Machine.UID {
-		for id, o := range w.claims {
+		for id, o := range a.claims {
 			if id != r.ID && o.Phase == agentv1.PhaseBound && o.Machine.UID == r.Machine.UID {
 				other = id
 			}
 		}
 	}
-	w.mu.Unlock()
+	a.mu.Unlock()
 	if before.UID != "" && c.Status.Machine != nil && c.Status.Machine.UID != before.UID {
-		w.report(OneClaimOneMachine, "MachineClaim", c.Name, "had Machine %s and has Machine %s", before.Name, c.Status.Machine.Name)
+		a.report(OneClaimOneMachine, "MachineClaim", c.Name, "had Machine %s and has Machine %s", before.Name, c.Status.Machine.Name)
 	}
 	if other != "" {
-		w.report(OneClaimOneMachine, "MachineClaim", c.Name, "has Machine %s, and so has claim %s", c.Status.Machine.Name, other)
+		a.report(OneClaimOneMachine, "MachineClaim", c.Name, "has Machine %s, and so has claim %s", c.Status.Machine.Name, other)
 	}
 }
 
-func (w *Witness) claimGone(c *agentv1.MachineClaim) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if r := w.claims[c.Spec.ClaimID]; r != nil {
+func (a *Auditor) claimGone(c *agentv1.MachineClaim) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if r := a.claims[c.Spec.ClaimID]; r != nil {
 		r.Phase = agentv1.PhaseEnded
 	}
 }

@@ -1,4 +1,4 @@
-package feed_test
+package watchcache_test
 
 import (
 	"context"
@@ -13,7 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	clocktesting "k8s.io/utils/clock/testing"
 
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 )
 
 var (
@@ -21,13 +21,13 @@ var (
 	other = types.NamespacedName{Namespace: "fleet", Name: "other"}
 )
 
-func newFeed(buffer int) *feed.Feed[int] {
-	return feed.New(feed.Options[int]{
+func newCache(buffer int) *watchcache.Cache[int] {
+	return watchcache.New(watchcache.Options[int]{
 		Equal: func(a, b int) bool { return a == b }, Buffer: buffer, Heartbeat: time.Hour,
 	})
 }
 
-func next(t require.TestingT, s *feed.Subscription[int]) feed.Event[int] {
+func next(t require.TestingT, s *watchcache.Subscription[int]) watchcache.Event[int] {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	event, err := s.Next(ctx)
@@ -46,18 +46,18 @@ func receive[T any](t *testing.T, from <-chan T) (value T) {
 }
 
 func TestNothingIsAnsweredBeforeTheViewIsComplete(t *testing.T) {
-	f := newFeed(10)
+	f := newCache(10)
 	f.Set(spoke, "a", 1)
 	_, _, err := f.List(spoke)
-	require.ErrorIs(t, err, feed.ErrNotReady)
+	require.ErrorIs(t, err, watchcache.ErrNotReady)
 	_, _, err = f.Get(spoke, "a")
-	require.ErrorIs(t, err, feed.ErrNotReady)
+	require.ErrorIs(t, err, watchcache.ErrNotReady)
 	_, err = f.Subscribe(spoke, nil)
-	require.ErrorIs(t, err, feed.ErrNotReady)
+	require.ErrorIs(t, err, watchcache.ErrNotReady)
 }
 
 func TestSubscriberGetsSnapshotThenMarkerThenChanges(t *testing.T) {
-	f := newFeed(10)
+	f := newCache(10)
 	f.Set(spoke, "b", 2)
 	f.Set(spoke, "a", 1)
 	f.Set(other, "c", 3)
@@ -66,17 +66,17 @@ func TestSubscriberGetsSnapshotThenMarkerThenChanges(t *testing.T) {
 	require.NoError(t, err)
 	defer s.Close()
 	f.Set(spoke, "a", 4) // between snapshot and reading
-	require.Equal(t, feed.Event[int]{Kind: feed.Upsert, Key: "a", Object: 1}, next(t, s))
-	require.Equal(t, feed.Event[int]{Kind: feed.Upsert, Key: "b", Object: 2}, next(t, s))
-	require.Equal(t, feed.Event[int]{Kind: feed.Synced, Generation: 2}, next(t, s))
-	require.Equal(t, feed.Event[int]{Kind: feed.Upsert, Key: "a", Object: 4}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Upsert, Key: "a", Object: 1}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Upsert, Key: "b", Object: 2}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Synced, Generation: 2}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Upsert, Key: "a", Object: 4}, next(t, s))
 	f.Remove(spoke, "b")
 	f.Set(other, "c", 5)
-	require.Equal(t, feed.Event[int]{Kind: feed.Removed, Key: "b"}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Removed, Key: "b"}, next(t, s))
 }
 
 func TestEqualObjectIsNoChange(t *testing.T) {
-	f := newFeed(10)
+	f := newCache(10)
 	require.True(t, f.Set(spoke, "a", 1))
 	generation := f.Generation()
 	require.False(t, f.Set(spoke, "a", 1))
@@ -86,7 +86,7 @@ func TestEqualObjectIsNoChange(t *testing.T) {
 
 // A Cluster's generation does not reveal how often other Clusters change.
 func TestGenerationsAreOfOneCluster(t *testing.T) {
-	f := newFeed(10)
+	f := newCache(10)
 	f.SetReady()
 	f.Set(spoke, "a", 1)
 	of := func(cluster types.NamespacedName) int64 {
@@ -106,48 +106,48 @@ func TestGenerationsAreOfOneCluster(t *testing.T) {
 }
 
 func TestSeveralChangesOfOneObjectBecomeOneEvent(t *testing.T) {
-	f := newFeed(1)
+	f := newCache(1)
 	f.SetReady()
 	s, err := f.Subscribe(spoke, nil)
 	require.NoError(t, err)
 	defer s.Close()
-	require.Equal(t, feed.Synced, next(t, s).Kind)
+	require.Equal(t, watchcache.Synced, next(t, s).Kind)
 	for i := range 100 {
 		f.Set(spoke, "a", i)
 	}
-	require.Equal(t, feed.Event[int]{Kind: feed.Upsert, Key: "a", Object: 99}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Upsert, Key: "a", Object: 99}, next(t, s))
 	f.Set(spoke, "a", 100)
 	f.Remove(spoke, "a")
-	require.Equal(t, feed.Event[int]{Kind: feed.Removed, Key: "a"}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Removed, Key: "a"}, next(t, s))
 }
 
 func TestSlowSubscriberIsResyncedOnTheSameSubscription(t *testing.T) {
-	f := newFeed(2)
+	f := newCache(2)
 	f.SetReady()
 	s, err := f.Subscribe(spoke, nil)
 	require.NoError(t, err)
 	defer s.Close()
-	require.Equal(t, feed.Synced, next(t, s).Kind)
+	require.Equal(t, watchcache.Synced, next(t, s).Kind)
 	for i := range 5 {
 		f.Set(spoke, strconv.Itoa(i), i)
 	}
-	require.Equal(t, feed.Resync, next(t, s).Kind)
+	require.Equal(t, watchcache.Resync, next(t, s).Kind)
 	for i := range 5 {
-		require.Equal(t, feed.Event[int]{Kind: feed.Upsert, Key: strconv.Itoa(i), Object: i}, next(t, s))
+		require.Equal(t, watchcache.Event[int]{Kind: watchcache.Upsert, Key: strconv.Itoa(i), Object: i}, next(t, s))
 	}
-	require.Equal(t, feed.Synced, next(t, s).Kind)
+	require.Equal(t, watchcache.Synced, next(t, s).Kind)
 	require.EqualValues(t, 1, f.Stats().Resyncs)
 }
 
 func TestQuietSubscriberGetsHeartbeats(t *testing.T) {
 	fake := clocktesting.NewFakeClock(time.Unix(1000, 0))
-	f := feed.New(feed.Options[int]{Equal: func(a, b int) bool { return a == b }, Buffer: 1, Heartbeat: time.Minute, Clock: fake})
+	f := watchcache.New(watchcache.Options[int]{Equal: func(a, b int) bool { return a == b }, Buffer: 1, Heartbeat: time.Minute, Clock: fake})
 	f.SetReady()
 	s, err := f.Subscribe(spoke, nil)
 	require.NoError(t, err)
 	defer s.Close()
-	require.Equal(t, feed.Synced, next(t, s).Kind)
-	events := make(chan feed.Event[int])
+	require.Equal(t, watchcache.Synced, next(t, s).Kind)
+	events := make(chan watchcache.Event[int])
 	go func() {
 		event, err := s.Next(t.Context())
 		assert.NoError(t, err)
@@ -155,11 +155,11 @@ func TestQuietSubscriberGetsHeartbeats(t *testing.T) {
 	}()
 	require.Eventually(t, fake.HasWaiters, time.Second, 10*time.Millisecond)
 	fake.Step(time.Minute)
-	require.Equal(t, feed.Event[int]{Kind: feed.Heartbeat, Time: time.Unix(1060, 0)}, receive(t, events))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Heartbeat, Time: time.Unix(1060, 0)}, receive(t, events))
 }
 
 func TestSubscriberGetsOnlyWhatItWants(t *testing.T) {
-	f := newFeed(10)
+	f := newCache(10)
 	f.Set(spoke, "a", 1)
 	f.Set(spoke, "b", 2)
 	f.SetReady()
@@ -167,29 +167,29 @@ func TestSubscriberGetsOnlyWhatItWants(t *testing.T) {
 	s, err := f.Subscribe(spoke, even)
 	require.NoError(t, err)
 	defer s.Close()
-	require.Equal(t, feed.Event[int]{Kind: feed.Upsert, Key: "b", Object: 2}, next(t, s))
-	require.Equal(t, feed.Event[int]{Kind: feed.Synced, Generation: 2}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Upsert, Key: "b", Object: 2}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Synced, Generation: 2}, next(t, s))
 	f.Remove(spoke, "a") // never shown
 	f.Set(spoke, "c", 3)
 	f.Set(spoke, "b", 5) // no longer wanted
 	f.Set(spoke, "d", 4)
-	require.Equal(t, feed.Event[int]{Kind: feed.Removed, Key: "b"}, next(t, s))
-	require.Equal(t, feed.Event[int]{Kind: feed.Upsert, Key: "d", Object: 4}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Removed, Key: "b"}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Upsert, Key: "d", Object: 4}, next(t, s))
 	f.Remove(spoke, "b") // shown once, but already removed for the subscriber
 	f.Set(spoke, "c", 6)
-	require.Equal(t, feed.Event[int]{Kind: feed.Upsert, Key: "c", Object: 6}, next(t, s))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Upsert, Key: "c", Object: 6}, next(t, s))
 }
 
 func TestUnwantedChangesDoNotDelayTheHeartbeat(t *testing.T) {
 	fake := clocktesting.NewFakeClock(time.Unix(1000, 0))
-	f := feed.New(feed.Options[int]{Equal: func(a, b int) bool { return a == b }, Buffer: 1, Heartbeat: time.Minute, Clock: fake})
+	f := watchcache.New(watchcache.Options[int]{Equal: func(a, b int) bool { return a == b }, Buffer: 1, Heartbeat: time.Minute, Clock: fake})
 	f.SetReady()
 	looked := make(chan int)
 	s, err := f.Subscribe(spoke, func(i int) bool { looked <- i; return false })
 	require.NoError(t, err)
 	defer s.Close()
-	require.Equal(t, feed.Synced, next(t, s).Kind)
-	events := make(chan feed.Event[int], 1)
+	require.Equal(t, watchcache.Synced, next(t, s).Kind)
+	events := make(chan watchcache.Event[int], 1)
 	go func() {
 		event, err := s.Next(t.Context())
 		assert.NoError(t, err)
@@ -203,24 +203,24 @@ func TestUnwantedChangesDoNotDelayTheHeartbeat(t *testing.T) {
 	}
 	require.Empty(t, events)
 	fake.Step(10 * time.Second)
-	require.Equal(t, feed.Event[int]{Kind: feed.Heartbeat, Time: time.Unix(1060, 0)}, receive(t, events))
+	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Heartbeat, Time: time.Unix(1060, 0)}, receive(t, events))
 }
 
 func TestCloseEndsSubscriptions(t *testing.T) {
-	f := newFeed(1)
+	f := newCache(1)
 	f.SetReady()
 	s, err := f.Subscribe(spoke, nil)
 	require.NoError(t, err)
-	require.Equal(t, feed.Synced, next(t, s).Kind)
+	require.Equal(t, watchcache.Synced, next(t, s).Kind)
 	ended := make(chan error)
 	go func() {
 		_, err := s.Next(context.Background())
 		ended <- err
 	}()
 	f.Close()
-	require.ErrorIs(t, receive(t, ended), feed.ErrClosed)
+	require.ErrorIs(t, receive(t, ended), watchcache.ErrClosed)
 	_, err = f.Subscribe(spoke, nil)
-	require.ErrorIs(t, err, feed.ErrClosed)
+	require.ErrorIs(t, err, watchcache.ErrClosed)
 	s.Close()
 	s.Close()
 	require.Zero(t, f.Stats().Subscribers)
@@ -228,7 +228,7 @@ func TestCloseEndsSubscriptions(t *testing.T) {
 
 // Readers that follow the protocol end up with the writers' view, whatever their speed and buffer.
 func TestEveryReaderEndsWithTheWritersView(t *testing.T) {
-	f := newFeed(4)
+	f := newCache(4)
 	f.SetReady()
 	var readers sync.WaitGroup
 	views := make([]map[string]int, 8)
@@ -241,17 +241,17 @@ func TestEveryReaderEndsWithTheWritersView(t *testing.T) {
 			target := building
 			for target["end"] != 1 || building != nil {
 				switch event := next(t, s); event.Kind {
-				case feed.Upsert:
+				case watchcache.Upsert:
 					target[event.Key] = event.Object
-				case feed.Removed:
+				case watchcache.Removed:
 					delete(target, event.Key)
-				case feed.Resync:
+				case watchcache.Resync:
 					building = map[string]int{}
 					target = building
-				case feed.Synced:
+				case watchcache.Synced:
 					view, building = building, nil
 					target = view
-				case feed.Heartbeat:
+				case watchcache.Heartbeat:
 				}
 			}
 			views[i] = view

@@ -15,21 +15,21 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// feed holds the objects of one kind as callers see them, and passes changes on to streams. Objects
+// view holds the objects of one kind as callers see them, and passes changes on to streams. Objects
 // are never modified in place. Everything except a watcher's queue is guarded by the agent's lock.
-type feed[T proto.Message] struct {
+type view[T proto.Message] struct {
 	objects  map[clusterKey]map[string]T
 	watchers map[*watcher[T]]struct{}
 	// generation counts the changes.
 	generation int64
 }
 
-func newFeed[T proto.Message]() *feed[T] {
-	return &feed[T]{objects: map[clusterKey]map[string]T{}, watchers: map[*watcher[T]]struct{}{}}
+func newView[T proto.Message]() *view[T] {
+	return &view[T]{objects: map[clusterKey]map[string]T{}, watchers: map[*watcher[T]]struct{}{}}
 }
 
 // put stores the object and reports whether it changed.
-func (f *feed[T]) put(cluster clusterKey, key string, object T) bool {
+func (f *view[T]) put(cluster clusterKey, key string, object T) bool {
 	objects, ok := f.objects[cluster]
 	if !ok {
 		objects = map[string]T{}
@@ -45,7 +45,7 @@ func (f *feed[T]) put(cluster clusterKey, key string, object T) bool {
 }
 
 // remove deletes the object and reports whether it existed.
-func (f *feed[T]) remove(cluster clusterKey, key string) bool {
+func (f *view[T]) remove(cluster clusterKey, key string) bool {
 	object, ok := f.objects[cluster][key]
 	if !ok {
 		return false
@@ -56,13 +56,13 @@ func (f *feed[T]) remove(cluster clusterKey, key string) bool {
 	return true
 }
 
-func (f *feed[T]) get(cluster clusterKey, key string) (T, bool) {
+func (f *view[T]) get(cluster clusterKey, key string) (T, bool) {
 	object, ok := f.objects[cluster][key]
 	return object, ok
 }
 
 // list returns the Cluster's objects that keep accepts, sorted by key.
-func (f *feed[T]) list(cluster clusterKey, keep func(T) bool) []T {
+func (f *view[T]) list(cluster clusterKey, keep func(T) bool) []T {
 	objects := f.objects[cluster]
 	kept := make([]T, 0, len(objects))
 	for _, key := range slices.SortedFunc(maps.Keys(objects), cmp.Compare) {
@@ -73,7 +73,7 @@ func (f *feed[T]) list(cluster clusterKey, keep func(T) bool) []T {
 	return kept
 }
 
-func (f *feed[T]) tell(cluster clusterKey, c change[T]) {
+func (f *view[T]) tell(cluster clusterKey, c change[T]) {
 	for w := range f.watchers {
 		if w.cluster == cluster && w.keep(c.object) {
 			w.add(c)
@@ -149,7 +149,7 @@ type encoding[T proto.Message] struct {
 // allowed is called with a.mu held.
 func serve[T proto.Message](
 	ctx context.Context, a *Agent, ref *agentv1alpha1.ClusterRef, allowed func(context.Context, clusterKey) error,
-	f *feed[T], keep func(T) bool, send encoding[T],
+	f *view[T], keep func(T) bool, send encoding[T],
 ) error {
 	cluster := keyOf(ref)
 	w := &watcher[T]{cluster: cluster, keep: keep, limit: a.settings.watchBuffer, signal: make(chan struct{}, 1)}
@@ -285,15 +285,15 @@ func (a *Agent) FreezeStreams(freeze bool) {
 func (a *Agent) Resync() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.groupFeed.startOver()
-	a.claimFeed.startOver()
-	a.machineFeed.startOver()
-	a.clusterFeed.startOver()
-	a.publishedFeed.startOver()
+	a.groupView.startOver()
+	a.claimView.startOver()
+	a.machineView.startOver()
+	a.clusterView.startOver()
+	a.publishedView.startOver()
 }
 
-// startOver makes every stream of the feed start over.
-func (f *feed[T]) startOver() {
+// startOver makes every stream of the view start over.
+func (f *view[T]) startOver() {
 	for w := range f.watchers {
 		w.startOver("asked for by the test")
 	}

@@ -23,17 +23,17 @@ import (
 )
 
 const (
-	// fitInterval is how often an agent that answers is asked again: it may be upgraded, or rolled
-	// back, behind the same address.
-	fitInterval = 5 * time.Minute
-	// fitRetry is how soon an agent that did not answer is asked again.
-	fitRetry = 5 * time.Second
+	// checkInterval is how often an agent that answers is asked again: it may be upgraded, or
+	// rolled back, behind the same address.
+	checkInterval = 5 * time.Minute
+	// checkRetry is how soon an agent that did not answer is asked again.
+	checkRetry = 5 * time.Second
 	// maxSkew is how many minor versions the agent and the shim may be apart; see
 	// docs/compatibility.md.
 	maxSkew = 1
 )
 
-// Reasons why an agent and a shim do not fit.
+// Reasons why an agent and a shim are not compatible.
 const (
 	// ReasonAPIVersionNotServed means that the agent does not serve the API package that the shim
 	// calls.
@@ -58,40 +58,41 @@ var compatible = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.Gau
 	Help: "1 if this shim and the agent that responded last are compatible, 0 otherwise. The condition AgentCompatible contains the reason.",
 }, nil, opmetrics.Alpha)
 
-// Verdict is whether an agent and a shim are compatible. The zero Verdict means that it is not
+// Compatibility is whether an agent and a shim are compatible. The zero value means that it is not
 // known, because no agent has answered yet.
-type Verdict struct {
+type Compatibility struct {
 	// Known is true once an agent has answered.
 	Known bool
-	// Reason and Message say why they do not fit, and what to do. They are empty if they do.
+	// Reason and Message say why they are not compatible, and what to do. They are empty if they
+	// are.
 	Reason, Message string
 }
 
-// Fits reports whether they are known to fit.
-func (v Verdict) Fits() bool { return v.Known && v.Reason == "" }
+// Compatible reports whether they are known to be compatible.
+func (c Compatibility) Compatible() bool { return c.Known && c.Reason == "" }
 
-// Judge returns the verdict on an agent by its status, for a shim of a version.
-func Judge(agent *agentv1alpha1.GetStatusResponse, shim string) Verdict {
+// CompatibilityOf compares an agent, by its status, with a shim of a version.
+func CompatibilityOf(agent *agentv1alpha1.GetStatusResponse, shim string) Compatibility {
 	served := agent.GetServedApiVersions()
 	if len(served) == 0 {
 		served = []string{agent.GetApiVersion()}
 	}
 	if !slices.Contains(served, apiPackage) {
-		return Verdict{true, ReasonAPIVersionNotServed, fmt.Sprintf(
+		return Compatibility{true, ReasonAPIVersionNotServed, fmt.Sprintf(
 			"the agent (version %s) serves the API %s, and this shim (version %s) calls %s: bring them to versions that are at most one minor version apart",
 			agent.GetVersion(), strings.Join(served, ", "), shim, apiPackage)}
 	}
 	if missing := features.Missing(agent.GetFeatures(), required()); len(missing) > 0 {
-		return Verdict{true, ReasonFeaturesMissing, fmt.Sprintf(
+		return Compatibility{true, ReasonFeaturesMissing, fmt.Sprintf(
 			"the agent (version %s) lacks features that this shim (version %s) relies on: %s; upgrade the agent",
 			agent.GetVersion(), shim, strings.Join(missing, ", "))}
 	}
 	if older := skewed(agent.GetVersion(), shim); older != "" {
-		return Verdict{true, ReasonVersionSkew, fmt.Sprintf(
+		return Compatibility{true, ReasonVersionSkew, fmt.Sprintf(
 			"the agent (version %s) and this shim (version %s) are more than one minor version apart, which is not supported: upgrade the %s",
 			agent.GetVersion(), shim, older)}
 	}
-	return Verdict{Known: true}
+	return Compatibility{Known: true}
 }
 
 // skewed returns which of the two is too old for the other. It is empty if they are close enough, or
@@ -114,8 +115,8 @@ func skewed(agent, shim string) string {
 	return ""
 }
 
-// FitConfig configures a [Fit].
-type FitConfig struct {
+// CompatibilityConfig configures a [CompatibilityCheck].
+type CompatibilityConfig struct {
 	// Status describes the agent. REQUIRED.
 	Status agentv1alpha1.StatusServiceClient
 	// Connection tells when another agent may have answered. REQUIRED.
@@ -128,42 +129,44 @@ type FitConfig struct {
 	Clock clock.WithTicker
 }
 
-// Fit checks whether the agent and this shim are compatible: at the start, whenever the connection
-// was lost, and at intervals.
-type Fit struct {
-	config  FitConfig
+// CompatibilityCheck checks whether the agent and this shim are compatible: at the start, whenever
+// the connection was lost, and at intervals.
+type CompatibilityCheck struct {
+	config  CompatibilityConfig
 	changes chan struct{}
 
-	mu      sync.Mutex
-	verdict Verdict
+	mu     sync.Mutex
+	result Compatibility
 }
 
-// NewFit returns a runnable that judges the agent.
-func NewFit(c FitConfig) *Fit { return &Fit{config: c, changes: make(chan struct{}, 1)} }
-
-// Verdict returns the verdict on the agent that answered last.
-func (f *Fit) Verdict() Verdict {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.verdict
+// NewCompatibilityCheck returns a runnable that checks the agent.
+func NewCompatibilityCheck(c CompatibilityConfig) *CompatibilityCheck {
+	return &CompatibilityCheck{config: c, changes: make(chan struct{}, 1)}
 }
 
-// Changes receives a value after the verdict has changed. It has one reader.
-func (f *Fit) Changes() <-chan struct{} { return f.changes }
+// Result returns the result for the agent that answered last.
+func (c *CompatibilityCheck) Result() Compatibility {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.result
+}
 
-// NeedLeaderElection returns false, so that a new leader knows the verdict at once.
-func (*Fit) NeedLeaderElection() bool { return false }
+// Changes receives a value after the result has changed. It has one reader.
+func (c *CompatibilityCheck) Changes() <-chan struct{} { return c.changes }
 
-// Start judges the agent until ctx is done.
-func (f *Fit) Start(ctx context.Context) error {
-	connection, stop := f.config.Connection.StateChanges()
+// NeedLeaderElection returns false, so that a new leader knows the result at once.
+func (*CompatibilityCheck) NeedLeaderElection() bool { return false }
+
+// Start checks the agent until ctx is done.
+func (c *CompatibilityCheck) Start(ctx context.Context) error {
+	connection, stop := c.config.Connection.StateChanges()
 	defer stop()
 	for {
-		next := fitInterval
-		if !f.ask(ctx) {
-			next = fitRetry
+		next := checkInterval
+		if !c.ask(ctx) {
+			next = checkRetry
 		}
-		timer := f.config.Clock.NewTimer(next)
+		timer := c.config.Clock.NewTimer(next)
 		select {
 		case <-ctx.Done():
 			timer.Stop()
@@ -175,17 +178,17 @@ func (f *Fit) Start(ctx context.Context) error {
 	}
 }
 
-// ask judges the agent once. It reports whether the agent has answered.
-func (f *Fit) ask(ctx context.Context) bool {
-	bounded, cancel := context.WithTimeout(ctx, f.config.Timeout)
+// ask checks the agent once. It reports whether the agent has answered.
+func (c *CompatibilityCheck) ask(ctx context.Context) bool {
+	bounded, cancel := context.WithTimeout(ctx, c.config.Timeout)
 	defer cancel()
-	status, err := f.config.Status.GetStatus(bounded, &agentv1alpha1.GetStatusRequest{})
+	status, err := c.config.Status.GetStatus(bounded, &agentv1alpha1.GetStatusRequest{})
 	switch {
 	case err == nil:
-		f.judged(ctx, Judge(status, f.config.Version), status.GetVersion())
+		c.setResult(ctx, CompatibilityOf(status, c.config.Version), status.GetVersion())
 	case grpcstatus.Code(err) == codes.Unimplemented:
-		f.judged(ctx, Verdict{true, ReasonAPIVersionNotServed, fmt.Sprintf(
-			"the server at the agent's address does not serve the API %s that this shim (version %s) calls", apiPackage, f.config.Version)}, "")
+		c.setResult(ctx, Compatibility{true, ReasonAPIVersionNotServed, fmt.Sprintf(
+			"the server at the agent's address does not serve the API %s that this shim (version %s) calls", apiPackage, c.config.Version)}, "")
 	default:
 		// The connection's own condition and log have the reason.
 		return false
@@ -193,23 +196,23 @@ func (f *Fit) ask(ctx context.Context) bool {
 	return true
 }
 
-func (f *Fit) judged(ctx context.Context, verdict Verdict, agent string) {
-	f.mu.Lock()
-	before := f.verdict
-	f.verdict = verdict
-	f.mu.Unlock()
-	compatible.Set(map[bool]float64{true: 1}[verdict.Fits()], nil)
-	if verdict == before {
+func (c *CompatibilityCheck) setResult(ctx context.Context, result Compatibility, agent string) {
+	c.mu.Lock()
+	before := c.result
+	c.result = result
+	c.mu.Unlock()
+	compatible.Set(map[bool]float64{true: 1}[result.Compatible()], nil)
+	if result == before {
 		return
 	}
-	logger := log.FromContext(ctx).WithValues("agentVersion", agent, "shimVersion", f.config.Version)
-	if verdict.Fits() {
+	logger := log.FromContext(ctx).WithValues("agentVersion", agent, "shimVersion", c.config.Version)
+	if result.Compatible() {
 		logger.Info("the agent and this shim are compatible")
 	} else {
-		logger.Error(nil, "the agent and this shim are not compatible", "reason", verdict.Reason, "message", verdict.Message)
+		logger.Error(nil, "the agent and this shim are not compatible", "reason", result.Reason, "message", result.Message)
 	}
 	select {
-	case f.changes <- struct{}{}:
+	case c.changes <- struct{}{}:
 	default: // the reader has not received the last one yet
 	}
 }
