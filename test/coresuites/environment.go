@@ -22,11 +22,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
 
-// Node groups for the suites: as many of a kind as a cloud has, in two zones.
+// Node groups for the suites: as many of a kind as a cloud has, in two zones, and as spot machines,
+// too.
 var (
-	cpus         = []int64{1, 2, 4, 8, 16, 32}
-	zones        = []string{"zone-a", "zone-b"}
-	machineSizes = map[string]int64{"c": 2, "m": 4} // GiB of memory per CPU
+	cpus          = []int64{1, 2, 4, 8, 16, 32}
+	zones         = []string{"zone-a", "zone-b"}
+	capacityTypes = []string{karpenterv1.CapacityTypeOnDemand, karpenterv1.CapacityTypeSpot}
+	machineSizes  = map[string]int64{"c": 2, "m": 4} // GiB of memory per CPU
 )
 
 // armCPUs are the sizes of the few machines with another architecture, which some specs require.
@@ -138,12 +140,14 @@ func Prepare(ctx context.Context, hub, spoke client.Client) error {
 	}
 	create := func(family, architecture string, cpu, memory int64) error {
 		for _, zone := range zones {
-			objects, err := group(fmt.Sprintf("%s-%d-%s", family, cpu, zone), fmt.Sprintf("%s-%d", family, cpu), zone, architecture, cpu, memory*cpu)
-			if err != nil {
-				return err
-			}
-			if err := manifests.ApplyObjects(ctx, hub, objects...); err != nil {
-				return err
+			for _, capacityType := range capacityTypes {
+				objects, err := group(fmt.Sprintf("%s-%d", family, cpu), zone, capacityType, architecture, cpu, memory*cpu)
+				if err != nil {
+					return err
+				}
+				if err := manifests.ApplyObjects(ctx, hub, objects...); err != nil {
+					return err
+				}
 			}
 		}
 		return nil
@@ -164,8 +168,8 @@ func Prepare(ctx context.Context, hub, spoke client.Client) error {
 }
 
 // group returns the crowd's node group with different machines.
-func group(name, instanceType, zone, architecture string, cpu, memory int64) ([]*unstructured.Unstructured, error) {
-	objects, err := manifests.LoadAs(manifests.CrowdHub, "crowd", name)
+func group(instanceType, zone, capacityType, architecture string, cpu, memory int64) ([]*unstructured.Unstructured, error) {
+	objects, err := manifests.LoadAs(manifests.CrowdHub, "crowd", fmt.Sprintf("%s-%s-%s", instanceType, zone, capacityType))
 	if err != nil {
 		return nil, err
 	}
@@ -192,7 +196,8 @@ func group(name, instanceType, zone, architecture string, cpu, memory int64) ([]
 			labels["fleet.example.com/pool"] = "core"
 			o.SetLabels(labels)
 			o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{
-				"capacity.cluster-autoscaler.kubernetes.io/labels": corev1.LabelInstanceTypeStable + "=" + instanceType,
+				"capacity.cluster-autoscaler.kubernetes.io/labels": fmt.Sprintf("%s=%s,%s=%s",
+					corev1.LabelInstanceTypeStable, instanceType, karpenterv1.CapacityTypeLabelKey, capacityType),
 			}))
 		}
 	}
