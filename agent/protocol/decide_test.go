@@ -73,7 +73,7 @@ func TestAClaimWhoseMachineJoinedUnseenIsOwedAnotherOne(t *testing.T) {
 		}
 		d := Decide(s)
 		assert.Equal(t, replicas, d.Replicas, "%q", reason)
-		assert.False(t, d.HasSpare, "%q: the Machine that joined is nobody's once the other one was asked for", reason)
+		assert.False(t, d.HasSpare, "%q: the Machine that joined has no owner once the other one was ordered", reason)
 	}
 }
 

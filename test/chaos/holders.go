@@ -284,7 +284,7 @@ func (h *holders) release(ctx context.Context, id string, drained bool) error {
 func (h *holders) returnMachine(ctx context.Context, id string) (bool, error) {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
-		answered := h.told.Begin(id, history.Get) // equivalent as far as the order of calls goes: the claim lives on until it ends by itself
+		answered := h.told.Begin(id, history.Get) // like a Get, for the order of calls: the claim lives until it ends by itself
 		response, err := h.anyAgent().Claims.ReturnMachine(bounded, &agentv1alpha1.ReturnMachineRequest{
 			Cluster: clusterRef(), ClaimId: id, Reason: "the caller returns the machine",
 		})

@@ -118,7 +118,7 @@ func TestABoundedNumberOfSyncClaimsIsHandledAtOnce(t *testing.T) {
 	for n := range tenants {
 		ref, uri := tenant(n)
 		c := f.as(uri)
-		for range 2 { // of which the second waits for the first, and not for others
+		for range 2 { // the second waits only for the first
 			go syncClaims(f.ctx(), c, ref)
 		}
 	}

@@ -37,8 +37,8 @@ func watch[T any](
 	return forward(ctx, objects, cluster, wanted, send)
 }
 
-// forward sends a cache's events until the context ends, which ends with the cause that the caller
-// is told.
+// forward sends a cache's events until the context ends. The returned error is for the caller, and
+// names the context's cause.
 func forward[T any](
 	ctx context.Context, objects *watchcache.Cache[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T],
 ) error {

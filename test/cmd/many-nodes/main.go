@@ -51,8 +51,8 @@ type settings struct {
 
 func main() {
 	var s settings
-	flag.IntVar(&s.nodes, "nodes", 5000, "how many `nodes` there are")
-	flag.IntVar(&s.terminate, "terminate", 500, "how many `nodes` go at once")
+	flag.IntVar(&s.nodes, "nodes", 1000, "how many `nodes` there are")
+	flag.IntVar(&s.terminate, "terminate", 100, "how many `nodes` go at once")
 	flag.IntVar(&s.step, "step", 250, "how many `nodes` come at once")
 	flag.DurationVar(&s.rest, "rest", 5*time.Minute, "for how long rest is measured")
 	flag.DurationVar(&s.within, "within", time.Hour, "how long the nodes may take to come, and to go")
