@@ -41,7 +41,7 @@ func Scripts() []engine.Script {
 		{Name: "let go before it is lowered", Machines: []int{2}, Phases: []phase{
 			{addFinalizer(0), remove(0)}, {removeFinalizer(0)}, {replicas(1)},
 		}},
-		{Name: "lowered, and its finalizer removed, at once", Machines: []int{2}, Phases: []phase{{addFinalizer(0), remove(0)}, {replicas(1), removeFinalizer(0)}}},
+		{Name: "lowered and released at once", Machines: []int{2}, Phases: []phase{{addFinalizer(0), remove(0)}, {replicas(1), removeFinalizer(0)}}},
 		{Name: "deleted and lowered at once", Machines: []int{2}, Phases: []phase{{addFinalizer(0), remove(0), replicas(1)}, {removeFinalizer(0)}}},
 		{Name: "deleted plainly and lowered at once", Machines: []int{2}, Phases: []phase{{remove(0), replicas(1)}}},
 		{Name: "raised while a deletion is held", Machines: []int{2}, Phases: []phase{
