@@ -208,6 +208,7 @@ func (p paced) Read(into []byte) (n int, err error) {
 		select {
 		case <-timer.C:
 		case <-p.below.open.Done():
+			return 0, net.ErrClosed
 		}
 		into = into[:min(len(into), slowRead)]
 	}

@@ -168,7 +168,16 @@ type fixture struct {
 	loopback   string
 	stop       func()
 	log        *lines
-	observed   []learned.Node
+
+	mu       sync.Mutex
+	observed []learned.Node // by all calls
+}
+
+// observations returns the Nodes that calls have reported so far.
+func (f *fixture) observations() []learned.Node {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Clone(f.observed)
 }
 
 type lines struct {
@@ -210,6 +219,8 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 			return protoconv.Claim(claim, nil), nil
 		},
 		Observe: func(_ context.Context, _ types.NamespacedName, nodes []learned.Node) {
+			f.mu.Lock()
+			defer f.mu.Unlock()
 			f.observed = append(f.observed, nodes...)
 		},
 		Onboarded: func(_ context.Context, name types.NamespacedName) (id string, exists bool, err error) {
@@ -933,7 +944,7 @@ func TestCallersActAsTheHoldersOfTheirRole(t *testing.T) {
 	require.Nil(t, f.engine.synced.Nodes, "no report")
 	err = sync(socket, "cluster-autoscaler", &agentv1alpha1.NodeReport{ProviderId: "test://a"})
 	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
-	require.Empty(t, f.observed)
+	require.Empty(t, f.observations())
 
 	for c, may := range map[*client.Client]bool{cluster: false, socket: true} {
 		_, err := c.Claims.ReleaseClaim(f.ctx(), &agentv1alpha1.ReleaseClaimRequest{Cluster: spokeRef, ClaimId: "x"})
@@ -955,8 +966,9 @@ func TestNodesAreObservedWithoutWhatCannotBeRead(t *testing.T) {
 		}},
 	})
 	require.NoError(t, err)
-	require.Len(t, f.observed, 1)
-	node := f.observed[0]
+	observed := f.observations()
+	require.Len(t, observed, 1)
+	node := observed[0]
 	require.Equal(t, "test://a", node.ProviderID)
 	require.Len(t, node.Capacity, 1)
 	require.Equal(t, "4", node.Capacity.Cpu().String())
