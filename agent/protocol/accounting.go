@@ -414,16 +414,26 @@ func FullGroup(name string, size int32) eligibility.Refusal {
 
 // coverShortage raises replicas when Cluster API has made every Machine that was ordered and claims
 // still wait: the Machine meant for them joined before it could be assigned, so no claim may have
-// it.
+// it, unless its holder reports soon that nothing runs on it.
 func (b *books) coverShortage() {
 	waiting := b.waiting()
 	if waiting == 0 || b.d.Replicas != b.Group.Replicas || !b.settled() || !b.mayGrow() {
 		return
 	}
 	free := b.free()
-	usable := lo.CountBy(free, func(m *clusterv1.Machine) bool {
-		return b.class(m) == fresh || b.class(m) == suspect // suspect: its Node decides whether it is usable
-	})
+	usable := 0
+	for _, m := range free {
+		switch b.class(m) {
+		case suspect:
+			if b.joinedJustNow(m) {
+				b.d.Wake(b.reportDueIn(m)) // no event tells that no report came
+			}
+			usable++
+		case fresh:
+			usable++
+		default:
+		}
+	}
 	floorNeeds := max(0, int(b.floor())-(len(free)-usable))
 	short := clamp(waiting - (usable - floorNeeds))
 	room := short

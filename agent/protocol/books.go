@@ -57,8 +57,9 @@ const (
 
 	// fresh means that nothing can run on the Machine yet, so a claim may have it.
 	fresh
-	// suspect means that Cluster API has not seen the Machine's Node, but does not state that there
-	// is none.
+	// suspect means that the Machine may turn out to be fresh: Cluster API has not seen its Node, but
+	// does not state that there is none, or the Node joined too recently for a report that nothing
+	// runs on it.
 	suspect
 	// failed means that the Machine is known not to come.
 	failed
@@ -127,7 +128,7 @@ func (b *books) condition(m *clusterv1.Machine) class {
 		return failed
 	case !kept && (b.nodeless(m) || b.nodeUnregistered(m) && !b.registered(m)):
 		return fresh
-	case !HasNode(m) && m.Spec.ProviderID != "" && !b.registered(m):
+	case !HasNode(m) && m.Spec.ProviderID != "" && !b.registered(m), !kept && b.joinedJustNow(m):
 		return suspect
 	}
 	return inhabited

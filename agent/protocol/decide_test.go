@@ -77,6 +77,39 @@ func TestAClaimWhoseMachineJoinedUnseenIsOwedAnotherOne(t *testing.T) {
 	}
 }
 
+// A report that nothing runs on the Node may still come. Then the claim gets this Machine.
+func TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport(t *testing.T) {
+	joined := func(ago time.Duration) *Snapshot {
+		s := atRest(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
+		return s.withMachine("m", "", func(m *clusterv1.Machine) {
+			node(m)
+			m.Status.LastUpdated = metav1.NewTime(s.Now.Add(-ago))
+		})
+	}
+	s := joined(time.Second)
+	d := Decide(s)
+	assert.Equal(t, int32(1), d.Replicas)
+	assert.False(t, d.HasSpare)
+	assert.Equal(t, reportDue+skew-time.Second, d.RequeueAfter, "nothing else wakes the agent if no report comes")
+
+	s.Unregistered = func(string) bool { return true }
+	d = Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, types.UID("m"), d.Ledger.Pending["c"].UID)
+	assert.Equal(t, int32(1), d.Replicas)
+
+	s = joined(time.Second)
+	s.Machines[0].Annotations = map[string]string{v1alpha1.NodeRegisteredAtAnnotation: "2026-01-01T00:00:00Z"}
+	assert.Equal(t, int32(2), Decide(s).Replicas, "something runs on it")
+
+	s = joined(reportDue + skew)
+	assert.Equal(t, int32(2), Decide(s).Replicas, "no report came")
+	s.Started = s.Now.Add(-time.Second)
+	d = Decide(s)
+	assert.Equal(t, int32(1), d.Replicas, "an agent that has just started has no report yet")
+	assert.Equal(t, reportDue+skew-time.Second, d.RequeueAfter)
+}
+
 func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	three := int32(3)
 	s := atRest(3, &Ledger{Version: 1, Floor: 1, LastReplicas: 3, Spare: 1, Pending: map[string]Assignment{"c": {}}}).

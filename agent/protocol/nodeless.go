@@ -19,6 +19,9 @@ const (
 	// unpauseSettles is how long after a pause Cluster API's statements about a Machine may still
 	// be older than the pause.
 	unpauseSettles = time.Minute
+	// reportDue is how long after a Node joined its holder's report of it may take. Holders report
+	// each minute.
+	reportDue = time.Minute
 )
 
 // nodeless reports whether the Machine certainly has no Node. An empty status.nodeRef proves
@@ -62,6 +65,18 @@ func (s *Snapshot) registered(m *clusterv1.Machine) bool {
 		}
 	}
 	return false
+}
+
+// joinedJustNow reports whether the Machine's Node joined so recently that this agent may not have
+// its holder's report of it yet, be it because the agent has just started.
+func (s *Snapshot) joinedJustNow(m *clusterv1.Machine) bool {
+	return HasNode(m) && !s.registered(m) && s.reportDueIn(m) > 0
+}
+
+// reportDueIn returns how long a report of the Machine's Node may still take. Cluster API records
+// when the Machine's phase changed, which it last does when its Node joins.
+func (s *Snapshot) reportDueIn(m *clusterv1.Machine) time.Duration {
+	return reportDue - s.ago(latest(m.Status.LastUpdated.Time, s.Started))
 }
 
 // unseen returns why the Machine's Node may exist although it missed the deadline due; "" when it

@@ -354,7 +354,7 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 		inspect(m)
 		w.setStatus(m)
 	case protocol.Alive(m) && !protocol.HasNode(m):
-		m.Status.NodeRef.Name = "node-" + m.Name
+		m.Status.NodeRef.Name, m.Status.LastUpdated = "node-"+m.Name, metav1.NewTime(w.clock.Now())
 		meta.RemoveStatusCondition(&m.Status.Conditions, clusterv1.MachineNodeReadyCondition)
 		w.joined[m.UID] = w.events
 		w.tainted[m.UID] = w.hub.created%2 == 0

@@ -435,6 +435,15 @@ var mutants = []mutant{
 	{name: "a claim whose Machine joined too early waits for ever", edits: []edit{
 		{"	b.coverShortage()\n", ""},
 	}},
+	{name: "a Machine that joined before its report is replaced at once", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
+		{", !kept && b.joinedJustNow(m):\n", ":\n"},
+	}},
+	{name: "an agent that has just started expects no report", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
+		{"latest(m.Status.LastUpdated.Time, s.Started)", "m.Status.LastUpdated.Time"},
+	}},
+	{name: "a Machine whose report never comes is not replaced", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
+		{"b.d.Wake(b.reportDueIn(m))", "_ = b.reportDueIn(m)"},
+	}},
 	{name: "at the max size a claim waits for a Machine that none may have", test: "TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom", edits: []edit{
 		{"	spare := max(b.spare(), b.blocking())\n", "	spare := b.spare()\n"},
 	}},
