@@ -10,12 +10,12 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
-	toolscache "k8s.io/client-go/tools/cache"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/informers"
 )
 
 // Actor is who caused a Machine's deletion.
@@ -98,7 +98,10 @@ func Watch(
 	running, cancel := context.WithCancel(context.Background())
 	a.cancel = cancel
 	a.ended.Go(func() { _ = c.Start(running) })
-	err = errors.Join(follow(ctx, c, a, a.seeMachine, a.machineGone), follow(ctx, c, a, a.seeClaim, a.claimGone))
+	err = errors.Join(
+		informers.Follow(ctx, c, &clusterv1.Machine{}, telling(a, a.seeMachine), telling(a, a.machineGone)),
+		informers.Follow(ctx, c, &agentv1.MachineClaim{}, telling(a, a.seeClaim), telling(a, a.claimGone)),
+	)
 	if err != nil {
 		a.Stop()
 		return nil, err
@@ -106,39 +109,12 @@ func Watch(
 	return a, nil
 }
 
-// follow calls see for each object that appears or changes, and gone for each that disappears.
-func follow[T any, P interface {
-	*T
-	client.Object
-}](ctx context.Context, c cache.Cache, a *Auditor, see, gone func(P)) error {
-	kind := P(new(T))
-	informer, err := c.GetInformer(ctx, kind)
-	if err != nil {
-		return fmt.Errorf("watching %T: %w", kind, err)
+// telling returns see, after which those who wait for a change look again.
+func telling[T any](a *Auditor, see func(T)) func(T) {
+	return func(object T) {
+		see(object)
+		a.touch()
 	}
-	call := func(f func(P)) func(any) {
-		return func(object any) {
-			if tombstone, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
-				object = tombstone.Obj
-			}
-			if typed, ok := object.(P); ok {
-				f(typed)
-				a.touch()
-			}
-		}
-	}
-	registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
-		AddFunc:    call(see),
-		UpdateFunc: func(_, object any) { call(see)(object) },
-		DeleteFunc: call(gone),
-	})
-	if err != nil {
-		return fmt.Errorf("watching %T: %w", kind, err)
-	}
-	if !toolscache.WaitForCacheSync(ctx.Done(), registration.HasSynced) {
-		return fmt.Errorf("watching %T: %w", kind, ctx.Err())
-	}
-	return nil
 }
 
 // Stop ends the watching.

@@ -18,7 +18,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
-	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -29,6 +28,7 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/informers"
 	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
@@ -387,41 +387,21 @@ func watchMachines(ctx context.Context, config *rest.Config) (*machines, error) 
 		cancel()
 		running.Wait()
 	}
-	informer, err := follower.GetInformer(ctx, &clusterv1.Machine{})
-	if err == nil {
-		_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
-			AddFunc:    m.set,
-			UpdateFunc: func(_, now any) { m.set(now) },
-			DeleteFunc: m.remove,
-		})
-	}
-	if err != nil {
+	gone := func(machine *clusterv1.Machine) { m.update(func() { delete(m.known, machine.Name) }) }
+	if err := informers.Follow(ctx, follower, &clusterv1.Machine{}, m.set, gone); err != nil {
 		m.stop()
-		return nil, fmt.Errorf("watching Machines: %w", err)
+		return nil, err
 	}
 	return m, nil
 }
 
-func (m *machines) set(object any) {
-	machine, ok := object.(*clusterv1.Machine)
-	if !ok {
-		return
-	}
+func (m *machines) set(machine *clusterv1.Machine) {
 	m.update(func() {
 		m.known[machine.Name] = Machine{
 			Name: machine.Name, Group: machine.Labels[clusterv1.MachineDeploymentNameLabel], Claim: machine.Labels[agentv1.ClaimLabel],
 			ProviderID: machine.Spec.ProviderID, Node: machine.Status.NodeRef.Name, Deleting: !machine.DeletionTimestamp.IsZero(),
 		}
 	})
-}
-
-func (m *machines) remove(object any) {
-	if last, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
-		object = last.Obj
-	}
-	if machine, ok := object.(*clusterv1.Machine); ok {
-		m.update(func() { delete(m.known, machine.Name) })
-	}
 }
 
 func (m *machines) update(change func()) {

@@ -15,13 +15,13 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
-	toolscache "k8s.io/client-go/tools/cache"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/informers"
 )
 
 const (
@@ -101,12 +101,12 @@ func Record(ctx context.Context, options Options) (*Recorder, error) {
 		r.ended.Go(func() { _ = c.Start(running) })
 	}
 	err = errors.Join(
-		watch(ctx, hub, r, r.seeClaim, r.claimGone),
-		watch(ctx, hub, r, r.seeMachine, r.machineGone),
-		watch(ctx, hub, r, r.seeGroup, r.groupGone),
-		watch(ctx, spoke, r, r.seeNodeClaim, r.nodeClaimGone),
-		watch(ctx, spoke, r, r.seeNode, r.nodeGone),
-		watch(ctx, spoke, r, r.seePod, r.podGone),
+		watch(ctx, hub, r, &agentv1.MachineClaim{}, r.seeClaim, r.claimGone),
+		watch(ctx, hub, r, &clusterv1.Machine{}, r.seeMachine, r.machineGone),
+		watch(ctx, hub, r, &clusterv1.MachineDeployment{}, r.seeGroup, r.groupGone),
+		watch(ctx, spoke, r, &karpenterv1.NodeClaim{}, r.seeNodeClaim, r.nodeClaimGone),
+		watch(ctx, spoke, r, &corev1.Node{}, r.seeNode, r.nodeGone),
+		watch(ctx, spoke, r, &corev1.Pod{}, r.seePod, r.podGone),
 	)
 	if err != nil {
 		r.Stop()
@@ -115,45 +115,18 @@ func Record(ctx context.Context, options Options) (*Recorder, error) {
 	return r, nil
 }
 
-// watch calls see for each object that appears or changes, and gone for each that disappears, with
-// the recorder's lock held.
-func watch[T any, P interface {
-	*T
-	client.Object
-}](ctx context.Context, c cache.Cache, r *Recorder, see, gone func(P)) error {
-	kind := P(new(T))
-	informer, err := c.GetInformer(ctx, kind)
-	if err != nil {
-		return fmt.Errorf("watching %T: %w", kind, err)
-	}
-	locked := func(f func(P)) func(any) {
-		return func(object any) {
-			if tombstone, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
-				object = tombstone.Obj
-			}
-			typed, ok := object.(P)
-			if !ok {
-				return
-			}
+// watch follows the objects of a kind. It calls see and gone with the recorder's lock held.
+func watch[T client.Object](ctx context.Context, in cache.Cache, r *Recorder, kind T, see, gone func(T)) error {
+	locked := func(f func(T)) func(T) {
+		return func(object T) {
 			r.mu.Lock()
 			defer r.mu.Unlock()
-			f(typed)
+			f(object)
 			close(r.changed)
 			r.changed = make(chan struct{})
 		}
 	}
-	registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
-		AddFunc:    locked(see),
-		UpdateFunc: func(_, object any) { locked(see)(object) },
-		DeleteFunc: locked(gone),
-	})
-	if err != nil {
-		return fmt.Errorf("watching %T: %w", kind, err)
-	}
-	if !toolscache.WaitForCacheSync(ctx.Done(), registration.HasSynced) {
-		return fmt.Errorf("watching %T: %w", kind, context.Cause(ctx))
-	}
-	return nil
+	return informers.Follow(ctx, in, kind, locked(see), locked(gone))
 }
 
 // Stop ends the watching. The records are kept.

@@ -2,15 +2,15 @@ package timeline
 
 import (
 	"context"
-	"fmt"
 	"maps"
 	"slices"
 	"sync"
 	"time"
 
-	toolscache "k8s.io/client-go/tools/cache"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/test/informers"
 )
 
 // Sightings records when objects of a kind were first seen as described, for kinds and states that
@@ -26,28 +26,15 @@ type Sightings struct {
 // call. The recording ends with the cache; ctx only bounds the start.
 func Sight[T client.Object](ctx context.Context, in cache.Cache, kind T, is func(object T, gone bool) bool) (*Sightings, error) {
 	s := &Sightings{at: map[string]time.Time{}}
-	informer, err := in.GetInformer(ctx, kind)
-	if err != nil {
-		return nil, fmt.Errorf("watching %T: %w", kind, err)
-	}
-	see := func(object any, gone bool) {
-		if tombstone, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
-			object = tombstone.Obj
-		}
-		if typed, ok := object.(T); ok && is(typed, gone) {
-			s.see(typed.GetName())
+	see := func(gone bool) func(T) {
+		return func(object T) {
+			if is(object, gone) {
+				s.see(object.GetName())
+			}
 		}
 	}
-	registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
-		AddFunc:    func(object any) { see(object, false) },
-		UpdateFunc: func(_, object any) { see(object, false) },
-		DeleteFunc: func(object any) { see(object, true) },
-	})
-	if err != nil {
-		return nil, fmt.Errorf("watching %T: %w", kind, err)
-	}
-	if !toolscache.WaitForCacheSync(ctx.Done(), registration.HasSynced) {
-		return nil, fmt.Errorf("watching %T: %w", kind, context.Cause(ctx))
+	if err := informers.Follow(ctx, in, kind, see(false), see(true)); err != nil {
+		return nil, err
 	}
 	return s, nil
 }
