@@ -267,7 +267,7 @@ func (b *books) readmit() {
 // otherwise by raising replicas.
 func (b *books) admitWaiting() {
 	refusal := b.refusal()
-	spendable := b.spare() - b.unusable()
+	spendable := b.spare() - b.unusable(true)
 	size := b.d.Replicas // including those that the ledger has no room for yet
 	crowded := b.crowded()
 	for _, c := range b.Claims {
@@ -427,6 +427,7 @@ func (b *books) coverShortage() {
 		case suspect:
 			if b.joinedJustNow(m) {
 				b.d.Wake(b.reportDueIn(m)) // no event tells that no report came
+				b.d.awaitsReport = true
 			}
 			usable++
 		case fresh:
@@ -445,7 +446,7 @@ func (b *books) coverShortage() {
 	}
 	if room > 0 {
 		b.d.Replicas += room
-		b.covering, b.d.Urgent = room, true
+		b.covering, b.d.Urgent, b.d.reordered = room, true, true
 	}
 	b.d.Unmet = max(0, short-room)
 }

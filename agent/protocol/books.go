@@ -178,11 +178,15 @@ func (b *books) room(replicas int32) bool {
 	return b.Group.Max == nil || replicas < *b.Group.Max
 }
 
-// unusable counts the free Machines beyond the floor that no claim may have.
-func (b *books) unusable() int32 {
+// unusable counts the free Machines beyond the floor that no claim may have. If hoping is set, those
+// do not count whose Nodes joined just now.
+func (b *books) unusable(hoping bool) int32 {
 	var n int32
 	for _, m := range b.free() {
-		if b.class(m) != fresh {
+		switch {
+		case b.class(m) == fresh:
+		case hoping && b.class(m) == suspect && b.joinedJustNow(m):
+		default:
 			n++
 		}
 	}

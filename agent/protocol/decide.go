@@ -51,6 +51,10 @@ type Decision struct {
 	Unusable int32
 	// Unmet is how many waiting claims get no further replica because of the max size or a quota.
 	Unmet int32
+	// awaitsReport reports that a Machine may turn out to be a waiting claim's; the decision asks to
+	// be woken when that is known. reordered reports that replicas are raised because Machines of
+	// waiting claims joined too early.
+	awaitsReport, reordered bool
 	// RequeueAfter is after how long to look again if no event comes; zero means never.
 	RequeueAfter time.Duration
 }
@@ -275,7 +279,7 @@ func (b *books) close() {
 		b.next.LastReplicas = b.d.Replicas
 	}
 	b.stampGenerations()
-	b.d.Unusable, b.d.Claimed = b.unusable(), b.claimed(true)+b.restorable()
+	b.d.Unusable, b.d.Claimed = b.unusable(false), b.claimed(true)+b.restorable()
 	if b.Ledger == nil {
 		// A ledger is begun by the first claim, or when something else has to be recorded there,
 		// not by a look at the group. One that was wiped is rebuilt.

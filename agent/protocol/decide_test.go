@@ -92,15 +92,18 @@ func TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport(t *testing.T) {
 	assert.False(t, d.HasSpare)
 	assert.Equal(t, reportDue+skew-time.Second, d.RequeueAfter, "nothing else wakes the agent if no report comes")
 
-	s.Unregistered = func(string) bool { return true }
+	s.Nodes = map[string]bool{"sim://m": false}
 	d = Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, types.UID("m"), d.Ledger.Pending["c"].UID)
 	assert.Equal(t, int32(1), d.Replicas)
 
 	s = joined(time.Second)
-	s.Machines[0].Annotations = map[string]string{v1alpha1.NodeRegisteredAtAnnotation: "2026-01-01T00:00:00Z"}
+	s.Nodes = map[string]bool{"sim://m": true}
 	assert.Equal(t, int32(2), Decide(s).Replicas, "something runs on it")
+	s = joined(time.Second)
+	s.Machines[0].Annotations = map[string]string{v1alpha1.NodeRegisteredAtAnnotation: "2026-01-01T00:00:00Z"}
+	assert.Equal(t, int32(2), Decide(s).Replicas, "something was reported to run on it before Cluster API saw the Node")
 
 	s = joined(reportDue + skew)
 	assert.Equal(t, int32(2), Decide(s).Replicas, "no report came")
@@ -108,6 +111,22 @@ func TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport(t *testing.T) {
 	d = Decide(s)
 	assert.Equal(t, int32(1), d.Replicas, "an agent that has just started has no report yet")
 	assert.Equal(t, reportDue+skew-time.Second, d.RequeueAfter)
+}
+
+// Else the claim would get it after the next report, and the Machine that was ordered would be a spare.
+func TestASpareThatJoinedJustNowIsForTheNextClaim(t *testing.T) {
+	joined := func(ago time.Duration) *Decision {
+		s := atRest(1, &Ledger{Version: 1, LastReplicas: 1, Spare: 1}).withClaim("c", "", "")
+		return Decide(s.withMachine("m", "", func(m *clusterv1.Machine) {
+			node(m)
+			m.Status.LastUpdated = metav1.NewTime(s.Now.Add(-ago))
+		}))
+	}
+	d := joined(time.Second)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, map[string]Assignment{"c": {}}, d.Ledger.Pending)
+	assert.Equal(t, int32(1), d.Replicas)
+	assert.Equal(t, int32(2), joined(time.Hour).Replicas)
 }
 
 func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
@@ -124,7 +143,7 @@ func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	assert.Contains(t, d.Ledger.Pending, "c")
 }
 
-// The Machines that were made for the claims joined before an agent could promise them. The claims
+// The Machines that were made for the claims joined before an agent could assign them. The claims
 // own every replica that the max size allows, so there is no spare.
 func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	full := func(size, floor int32, claims ...string) *Snapshot {
@@ -345,7 +364,7 @@ func TestAUsersNodeIsNeverGivenToAClaim(t *testing.T) {
 		assert.Empty(t, d.Ledger.Pending["c"].UID)
 	}
 	// Unless its holder reports that nothing runs there yet.
-	s.Unregistered = func(id string) bool { return id == "sim://a" }
+	s.Nodes = map[string]bool{"sim://a": false}
 	d = Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, types.UID("a"), d.Ledger.Pending["c"].UID)

@@ -27,10 +27,9 @@ func ExampleDecide() {
 			Spec:       v1alpha1.MachineClaimSpec{ClusterName: "spoke", ClaimID: "7c9e", NodeGroup: "small"},
 			Status:     v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhasePending},
 		}},
-		Sets:         []*clusterv1.MachineSet{{ObjectMeta: metav1.ObjectMeta{Name: "small-a"}, Spec: clusterv1.MachineSetSpec{Replicas: ptr.To[int32](0)}}},
-		Unregistered: func(string) bool { return false },
-		Now:          now,
-		SpareGrace:   time.Minute,
+		Sets:       []*clusterv1.MachineSet{{ObjectMeta: metav1.ObjectMeta{Name: "small-a"}, Spec: clusterv1.MachineSetSpec{Replicas: ptr.To[int32](0)}}},
+		Now:        now,
+		SpareGrace: time.Minute,
 	})
 
 	fmt.Println("replicas:", decision.Replicas)

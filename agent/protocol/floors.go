@@ -66,7 +66,8 @@ func (s *Snapshot) replaced(m *clusterv1.Machine) bool { return Outdated(m) && !
 // nodeUnregistered reports whether the Machine's holder reported that its Node exists and that
 // Karpenter's taint keeps pods from it.
 func (s *Snapshot) nodeUnregistered(m *clusterv1.Machine) bool {
-	return m.Spec.ProviderID != "" && s.Unregistered(m.Spec.ProviderID)
+	registered, reported := s.Nodes[m.Spec.ProviderID]
+	return m.Spec.ProviderID != "" && reported && !registered
 }
 
 // mayMark reports whether the Machine may still be marked as the floor's.

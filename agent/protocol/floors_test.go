@@ -16,11 +16,10 @@ import (
 
 // reporting makes the holder report the Nodes of these Machines as unregistered.
 func (s *Snapshot) reporting(machines ...string) *Snapshot {
-	reported := map[string]bool{}
+	s.Nodes = map[string]bool{}
 	for _, name := range machines {
-		reported["sim://"+name] = true
+		s.Nodes["sim://"+name] = false
 	}
-	s.Unregistered = func(providerID string) bool { return reported[providerID] }
 	return s
 }
 

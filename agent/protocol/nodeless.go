@@ -70,11 +70,12 @@ func (s *Snapshot) registered(m *clusterv1.Machine) bool {
 // joinedJustNow reports whether the Machine's Node joined so recently that this agent may not have
 // its holder's report of it yet, be it because the agent has just started.
 func (s *Snapshot) joinedJustNow(m *clusterv1.Machine) bool {
-	return HasNode(m) && !s.registered(m) && s.reportDueIn(m) > 0
+	return HasNode(m) && !s.registered(m) && !s.Nodes[m.Spec.ProviderID] && s.reportDueIn(m) > 0
 }
 
 // reportDueIn returns how long a report of the Machine's Node may still take. Cluster API records
-// when the Machine's phase changed, which it last does when its Node joins.
+// when the Machine's phase last changed. It changes when the Node joins; a later change, as in an
+// update in place, or a move only makes the wait longer.
 func (s *Snapshot) reportDueIn(m *clusterv1.Machine) time.Duration {
 	return reportDue - s.ago(latest(m.Status.LastUpdated.Time, s.Started))
 }

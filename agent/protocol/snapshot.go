@@ -37,9 +37,9 @@ type Snapshot struct {
 	ClusterUID types.UID
 	// Synced reports that live sets of the holder have decided about every [Reported] claim.
 	Synced bool
-	// Unregistered reports whether the holder reported that the Node with this provider ID still
-	// carries the unregistered taint.
-	Unregistered func(providerID string) bool
+	// Nodes is the holder's last report, by provider ID: whether the Node is registered; false while
+	// it still carries the unregistered taint. It is nil when there is no recent report.
+	Nodes map[string]bool
 
 	// Now is the time of the reading by the agent's clock.
 	Now time.Time

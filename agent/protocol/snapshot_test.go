@@ -42,9 +42,8 @@ func atRest(replicas int32, ledger *Ledger) *Snapshot {
 		Sets: []*clusterv1.MachineSet{{
 			ObjectMeta: metav1.ObjectMeta{Name: "small-a"}, Spec: clusterv1.MachineSetSpec{Replicas: &replicas},
 		}},
-		Now:          now,
-		Unregistered: func(string) bool { return false },
-		SpareGrace:   time.Minute,
+		Now:        now,
+		SpareGrace: time.Minute,
 	}
 }
 

@@ -29,8 +29,9 @@ const (
 // one may still come. A claim that the pending ledger write gives a Machine does not fail. The
 // deadline counts only for an agent that looks when it passes. If the agent looks later, the hub or
 // the agents were away, and Machines may be late for that reason or may have joined unseen. Then
-// the wait restarts. This is recorded on the claim, so that every agent sees it, also after a
-// restart of the agent. The wait also restarts after a pause.
+// the wait restarts. It also restarts when another Machine is ordered in place of one that joined too
+// early, and no claim fails while that is not certain. A restart is recorded on the claim, so that every
+// agent sees it, also after a restart of the agent. The wait also restarts after a pause.
 func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	deadline := s.Failure.ObjectDeadline
 	switch {
@@ -49,6 +50,14 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	switch {
 	case overdue < 0 || unsettled > 0:
 		d.Wake(max(-overdue, unsettled))
+		return ""
+	case d.reordered:
+		d.Actions = append(d.Actions, Action{Kind: WaitAnew, Claim: c, Event: v1alpha1.Event{
+			Reason:  ReasonWaitingForMachine,
+			Message: fmt.Sprintf("its Machine joined before it could be assigned, and another one is ordered, so the deadline is extended by %s", deadline),
+		}})
+		return ""
+	case d.awaitsReport:
 		return ""
 	case overdue > punctual:
 		d.Actions = append(d.Actions, Action{Kind: WaitAnew, Claim: c, Event: v1alpha1.Event{

@@ -60,6 +60,28 @@ func TestAnAgentThatJustStartedLetsNoClaimFail(t *testing.T) {
 	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)), "it has now")
 }
 
+// The Machine that was ordered for the claim joined before an agent could assign it, shortly before
+// the claim's deadline.
+func TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne(t *testing.T) {
+	joined := func(ago time.Duration) *Snapshot {
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"a": {}}}).withClaim("a", v1alpha1.PhasePending, "")
+		s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
+		s.Now = s.Now.Add(5 * time.Minute)
+		return s.withMachine("m", "", func(m *clusterv1.Machine) {
+			node(m)
+			m.Status.LastUpdated = metav1.NewTime(s.Now.Add(-ago))
+		})
+	}
+	d := Decide(joined(time.Minute))
+	assert.Empty(t, kinds(d), "it may turn out to be the claim's")
+	assert.Equal(t, int32(1), d.Replicas)
+	assert.Equal(t, time.Minute, d.RequeueAfter)
+
+	d = Decide(joined(2 * time.Minute))
+	assert.Equal(t, []ActionKind{WaitAnew}, kinds(d))
+	assert.Equal(t, int32(2), d.Replicas)
+}
+
 func TestAClaimOfAPausedGroupDoesNotFail(t *testing.T) {
 	s := waits(5 * time.Minute)
 	group := s.Group

@@ -156,12 +156,12 @@ type Engine struct {
 	written ownWrites
 	turns   turns
 	// deference is how long a node group is left to the agent that last wrote its ledger; see
-	// [group.leave]. Tests set it.
+	// [group.deferToOther]. Tests set it.
 	deference time.Duration
 
-	mu           sync.Mutex
-	groups       map[types.NamespacedName]*group
-	unregistered map[types.NamespacedName]unregistered // by Cluster
+	mu      sync.Mutex
+	groups  map[types.NamespacedName]*group
+	reports map[types.NamespacedName]nodeReport // by Cluster
 	// queue is the controller's. It is nil until the controller starts.
 	queue   workqueue.TypedRateLimitingInterface[reconcile.Request]
 	synced  map[holderKey]map[types.UID]bool  // the claims that a holder's last live set decided
@@ -192,7 +192,7 @@ func New(c Config) *Engine {
 	return &Engine{
 		Config: c, id: idOf(c.Name), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
-		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
+		groups: map[types.NamespacedName]*group{}, reports: map[types.NamespacedName]nodeReport{},
 		synced: map[holderKey]map[types.UID]bool{}, numbers: map[types.NamespacedName]*numbers{},
 	}
 }
@@ -208,41 +208,35 @@ func idOf(name string) string {
 	return fmt.Sprintf("%08x", sum.Sum32())
 }
 
-// unregistered is the last report of one Cluster's holder: the provider IDs of Nodes on which
-// nothing runs yet.
-type unregistered struct {
-	ids map[string]bool
-	at  time.Time
+// nodeReport is the last report of one Cluster's holder; see [nodesOf].
+type nodeReport struct {
+	nodes map[string]bool // not changed after it was made
+	at    time.Time
 }
 
-// unregisteredLife is how long a report of unregistered Nodes stays valid without renewal.
-const unregisteredLife = 2 * time.Minute
+// reportLife is how long a report of Nodes stays valid without renewal.
+const reportLife = 2 * time.Minute
 
-// recordUnregistered stores which Nodes of the Cluster nothing runs on yet, and replaces the
-// previous report.
-func (e *Engine) recordUnregistered(cluster types.NamespacedName, reports []NodeReport) {
-	ids := map[string]bool{}
-	for _, r := range reports {
-		if r.Unregistered {
-			ids[r.ProviderID] = true
-		}
-	}
+// recordReport stores which Nodes of the Cluster are registered and returns the previous report.
+func (e *Engine) recordReport(cluster types.NamespacedName, nodes map[string]bool) (before map[string]bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.unregistered[cluster] = unregistered{ids: ids, at: e.Clock.Now()}
+	before = e.reports[cluster].nodes
+	e.reports[cluster] = nodeReport{nodes: nodes, at: e.Clock.Now()}
+	return before
 }
 
-// unregisteredIn returns a function that reports whether a Node of the Cluster with this provider
-// ID was reported as unregistered.
-func (e *Engine) unregisteredIn(namespace, cluster string) func(providerID string) bool {
+// reportedNodes returns, by provider ID, whether the Cluster's Nodes are registered as its holder
+// reported last. It is nil when there is no valid report.
+func (e *Engine) reportedNodes(cluster types.NamespacedName) map[string]bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	report := e.unregistered[types.NamespacedName{Namespace: namespace, Name: cluster}]
-	if e.Clock.Since(report.at) > unregisteredLife {
-		delete(e.unregistered, types.NamespacedName{Namespace: namespace, Name: cluster})
-		return func(string) bool { return false }
+	report := e.reports[cluster]
+	if e.Clock.Since(report.at) > reportLife {
+		delete(e.reports, cluster)
+		return nil
 	}
-	return func(providerID string) bool { return report.ids[providerID] } // not changed after it was made
+	return report.nodes
 }
 
 func (e *Engine) event(object runtime.Object, reason, action, message string) {

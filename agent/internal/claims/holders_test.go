@@ -135,13 +135,13 @@ func TestNodesAreForgottenOnlyByAReport(t *testing.T) {
 	}
 	sync("karpenter", []NodeReport{{ProviderID: "x", Unregistered: true}})
 	sync("cluster-autoscaler", nil)
-	assert.True(t, e.unregisteredIn(namespace, clusterName)("x"))
+	assert.Equal(t, map[string]bool{"x": false}, e.reportedNodes(clusterKey))
 	sync("karpenter", []NodeReport{})
-	assert.False(t, e.unregisteredIn(namespace, clusterName)("x"))
+	assert.Empty(t, e.reportedNodes(clusterKey))
 }
 
 // No object that an agent watches shows this.
-func TestANodeThatIsReportedAsUnregisteredBringsItsNodeGroupForward(t *testing.T) {
+func TestANodeThatIsReportedBringsItsNodeGroupForward(t *testing.T) {
 	machine := func(name, claim string, annotations map[string]string) *clusterv1.Machine {
 		return &clusterv1.Machine{
 			ObjectMeta: metav1.ObjectMeta{
@@ -153,18 +153,27 @@ func TestANodeThatIsReportedAsUnregisteredBringsItsNodeGroupForward(t *testing.T
 			Spec: clusterv1.MachineSpec{ClusterName: clusterName, ProviderID: "sim://" + name},
 		}
 	}
+	joined := machine("joined", "", nil)
+	joined.Status.NodeRef.Name = "joined"
 	e := quiet(engineWith(t, machine("free", "", nil), machine("taken", "claim", nil), heldClaim("claim", newTestTime()), machine("runs", "", nil),
-		machine("marked", "", map[string]string{v1alpha1.FloorAnnotation: "true"})))
+		joined, machine("marked", "", map[string]string{v1alpha1.FloorAnnotation: "true"})))
 	e.Clock = clocktesting.NewFakeClock(newTestTime())
 	looks := recordLooks(t, e)
-	_, token, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: "karpenter"})
-	require.NoError(t, err)
-	_, err = e.Sync(t.Context(), SyncRequest{Namespace: namespace, Cluster: clusterName, Holder: "karpenter", Token: token, Nodes: []NodeReport{
-		{ProviderID: "sim://free", Unregistered: true},
-		{ProviderID: "sim://taken", Unregistered: true},
-		{ProviderID: "sim://runs"},
-		{ProviderID: "sim://marked", Unregistered: true},
-	}})
-	require.NoError(t, err)
-	assert.Equal(t, map[string]time.Duration{"group-free": 0}, looks.after)
+	report := func() {
+		_, token, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: "karpenter"})
+		require.NoError(t, err)
+		_, err = e.Sync(t.Context(), SyncRequest{Namespace: namespace, Cluster: clusterName, Holder: "karpenter", Token: token, Nodes: []NodeReport{
+			{ProviderID: "sim://free", Unregistered: true},
+			{ProviderID: "sim://taken", Unregistered: true},
+			{ProviderID: "sim://runs"},
+			{ProviderID: "sim://joined"},
+			{ProviderID: "sim://marked", Unregistered: true},
+		}})
+		require.NoError(t, err)
+	}
+	report()
+	assert.Equal(t, map[string]time.Duration{"group-free": 0, "group-joined": 0}, looks.after)
+	clear(looks.after)
+	report()
+	assert.Equal(t, map[string]time.Duration{"group-free": 0}, looks.after, "that a Node is registered is news once")
 }

@@ -43,9 +43,10 @@ func nodesOf(reports []NodeReport) map[string]bool {
 // noteNodes records what the holder reports of its Nodes, so that every agent can read it, also one
 // that was not running then. It records this on the claims, and on Machines that none of these
 // claims has. It changes the claims in place as it writes them. A write that fails is left to the
-// next report. running are the ids of the claims whose Nodes are registered.
+// next report. nodes and before are what the holder reports now and reported before; see [nodesOf].
+// running are the ids of the claims whose Nodes are registered.
 func (e *Engine) noteNodes(
-	ctx context.Context, r *liveSet, taken time.Time, claims []v1alpha1.MachineClaim,
+	ctx context.Context, r *liveSet, taken time.Time, claims []v1alpha1.MachineClaim, nodes, before map[string]bool,
 ) (running map[string]bool, err error) {
 	var machines clusterv1.MachineList
 	err = e.Client.List(ctx, &machines, client.InNamespace(r.Namespace),
@@ -53,11 +54,10 @@ func (e *Engine) noteNodes(
 	if err != nil {
 		return nil, fmt.Errorf("listing the Cluster's Machines: %w", err)
 	}
-	nodes := nodesOf(r.Nodes)
 	byID := make(map[string]*v1alpha1.MachineClaim, len(claims))
 	noted := map[*v1alpha1.MachineClaim]bool{}
 	running = map[string]bool{}
-	shut := map[string]bool{} // node groups with Machines that take no pods yet
+	woken := map[string]bool{} // node groups for which the report may matter that no object of the hub shows
 	for i := range claims {
 		byID[claims[i].Spec.ClaimID] = &claims[i]
 	}
@@ -73,6 +73,11 @@ func (e *Engine) noteNodes(
 		if c != nil && runs {
 			running[c.Spec.ClaimID] = true
 		}
+		unclaimed := c == nil && protocol.Alive(m) && protocol.ClaimOf(m) == "" && m.Annotations[v1alpha1.FloorAnnotation] == ""
+		if unclaimed && (reported && !runs || runs && !before[m.Spec.ProviderID] && protocol.HasNode(m)) {
+			// It may be the floor's, or a waiting claim may or may not have it.
+			woken[m.Labels[clusterv1.MachineDeploymentNameLabel]] = true
+		}
 		switch {
 		case c == nil && runs:
 			if wanted, err := e.wantsNote(ctx, m); err != nil {
@@ -80,8 +85,6 @@ func (e *Engine) noteNodes(
 			} else if wanted {
 				registered = append(registered, e.noteOnMachine(m))
 			}
-		case c == nil && reported && protocol.Alive(m) && protocol.ClaimOf(m) == "" && m.Annotations[v1alpha1.FloorAnnotation] == "":
-			shut[m.Labels[clusterv1.MachineDeploymentNameLabel]] = true // they may be the floor's
 		case c == nil, noted[c], !r.covers(c):
 		case runs && c.Status.NodeRegisteredAt == nil:
 			noted[c] = true
@@ -107,8 +110,8 @@ func (e *Engine) noteNodes(
 		}
 	}
 	e.writeNotes(ctx, slices.Concat(registered, absent, renewed))
-	delete(shut, "") // of Machines without a node group
-	for group := range shut {
+	delete(woken, "") // of Machines without a node group
+	for group := range woken {
 		e.wake(types.NamespacedName{Namespace: r.Namespace, Name: group}, 0)
 	}
 	return running, nil

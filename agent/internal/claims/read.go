@@ -59,7 +59,7 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	s := &protocol.Snapshot{
 		Deployment:   md,
 		Now:          e.Clock.Now(),
-		Unregistered: e.unregisteredIn(key.Namespace, md.Spec.ClusterName),
+		Nodes:        e.reportedNodes(types.NamespacedName{Namespace: key.Namespace, Name: md.Spec.ClusterName}),
 		SpareGrace:   e.SpareGrace,
 		Failure:      e.Failure,
 		Started:      e.started,

@@ -69,11 +69,12 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 		e.warnCluster(ctx, r, err)
 		return SyncResult{}, err
 	}
+	nodes, before := nodesOf(r.Nodes), map[string]bool(nil)
 	if r.Nodes != nil {
-		e.recordUnregistered(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Nodes)
+		before = e.recordReport(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, nodes)
 	}
 	listed := taken.listed(claims)
-	running, err := e.noteNodes(ctx, set, taken.Time, claims)
+	running, err := e.noteNodes(ctx, set, taken.Time, claims, nodes, before)
 	if err != nil {
 		return SyncResult{}, err
 	}

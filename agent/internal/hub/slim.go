@@ -74,6 +74,7 @@ func slimMachine(m *clusterv1.Machine) {
 	m.Status = clusterv1.MachineStatus{
 		Conditions:    exact(conditions),
 		NodeRef:       m.Status.NodeRef,
+		LastUpdated:   m.Status.LastUpdated,
 		FailureDomain: shared(m.Status.FailureDomain),
 		Phase:         shared(m.Status.Phase),
 	}

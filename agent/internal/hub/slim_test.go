@@ -33,6 +33,7 @@ func TestSlimMachinesSayTheSame(t *testing.T) {
 			require.Equal(t, protocol.DeletingReason(whole), protocol.DeletingReason(slim))
 		}
 		require.Equal(t, whole.Spec.InfrastructureRef, slim.Spec.InfrastructureRef)
+		require.Equal(t, whole.Status.LastUpdated, slim.Status.LastUpdated)
 
 		whole.ManagedFields = nil
 		require.Equal(t, whole.ObjectMeta, slim.ObjectMeta, "patches test it")
@@ -120,6 +121,7 @@ func drawMachine(t *rapid.T) *clusterv1.Machine {
 	m.Spec.Bootstrap.DataSecretName = new("bootstrap")
 	m.Status.Phase, m.Status.NodeRef.Name = text.Draw(t, "phase"), text.Draw(t, "node")
 	m.Status.FailureDomain = text.Draw(t, "zone")
+	m.Status.LastUpdated = metav1.NewTime(time.Unix(rapid.Int64Range(0, 9).Draw(t, "last updated"), 0))
 	m.Status.NodeInfo = &corev1.NodeSystemInfo{KernelVersion: "6.8"}
 	// There is one condition of each type.
 	for _, kind := range []string{

@@ -441,6 +441,18 @@ var mutants = []mutant{
 	{name: "an agent that has just started expects no report", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
 		{"latest(m.Status.LastUpdated.Time, s.Started)", "m.Status.LastUpdated.Time"},
 	}},
+	{name: "the report that something runs on a Machine does not end the wait for it", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
+		{" && !s.Nodes[m.Spec.ProviderID] && s.reportDueIn(m) > 0", " && s.reportDueIn(m) > 0"},
+	}},
+	{name: "a spare that joined just now is for no claim", test: "TestASpareThatJoinedJustNowIsForTheNextClaim", edits: []edit{
+		{"b.spare() - b.unusable(true)", "b.spare() - b.unusable(false)"},
+	}},
+	{name: "a claim fails while its Machine may still be reported", test: "TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne", edits: []edit{
+		{"	case d.awaitsReport:\n", "	case false:\n"},
+	}},
+	{name: "a claim fails when another Machine is ordered for it", test: "TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne", edits: []edit{
+		{"	case d.reordered:\n", "	case false:\n"},
+	}},
 	{name: "a Machine whose report never comes is not replaced", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
 		{"b.d.Wake(b.reportDueIn(m))", "_ = b.reportDueIn(m)"},
 	}},

@@ -122,7 +122,7 @@ func (p *Protocol) snapshot(s *snapshot, graceOver bool) *protocol.Snapshot {
 	md := p.deploymentOf(&s.md)
 	out := &protocol.Snapshot{
 		Deployment: md, Group: eligibility.Of(md, &clusterv1.Cluster{}), Now: now,
-		Unregistered: func(string) bool { return false }, SpareGrace: time.Minute,
+		SpareGrace: time.Minute,
 	}
 	if graceOver {
 		out.SpareSince = now.Add(-time.Hour)
