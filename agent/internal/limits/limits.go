@@ -528,12 +528,18 @@ func (c *Call) Sync(ctx context.Context) error {
 	return c.keepShared(ctx, c.limiter.syncs)
 }
 
-// List waits until the call may build a list. Its request must have arrived, and the call must not
-// wait for the caller's other calls later, because other callers wait for it. The error is that of
-// the context or a [*RefusedError].
-func (c *Call) List(ctx context.Context) error {
+// List waits until the call may build a list, and query the hub for it if asksHub is set. Its
+// request must have arrived, and the call must not wait for the caller's other calls later, because
+// other callers wait for it. It waits for the caller's other lists first, so that lists leave the
+// hub to the caller's other calls. The error is that of the context or a [*RefusedError].
+func (c *Call) List(ctx context.Context, asksHub bool) error {
 	if err := c.keep(ctx, c.caller.lists); err != nil {
 		return err
+	}
+	if asksHub {
+		if err := c.AskHub(ctx); err != nil {
+			return err
+		}
 	}
 	if err := c.keepShared(ctx, c.limiter.lists); err != nil {
 		return err

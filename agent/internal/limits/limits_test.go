@@ -223,20 +223,20 @@ func TestUnreadAnswersOfAllCallersKeepListsFromBeingMade(t *testing.T) {
 		gone = append(gone, begin(t, l, identity, false).Send(limits.UnreadOfCaller))
 	}
 	refused := begin(t, l, "e", false)
-	requireRefused(t, refused.List(t.Context()), limits.ReasonUnread, time.Second)
+	requireRefused(t, refused.List(t.Context(), false), limits.ReasonUnread, time.Second)
 	refused.End()
 	gone[0]()
-	require.NoError(t, begin(t, l, "e", false).List(t.Context()))
+	require.NoError(t, begin(t, l, "e", false).List(t.Context(), false))
 }
 
 func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	first, second, third := begin(t, l, "a", false), begin(t, l, "a", false), begin(t, l, "a", false)
-	require.NoError(t, first.List(t.Context()))
-	require.NoError(t, second.List(t.Context()))
+	require.NoError(t, first.List(t.Context(), false))
+	require.NoError(t, second.List(t.Context(), false))
 	waited := make(chan error, 1)
-	go func() { waited <- third.List(t.Context()) }()
-	require.NoError(t, begin(t, l, "b", false).List(t.Context()))
+	go func() { waited <- third.List(t.Context(), false) }()
+	require.NoError(t, begin(t, l, "b", false).List(t.Context(), false))
 	select {
 	case err := <-waited:
 		t.Fatalf("three lists of one caller: %v", err)
@@ -264,8 +264,12 @@ capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_c
 		}, time.Minute, time.Millisecond)
 	}
 	over, cancel := context.WithCancel(t.Context())
+	late := make(chan error, 1)
+	call := begin(t, l, "late", false)
+	go func() { late <- call.Sync(over) }()
+	waiting(1)
 	cancel()
-	require.ErrorIs(t, begin(t, l, "late", false).Sync(over), context.Canceled)
+	require.ErrorIs(t, <-late, context.Canceled)
 	waiting(0)
 	turns := make(chan string, 2)
 	for i, identity := range []string{"a", "b"} {
@@ -282,7 +286,20 @@ capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_c
 	handled[3].End()
 	require.Equal(t, "b", <-turns)
 	waiting(0)
-	require.NoError(t, begin(t, l, "c", false).List(t.Context()), "lists do not wait for them")
+	require.NoError(t, begin(t, l, "c", false).List(t.Context(), false), "lists do not wait for them")
+}
+
+func TestListsLeaveTheHubToTheirCallersOtherCalls(t *testing.T) {
+	l, _, _ := limiter(t, func(o *limits.Options) { o.HubCallsAtOnce = 3 })
+	for range 2 {
+		require.NoError(t, begin(t, l, "a", false).List(t.Context(), true))
+	}
+	brief, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	require.ErrorIs(t, begin(t, l, "a", false).List(brief, true), context.DeadlineExceeded, "of one caller, two lists are built at once")
+	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	require.NoError(t, begin(t, l, "a", false).AskHub(soon), "and a third one keeps no turn at the hub while it waits")
 }
 
 // A caller that keeps itself waiting has no turn that others wait for.

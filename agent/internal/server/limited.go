@@ -162,11 +162,14 @@ func inTurn(check grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
 	}
 }
 
-// limitAtHub runs once the request is known to be valid and authorized.
+// limitAtHub runs once the request is known to be valid and authorized. A list's turn at the hub is
+// left to limitLists.
 func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if call := limits.FromContext(ctx); call != nil && slices.Contains(askingHub, info.FullMethod) {
-		if err := call.AskHub(ctx); err != nil {
-			return nil, throttled(err)
+		if !slices.Contains(lists, info.FullMethod) {
+			if err := call.AskHub(ctx); err != nil {
+				return nil, throttled(err)
+			}
 		}
 		if !slices.Contains(severalAtOnce, info.FullMethod) {
 			ctx = claims.WithTurn(ctx, call)
@@ -179,7 +182,7 @@ func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, ha
 // other calls, because other callers wait for its turn.
 func limitLists(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if call := limits.FromContext(ctx); call != nil && slices.Contains(lists, info.FullMethod) {
-		if err := call.List(ctx); err != nil {
+		if err := call.List(ctx, slices.Contains(askingHub, info.FullMethod)); err != nil {
 			return nil, throttled(err)
 		}
 	}
