@@ -318,7 +318,7 @@ e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) $(BIN)/capi-agent-co
 # the same calls. Its module is not on the proxy; docs/cluster-autoscaler.md says how to build it.
 CLUSTER_AUTOSCALER ?=
 
-# The revision whose shim and agent TestTheVersionBeforeFits runs with those of this one. Empty: the newest release, or the commit before this one.
+# The revision whose shim and agent TestTheVersionBeforeIsCompatible runs with those of this one. Empty: the newest release, or the commit before this one.
 SKEW_FROM ?=
 
 # A regular expression: which end-to-end tests.

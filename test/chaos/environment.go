@@ -170,7 +170,7 @@ var karpenter = []string{
 	sandbox.Shim, sandbox.SpokeScheduler, sandbox.SpokeKwok, sandbox.SpokeControllerManager,
 }
 
-// useAgents runs the first n agents, and makes the callers call all of them.
+// useAgents runs the first n agents, and makes the holders call all of them.
 func (s *environment) useAgents(ctx context.Context, n int) error {
 	s.serving = n
 	var called []*client.Client

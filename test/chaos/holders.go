@@ -45,7 +45,7 @@ type claim struct {
 	providerID string
 }
 
-// holders are who keeps the claims. They call the agents, retry calls whose answer is lost, and
+// holders own the claims. They call the agents, retry calls whose answer is lost, and
 // keep track of their claims. They are safe for concurrent use.
 type holders struct {
 	mu     sync.Mutex

@@ -21,6 +21,9 @@ type Spec struct {
 	// Name consists of the texts of the spec's containers and its own, separated by blanks, as
 	// Ginkgo matches it.
 	Name string
+	// OfSuite reports that it is no spec but what runs before or after all of them, under the name of
+	// its kind. It is among the results only if it has not passed.
+	OfSuite bool
 	// State is Ginkgo's state: passed, skipped, or the kind of failure.
 	State   string
 	Took    time.Duration
@@ -48,8 +51,10 @@ func Read(report io.Reader, suite string) ([]Spec, error) {
 	for _, run := range runs {
 		for _, r := range run.SpecReports {
 			if r.LeafNodeType != "It" {
-				if r.State != "passed" { // a node that runs before or after all specs
-					specs = append(specs, Spec{Suite: suite, Name: r.LeafNodeType, State: r.State, Took: r.RunTime, Message: r.Failure.Message})
+				if r.State != "passed" {
+					specs = append(specs, Spec{
+						Suite: suite, Name: r.LeafNodeType, OfSuite: true, State: r.State, Took: r.RunTime, Message: r.Failure.Message,
+					})
 				}
 				continue
 			}

@@ -24,7 +24,7 @@ const report = `[{"SpecReports":[
 	{"ContainerHierarchyTexts":["Drift"],"LeafNodeType":"It","LeafNodeText":"drifts","State":"timedout","Failure":{"Message":"too late"}},
 	{"LeafNodeType":"AfterSuite","State":"panicked"}]}]`
 
-func TestSpecsAreJudged(t *testing.T) {
+func TestResultsOfSpecsAreEvaluated(t *testing.T) {
 	specs, err := coresuites.Read(strings.NewReader(report), "disruption")
 	require.NoError(t, err)
 	reboot := coresuites.Exception{Suite: "disruption", Specs: "Reboot", Why: "no"}
@@ -34,6 +34,7 @@ func TestSpecsAreJudged(t *testing.T) {
 	require.Len(t, v.Failed, 2)
 	require.Equal(t, "too late", v.Failed[0].Message)
 	require.Equal(t, "AfterSuite", v.Failed[1].Name)
+	require.True(t, v.Failed[1].OfSuite)
 	require.Equal(t, map[string]coresuites.Exception{"disruption: Reboot reboots": reboot}, v.Excepted)
 	require.Empty(t, v.Stale)
 	require.False(t, v.OK())
@@ -53,6 +54,9 @@ func TestEverySpecIsInOnePartOfItsSuite(t *testing.T) {
 		in := lo.Filter(parts, func(p coresuites.Part, _ int) bool { return p.Has(coresuites.Spec{Suite: "regression", Name: name}) })
 		require.Len(t, in, 1, name)
 		require.Equal(t, expected, in[0].Specs)
+	}
+	for _, part := range parts {
+		require.True(t, part.Has(coresuites.Spec{Suite: "regression", Name: "AfterSuite", OfSuite: true}))
 	}
 	require.Equal(t, []string{"CapacityBuffer"}, parts[0].Others())
 	require.Empty(t, parts[1].Others())

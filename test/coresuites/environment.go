@@ -62,9 +62,10 @@ func (p Part) Others() []string {
 	return lo.FilterMap(parts, func(other Part, _ int) (string, bool) { return other.Specs, p.Specs == "" && other.Suite == p.Suite })
 }
 
-// Has reports whether the spec is in the part.
+// Has reports whether the spec is in the part. What runs before or after all specs does so in every
+// part.
 func (p Part) Has(s Spec) bool {
-	return strings.HasPrefix(s.Name, p.Specs) && !slices.ContainsFunc(p.Others(), func(other string) bool { return strings.HasPrefix(s.Name, other) })
+	return s.OfSuite || strings.HasPrefix(s.Name, p.Specs) && !slices.ContainsFunc(p.Others(), func(other string) bool { return strings.HasPrefix(s.Name, other) })
 }
 
 // WriteDefaults writes the part's default node class and NodePool to a folder.

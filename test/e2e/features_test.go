@@ -337,6 +337,10 @@ func TestReservedMachinesAreUsedFirst(t *testing.T) {
 	figure("%d NodeClaims made for 3 pods, %d after one was gone", planned, made("mixed")-planned)
 }
 
+// unconsolidated is how long Karpenter must replace no Node by a cheaper one. It looks every ten
+// seconds, looks again fifteen seconds after it found something, and then waits for the new Node.
+const unconsolidated = 75 * time.Second
+
 // TestNodesStayWhereOneOfferingHasTwoPrices has two node groups that Karpenter cannot tell apart, a
 // cheap one that is full and a dear one, and a third whose price lies between theirs. If the price
 // of the offering followed the room in its groups, Karpenter would replace the cheap Nodes with those
@@ -356,15 +360,15 @@ func TestNodesStayWhereOneOfferingHasTwoPrices(t *testing.T) {
 	stay := func(expected map[string]int) {
 		t.Helper()
 		before := made(class)
-		throughout(t, undisturbed, time.Second, func() { require.Equal(t, expected, where()) })
+		throughout(t, unconsolidated, time.Second, func() { require.Equal(t, expected, where()) })
 		require.Equal(t, before, made(class), "no NodeClaim is made for a better price")
-		figure("%v: unchanged for %v", expected, undisturbed)
+		figure("%v: unchanged for %v", expected, unconsolidated)
 	}
 	scale(t, class, 2)
 	await(t, 2*time.Minute, running(2))
 	stay(map[string]int{cheap: 2}) // which is full
-	// The third pod goes where there is room, at first to the cheaper machine. Karpenter expects a
-	// cheaper one still from the offering, once.
+	// The third pod goes where there is room, at first to the cheaper machine. Karpenter still expects
+	// a cheaper machine from the offering, and replaces this one once.
 	scale(t, class, 3)
 	await(t, 2*time.Minute, running(3))
 	settled := map[string]int{cheap: 2, dear: 1}
@@ -374,8 +378,11 @@ func TestNodesStayWhereOneOfferingHasTwoPrices(t *testing.T) {
 	await(t, soon, running(3))
 	require.LessOrEqual(t, made(class), 4)
 	stay(settled)
-	annotate(t, cheap, clusterv1.AutoscalerMaxSizeAnnotation, `"3"`) // it has room again
-	stay(settled)
+	annotate(t, cheap, clusterv1.AutoscalerMaxSizeAnnotation, `"4"`) // it has room again, and keeps it
+	poll(t, soon, selectedBy(class, cheap, "room", func(s shimv1.SelectedNodeGroup) bool { return s.Available }))
+	scale(t, class, 4) // Karpenter looks at its Nodes again when there is another one
+	await(t, 2*time.Minute, running(4))
+	stay(map[string]int{cheap: 3, dear: 1})
 }
 
 // TestBudgetsAreKept has Nodes drift while the NodePool's budgets allow none of them to be replaced

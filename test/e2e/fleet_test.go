@@ -45,8 +45,8 @@ func runScenario(t *testing.T, chaos bool) scenario.Result {
 	return result
 }
 
-func TestManifestsOfThePeersUsersWorkUnchanged(t *testing.T) {
-	shows(t, "discovery: manifests of the peer's users work unchanged")
+func TestManifestsForAnotherProviderWorkUnchanged(t *testing.T) {
+	shows(t, "discovery: manifests for karpenter-provider-cluster-api work unchanged")
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}

@@ -19,9 +19,9 @@ import (
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// TestTheVersionBeforeFits runs the shim of an earlier revision with this agent, and the agent of that
+// TestTheVersionBeforeIsCompatible runs the shim of an earlier revision with this agent, and the agent of that
 // revision with this shim, brings the older one to this version while pods run, and takes it back.
-func TestTheVersionBeforeFits(t *testing.T) {
+func TestTheVersionBeforeIsCompatible(t *testing.T) {
 	revision := earlier(t)
 	for _, old := range []string{sandbox.Shim, sandbox.Agent} {
 		t.Run("the "+old+" of before", func(t *testing.T) {
@@ -66,12 +66,12 @@ func TestTheVersionBeforeFits(t *testing.T) {
 				return kept()
 			}
 			if old == sandbox.Agent {
-				agentFits(t) // this shim has asked it
+				agentIsCompatible(t) // this shim has asked it
 			}
 			first := grows(2)
 			replace(now)
 			require.Subset(t, grows(3), first, "after the upgrade")
-			agentFits(t)
+			agentIsCompatible(t)
 			replace(before)
 			require.Subset(t, grows(4), first, "after the rollback")
 			figure("revision %.12s: 4 pods, with the nodes of before kept over the upgrade and the rollback", revision)
@@ -79,14 +79,14 @@ func TestTheVersionBeforeFits(t *testing.T) {
 	}
 }
 
-// agentFits waits until the shim says that the agent fits.
-func agentFits(t *testing.T) {
+// agentIsCompatible waits until the shim says that the agent is compatible.
+func agentIsCompatible(t *testing.T) {
 	t.Helper()
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		var class shimv1.ClusterAPINodeClass
 		err := w.Spoke.Get(ctx, client.ObjectKey{Name: "crowd"}, &class)
-		fits := lo.FromPtr(class.StatusConditions().Get(shimv1.ConditionAgentCompatible))
-		return lo.Ternary(fits.IsTrue(), "", fmt.Sprintf("the node class to say that the agent fits: it says %s: %s", fits.Reason, fits.Message)), err
+		compatible := lo.FromPtr(class.StatusConditions().Get(shimv1.ConditionAgentCompatible))
+		return lo.Ternary(compatible.IsTrue(), "", fmt.Sprintf("the node class to say that the agent is compatible: it says %s: %s", compatible.Reason, compatible.Message)), err
 	})
 }
 

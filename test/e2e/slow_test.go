@@ -17,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
@@ -124,7 +125,7 @@ func TestSlowMachinesJoin(t *testing.T) {
 }
 
 // outlivesASilence has a NodeClaim wait for its machine while no agent answers for longer than
-// Karpenter waits for a Node. The machine comes meanwhile.
+// Karpenter waits for a Node. The silence ends once the machine has its Node.
 func outlivesASilence(t *testing.T, name string, silence time.Duration) {
 	t.Helper()
 	figure := shows(t, "a claim in flight outlives a silence of the agents that is longer than Karpenter waits")
@@ -141,7 +142,13 @@ func outlivesASilence(t *testing.T, name string, silence time.Duration) {
 		have := len(machinesOf(t, name))
 		return lo.Ternary(have == has+1, "", fmt.Sprintf("another Machine of %s: there are %d", name, have)), nil
 	})
-	began := time.Now()
+	nodes := func(ctx context.Context) int {
+		t.Helper()
+		var all corev1.NodeList
+		require.NoError(t, w.Spoke.List(ctx, &all))
+		return len(all.Items)
+	}
+	before, began := nodes(t.Context()), time.Now()
 	for _, agent := range lo.Times(agents, sandbox.AgentName) {
 		require.NoError(t, w.Sandbox.StopComponent(agent))
 	}
@@ -157,6 +164,9 @@ func outlivesASilence(t *testing.T, name string, silence time.Duration) {
 	throughout(t, compressed(silence), 500*time.Millisecond, func() {
 		require.Equal(t, known+1, made(name), "no other NodeClaim is made")
 		require.Empty(t, lo.Filter(w.Recorder.State().Live(), func(j timeline.Timeline, _ int) bool { return j.Reached(timeline.Deleting) }))
+	})
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		return lo.Ternary(nodes(ctx) == before+1, "", "the Node of the machine that came meanwhile"), nil
 	})
 	silent := time.Since(began)
 	for _, agent := range lo.Times(agents, sandbox.AgentName) {

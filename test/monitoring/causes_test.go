@@ -174,7 +174,7 @@ var causes = map[string]cause{
 	"KarpenterCapiAgentIncompatible": {
 		`karpenter_capi_agent_compatible{pod="a"} 0x120
 		 karpenter_capi_agent_compatible{pod="b"} 1x120`,
-		"shim/internal/connectivity/compatibility_test.go:TestTheAgentIsJudgedAtTheStartAndAgain",
+		"shim/internal/connectivity/compatibility_test.go:TestTheAgentIsCheckedAtTheStartAndAgain",
 	},
 	"KarpenterCapiClaimSyncStale": {
 		`karpenter_capi_claim_sync_last_success_timestamp_seconds{pod="a"} 0+60x90 5400x30`,

@@ -181,7 +181,7 @@ type caller struct {
 func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Limiter, error) {
 	waiting := prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "capi_agent_calls_waiting",
-		Help: "Calls that wait until calls of any callers have ended, by what they wait for (list: to build a list; sync: to handle a SyncClaims).",
+		Help: "Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims).",
 	}, []string{"turn"})
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{},

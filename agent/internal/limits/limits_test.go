@@ -257,7 +257,7 @@ func TestSyncsOfAllCallersAreHandledInTheOrderOfTheirArrival(t *testing.T) {
 		t.Helper()
 		require.EventuallyWithT(t, func(c *assert.CollectT) {
 			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(`
-# HELP capi_agent_calls_waiting Calls that wait until calls of any callers have ended, by what they wait for (list: to build a list; sync: to handle a SyncClaims).
+# HELP capi_agent_calls_waiting Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims).
 # TYPE capi_agent_calls_waiting gauge
 capi_agent_calls_waiting{turn="list"} 0
 capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_calls_waiting"))

@@ -105,7 +105,7 @@ type line chan struct{}
 func (line) State() agentclient.State                  { return agentclient.State{} }
 func (l line) StateChanges() (<-chan struct{}, func()) { return l, func() {} }
 
-func TestTheAgentIsJudgedAtTheStartAndAgain(t *testing.T) {
+func TestTheAgentIsCheckedAtTheStartAndAgain(t *testing.T) {
 	clk, connection := clocktesting.NewFakeClock(time.Now()), make(line)
 	agent := &answers{err: errors.New("no route")}
 	check := connectivity.NewCompatibilityCheck(connectivity.CompatibilityConfig{
