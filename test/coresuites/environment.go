@@ -65,7 +65,8 @@ func (p Part) Others() []string {
 // Has reports whether the spec is in the part. What runs before or after all specs does so in every
 // part.
 func (p Part) Has(s Spec) bool {
-	return s.OfSuite || strings.HasPrefix(s.Name, p.Specs) && !slices.ContainsFunc(p.Others(), func(other string) bool { return strings.HasPrefix(s.Name, other) })
+	ofOther := slices.ContainsFunc(p.Others(), func(other string) bool { return strings.HasPrefix(s.Name, other) })
+	return s.OfSuite || strings.HasPrefix(s.Name, p.Specs) && !ofOther
 }
 
 // WriteDefaults writes the part's default node class and NodePool to a folder.

@@ -85,8 +85,9 @@ func agentIsCompatible(t *testing.T) {
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		var class shimv1.ClusterAPINodeClass
 		err := w.Spoke.Get(ctx, client.ObjectKey{Name: "crowd"}, &class)
-		compatible := lo.FromPtr(class.StatusConditions().Get(shimv1.ConditionAgentCompatible))
-		return lo.Ternary(compatible.IsTrue(), "", fmt.Sprintf("the node class to say that the agent is compatible: it says %s: %s", compatible.Reason, compatible.Message)), err
+		found := lo.FromPtr(class.StatusConditions().Get(shimv1.ConditionAgentCompatible))
+		return lo.Ternary(found.IsTrue(), "",
+			fmt.Sprintf("the node class to say that the agent is compatible: it says %s: %s", found.Reason, found.Message)), err
 	})
 }
 
