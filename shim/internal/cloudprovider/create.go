@@ -8,10 +8,12 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/awslabs/operatorpkg/status"
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
@@ -85,6 +87,9 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return nil, err
 	}
 	if claim == nil {
+		if err := c.launchable(ctx, nodeClaim); err != nil {
+			return nil, err
+		}
 		claim, err = c.claim(ctx, nodeClaim, candidates, class.MaxNodeProvisionTime)
 	}
 	if err != nil {
@@ -112,6 +117,24 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	log.FromContext(ctx).Info("claimed a machine", "node-group", group.ID, "claim-phase", claim.GetPhase().String(), "candidates", len(candidates))
 	return created, nil
+}
+
+// launchable returns a NodeClassNotReadyError, upon which core deletes the NodeClaim, if the node class
+// is not Ready. A NodeClaim whose claim exists keeps it. If the agent is the reason, the NodeClaim
+// stays as well: it may have a claim that is not known here yet.
+func (c *CloudProvider) launchable(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
+	if _, claimed := c.Claims.Get(string(nodeClaim.UID)); claimed {
+		return nil
+	}
+	var class v1alpha1.ClusterAPINodeClass
+	if err := c.Kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Spec.NodeClassRef.Name}, &class); err != nil {
+		return createError(err, ReasonNodeClassNotFound)
+	}
+	ready, agent := class.StatusConditions().Get(status.ConditionReady), class.StatusConditions().Get(v1alpha1.ConditionAgentReachable)
+	if !ready.IsFalse() || ready.ObservedGeneration != class.Generation || agent.IsFalse() {
+		return nil
+	}
+	return cloudprovider.NewNodeClassNotReadyError(fmt.Errorf("ClusterAPINodeClass %q is not Ready: %s", class.Name, ready.Message))
 }
 
 // candidates returns the groups that accept the NodeClaim, best first, and the reason why each

@@ -315,6 +315,39 @@ func TestAMissingNodeClassIsRetried(t *testing.T) {
 	assertCreateError(t, err, cloudprovider.ReasonNodeClassNotFound)
 }
 
+func TestNothingIsLaunchedForANodeClassThatIsNotReady(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	first := w.NodeClaim("first")
+	_, err := w.CloudProvider.Create(w.Context(), first)
+	require.NoError(t, err)
+	w.Eventually(func() bool { _, known := w.Claims.Get(string(first.UID)); return known }, "the mirror has the claim")
+
+	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
+	w.Get(nodeClass)
+	nodeClass.StatusConditions().SetFalse(v1alpha1.ConditionNodeGroupsFound, "NotFound", "nothing is selected")
+	nodeClass.StatusConditions().SetTrue(v1alpha1.ConditionAgentReachable)
+	require.True(t, nodeClass.StatusConditions().Root().IsFalse())
+	require.NoError(t, w.Kube.Status().Update(w.Context(), nodeClass))
+	_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("second"))
+	require.True(t, corecloudprovider.IsNodeClassNotReadyError(err), "%v", err)
+	require.ErrorContains(t, err, "NodeGroupsFound")
+	require.Equal(t, 1, w.Agent.Calls("CreateClaim"))
+	_, err = w.CloudProvider.Create(w.Context(), first)
+	require.NoError(t, err, "it has its claim already")
+
+	nodeClass.StatusConditions().SetFalse(v1alpha1.ConditionAgentReachable, "Unreachable", "no agent answers")
+	require.NoError(t, w.Kube.Status().Update(w.Context(), nodeClass))
+	_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("third"))
+	require.NoError(t, err, "an agent that answers after all is asked")
+
+	nodeClass.StatusConditions().SetTrue(v1alpha1.ConditionAgentReachable)
+	require.NoError(t, w.Kube.Status().Update(w.Context(), nodeClass))
+	nodeClass.Generation++ // the fake API server does not do this
+	require.NoError(t, w.Kube.Update(w.Context(), nodeClass))
+	_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("fourth"))
+	require.NoError(t, err, "the condition is about an earlier specification")
+}
+
 func TestAMachineOfAZonelessGroupIsWhereItReallyIs(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	created, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("claim"))

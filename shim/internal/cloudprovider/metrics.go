@@ -11,7 +11,7 @@ const resultLabel = "result"
 
 var claimsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 	Namespace: metrics.Namespace, Subsystem: "capi", Name: "claims_total",
-	Help: "Attempts to claim a machine, by result: claimed, no_capacity, or the reason of the NodeClaim's condition Launched.",
+	Help: "Attempts to claim a machine, by result: claimed, no_capacity, node_class_not_ready, or the reason of the NodeClaim's condition Launched.",
 }, []opmetrics.Label{{Name: resultLabel, Help: "Result of the attempt."}}, opmetrics.Alpha)
 
 var adoptionsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
