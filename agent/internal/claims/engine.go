@@ -28,6 +28,7 @@ import (
 	"context"
 	"fmt"
 	"hash/fnv"
+	"maps"
 	"sync"
 	"time"
 
@@ -223,20 +224,21 @@ func (e *Engine) recordReport(cluster types.NamespacedName, nodes map[string]boo
 	defer e.mu.Unlock()
 	before = e.reports[cluster].nodes
 	e.reports[cluster] = nodeReport{nodes: nodes, at: e.Clock.Now()}
+	maps.DeleteFunc(e.reports, func(_ types.NamespacedName, r nodeReport) bool { return e.expired(r) }) // of Clusters that are gone
 	return before
 }
+
+func (e *Engine) expired(r nodeReport) bool { return e.Clock.Since(r.at) > reportLife }
 
 // reportedNodes returns, by provider ID, whether the Cluster's Nodes are registered as its holder
 // reported last. It is nil when there is no valid report.
 func (e *Engine) reportedNodes(cluster types.NamespacedName) map[string]bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	report := e.reports[cluster]
-	if e.Clock.Since(report.at) > reportLife {
-		delete(e.reports, cluster)
-		return nil
+	if report := e.reports[cluster]; !e.expired(report) {
+		return report.nodes
 	}
-	return report.nodes
+	return nil
 }
 
 func (e *Engine) event(object runtime.Object, reason, action, message string) {

@@ -140,6 +140,19 @@ func TestNodesAreForgottenOnlyByAReport(t *testing.T) {
 	assert.Empty(t, e.reportedNodes(clusterKey))
 }
 
+func TestAReportIsForgottenWhenItIsNotRenewed(t *testing.T) {
+	e, clock := quiet(engineWith(t)), clocktesting.NewFakeClock(newTestTime())
+	e.Clock = clock
+	gone := types.NamespacedName{Namespace: namespace, Name: "gone"}
+	e.recordReport(gone, map[string]bool{"x": true})
+	clock.Step(reportLife)
+	assert.Equal(t, map[string]bool{"x": true}, e.reportedNodes(gone))
+	clock.Step(time.Second)
+	assert.Nil(t, e.reportedNodes(gone))
+	e.recordReport(clusterKey, map[string]bool{"y": true})
+	assert.Len(t, e.reports, 1, "a Cluster that is gone takes no memory")
+}
+
 // No object that an agent watches shows this.
 func TestANodeThatIsReportedBringsItsNodeGroupForward(t *testing.T) {
 	machine := func(name, claim string, annotations map[string]string) *clusterv1.Machine {
