@@ -218,11 +218,14 @@ type nodeReport struct {
 // reportLife is how long a report of Nodes stays valid without renewal.
 const reportLife = 2 * time.Minute
 
-// recordReport stores which Nodes of the Cluster are registered and returns the previous report.
+// recordReport stores which Nodes of the Cluster are registered and returns the previous report if it
+// is still valid.
 func (e *Engine) recordReport(cluster types.NamespacedName, nodes map[string]bool) (before map[string]bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	before = e.reports[cluster].nodes
+	if last := e.reports[cluster]; !e.expired(last) {
+		before = last.nodes
+	}
 	e.reports[cluster] = nodeReport{nodes: nodes, at: e.Clock.Now()}
 	maps.DeleteFunc(e.reports, func(_ types.NamespacedName, r nodeReport) bool { return e.expired(r) }) // of Clusters that are gone
 	return before
