@@ -267,7 +267,7 @@ func (b *books) readmit() {
 // otherwise by raising replicas.
 func (b *books) admitWaiting() {
 	refusal := b.refusal()
-	spendable := b.spare() - b.unusable(true)
+	spendable := b.spare() - b.unusable(b.settled())
 	size := b.d.Replicas // including those that the ledger has no room for yet
 	crowded := b.crowded()
 	for _, c := range b.Claims {
@@ -417,7 +417,7 @@ func FullGroup(name string, size int32) eligibility.Refusal {
 // it, unless its holder reports soon that nothing runs on it.
 func (b *books) coverShortage() {
 	waiting := b.waiting()
-	if waiting == 0 || b.d.Replicas != b.Group.Replicas || !b.settled() || !b.mayGrow() {
+	if waiting == 0 {
 		return
 	}
 	free := b.free()
@@ -434,6 +434,9 @@ func (b *books) coverShortage() {
 			usable++
 		default:
 		}
+	}
+	if b.d.Replicas != b.Group.Replicas || !b.settled() || !b.mayGrow() {
+		return
 	}
 	floorNeeds := max(0, int(b.floor())-(len(free)-usable))
 	short := clamp(waiting - (usable - floorNeeds))

@@ -235,6 +235,7 @@ func Decide(s *Snapshot) *Decision {
 	b.shrink()
 	b.close()
 	s.actOnClaims(b.d)
+	b.restartWaits()
 	s.actOnMachines(b.d)
 	return b.d
 }

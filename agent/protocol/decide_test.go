@@ -127,6 +127,14 @@ func TestASpareThatJoinedJustNowIsForTheNextClaim(t *testing.T) {
 	assert.Equal(t, map[string]Assignment{"c": {}}, d.Ledger.Pending)
 	assert.Equal(t, int32(1), d.Replicas)
 	assert.Equal(t, int32(2), joined(time.Hour).Replicas)
+
+	s := atRest(2, &Ledger{Version: 1, LastReplicas: 2, Spare: 1}).withClaim("c", "", "").withClaim("other", v1alpha1.PhaseBound, "other")
+	s.withMachine("m", "", func(m *clusterv1.Machine) {
+		node(m)
+		m.Status.LastUpdated = metav1.NewTime(s.Now)
+	}).withMachine("other", "other", node)
+	s.Machines[1].DeletionTimestamp = new(metav1.NewTime(s.Now))
+	assert.Equal(t, int32(3), Decide(s).Replicas, "a shortage would not be noticed while a Machine is being deleted")
 }
 
 func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
@@ -197,6 +205,16 @@ func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 		require.NotNil(t, d.Ledger)
 		assert.Len(t, d.Ledger.Releasing, 1)
 		assert.Contains(t, d.Ledger.Releasing, types.UID("x"))
+	})
+	t.Run("nor do the user's go in its place", func(t *testing.T) {
+		s := full(3, 2, "a").withMachine("x", "", node).withMachine("y", "", node)
+		s.withMachine("joined just now", "", func(m *clusterv1.Machine) {
+			node(m)
+			m.Status.LastUpdated = metav1.NewTime(s.Now)
+		})
+		d := Decide(s)
+		assert.Nil(t, d.Ledger)
+		assert.Positive(t, d.RequeueAfter)
 	})
 	t.Run("its replica is the claim's once it is gone", func(t *testing.T) {
 		s := full(1, 0, "a").withMachine("x", "", completed)

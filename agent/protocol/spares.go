@@ -39,7 +39,10 @@ func (b *books) releaseSpare() {
 	case waits || !observed:
 		free = gone
 	case b.d.Unmet > 0:
-		free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == fresh || b.class(m) == suspect })
+		usable := func(m *clusterv1.Machine) bool { return b.class(m) == fresh || b.class(m) == suspect }
+		// The floor keeps Machines that run, not those that a claim may have yet.
+		surplus = min(surplus, len(slices.DeleteFunc(b.free(), usable))-int(b.floor()))
+		free = slices.DeleteFunc(free, usable)
 	}
 	surplus = min(surplus, len(free))
 	if surplus <= 0 {

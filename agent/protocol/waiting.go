@@ -2,6 +2,7 @@ package protocol
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -30,8 +31,8 @@ const (
 // deadline counts only for an agent that looks when it passes. If the agent looks later, the hub or
 // the agents were away, and Machines may be late for that reason or may have joined unseen. Then
 // the wait restarts. It also restarts when another Machine is ordered in place of one that joined too
-// early, and no claim fails while that is not certain. A restart is recorded on the claim, so that every
-// agent sees it, also after a restart of the agent. The wait also restarts after a pause.
+// early, or if the deadline passes while that is not certain. A restart is recorded on the claim, so
+// that every agent sees it, also after a restart of the agent. The wait also restarts after a pause.
 func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	deadline := s.Failure.ObjectDeadline
 	switch {
@@ -45,28 +46,38 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 		since = c.Status.WaitingSince.Time
 	}
 	since = latest(since, unpausedAt(s.Deployment.Status.Conditions))
-	overdue := s.Now.Sub(since) - deadline
+	waited := s.Now.Sub(since)
+	overdue := waited - deadline
 	unsettled := min(settling, deadline) - s.Now.Sub(s.Started)
+	restart := func(why string) {
+		d.Actions = append(d.Actions, Action{Kind: WaitAnew, Claim: c, Event: v1alpha1.Event{
+			Reason: ReasonWaitingForMachine, Message: fmt.Sprintf("%s, so the deadline is extended by %s", why, deadline),
+		}})
+	}
 	switch {
+	case d.reordered && waited >= min(settling, deadline)/2:
+		restart("its Machine joined before it could be assigned, and another one is ordered")
+		return ""
 	case overdue < 0 || unsettled > 0:
 		d.Wake(max(-overdue, unsettled))
 		return ""
-	case d.reordered:
-		d.Actions = append(d.Actions, Action{Kind: WaitAnew, Claim: c, Event: v1alpha1.Event{
-			Reason:  ReasonWaitingForMachine,
-			Message: fmt.Sprintf("its Machine joined before it could be assigned, and another one is ordered, so the deadline is extended by %s", deadline),
-		}})
-		return ""
 	case d.awaitsReport:
+		restart("it is not certain yet whether a Machine that joined just now can be assigned")
 		return ""
 	case overdue > punctual:
-		d.Actions = append(d.Actions, Action{Kind: WaitAnew, Claim: c, Event: v1alpha1.Event{
-			Reason:  ReasonWaitingForMachine,
-			Message: fmt.Sprintf("no agent was active when the deadline for its Machine passed, so the deadline is extended by %s", deadline),
-		}})
+		restart("no agent was active when the deadline for its Machine passed")
 		return ""
 	}
 	return fmt.Sprintf("no Machine was created in %s", deadline)
+}
+
+// restartWaits puts off the ledger write that orders another Machine for waiting claims until the
+// restart of their wait is recorded. Else the step after that write would see neither, and a claim
+// might fail.
+func (b *books) restartWaits() {
+	if b.d.reordered && slices.ContainsFunc(b.d.Actions, func(a Action) bool { return a.Kind == WaitAnew }) {
+		b.d.Ledger, b.d.Replicas = nil, b.Group.Replicas
+	}
 }
 
 // explainBlocked records on a waiting claim why its Machine does not come, if Cluster API reports

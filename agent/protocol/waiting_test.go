@@ -73,13 +73,25 @@ func TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne(t *testing.T) {
 		})
 	}
 	d := Decide(joined(time.Minute))
-	assert.Empty(t, kinds(d), "it may turn out to be the claim's")
+	assert.Equal(t, []ActionKind{WaitAnew}, kinds(d), "it may turn out to be the claim's")
 	assert.Equal(t, int32(1), d.Replicas)
 	assert.Equal(t, time.Minute, d.RequeueAfter)
+	unsettled := joined(time.Minute)
+	unsettled.Sets[0].Generation++
+	assert.Equal(t, []ActionKind{WaitAnew}, kinds(Decide(unsettled)), "also while other Machines are being made")
 
-	d = Decide(joined(2 * time.Minute))
-	assert.Equal(t, []ActionKind{WaitAnew}, kinds(d))
-	assert.Equal(t, int32(2), d.Replicas)
+	for _, late := range []time.Duration{0, -time.Minute} { // the deadline passes now, or soon
+		s := joined(2*time.Minute - late)
+		s.Now = s.Now.Add(late)
+		d = Decide(s)
+		assert.Equal(t, []ActionKind{WaitAnew}, kinds(d))
+		assert.Nil(t, d.Ledger, "another one is ordered once the claim has its time for it")
+		s.Claims[0].Status.WaitingSince = new(metav1.NewTime(s.Now))
+		d = Decide(s)
+		assert.Empty(t, kinds(d))
+		assert.Equal(t, int32(2), d.Replicas)
+		require.NotNil(t, d.Ledger)
+	}
 }
 
 func TestAClaimOfAPausedGroupDoesNotFail(t *testing.T) {

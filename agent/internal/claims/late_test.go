@@ -6,8 +6,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clocktesting "k8s.io/utils/clock/testing"
 	"pgregory.net/rapid"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
@@ -174,4 +179,33 @@ func TestAMachineThatNeverComesIsGivenUpInTheEnd(t *testing.T) {
 			t.Fatalf("no other machine came in its place\n%s", w.describe())
 		}
 	})
+}
+
+// The Machine that was ordered for the claim joined before an agent could assign it, and no report
+// says that nothing runs on it. Another one is ordered just before the claim's deadline.
+func TestAClaimDoesNotFailAsAnotherMachineIsOrderedForIt(t *testing.T) {
+	md := groupWith("group", 1, &protocol.Ledger{Version: 1, Seq: 4, LastReplicas: 1, Pending: map[string]protocol.Assignment{"a": {}}})
+	md.Status.ObservedGeneration = md.Generation
+	set := &clusterv1.MachineSet{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: "small-a", Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: "small"},
+		},
+		Spec: clusterv1.MachineSetSpec{ClusterName: clusterName, Replicas: new(int32(1))},
+	}
+	joined := machineOf("joined")
+	joins(joined)
+	const deadline = 5 * time.Minute
+	clock := clocktesting.NewFakeClock(newTestTime().Add(deadline))
+	joined.Status.LastUpdated = metav1.NewTime(clock.Now().Add(-2 * time.Minute))
+	e := quiet(engineWith(t, md, set, joined, claimIn("group", "a", v1alpha1.PhasePending, "")))
+	e.Clock, e.started, e.Failure.ObjectDeadline = clock, time.Time{}, deadline
+
+	_, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	c, err := e.Get(t.Context(), keyOf("a"))
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhasePending, c.Status.Phase, "%s", c.Status.Message)
+	assert.True(t, clock.Now().Equal(c.Status.WaitingSince.Time), "its wait began anew")
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), md))
+	assert.Equal(t, int32(2), *md.Spec.Replicas)
 }

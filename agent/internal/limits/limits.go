@@ -166,15 +166,15 @@ type shared struct {
 }
 
 type caller struct {
-	rate, hubRate              *rate.Limiter
-	refusals, frames, traces   *rate.Limiter
-	slowSince                  time.Time // zero unless its connections are read slowly
-	lightCalls, unpaidFrames   int
-	calls, watches             int
-	connections                int
-	bytes, unread              int64
-	reads, large, lists, atHub *semaphore.Weighted
-	checks                     *semaphore.Weighted
+	rate, hubRate                        *rate.Limiter
+	refusals, frames, traces             *rate.Limiter
+	slowSince                            time.Time // zero unless its connections are read slowly
+	lightCalls, unpaidFrames             int
+	calls, watches                       int
+	connections                          int
+	bytes, unread                        int64
+	reads, large, lists, hubLists, atHub *semaphore.Weighted
+	checks                               *semaphore.Weighted
 }
 
 // New returns a limiter. A nil registerer registers no metrics.
@@ -271,7 +271,8 @@ func (l *Limiter) caller(identity string) *caller {
 			frames:   rate.NewLimiter(rate.Limit(l.framesPerSecond()), l.frameBurst()),
 			traces:   rate.NewLimiter(tracesPerSecond, traceBurst),
 			reads:    semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
-			lists: semaphore.NewWeighted(listsOfCaller), atHub: semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
+			lists: semaphore.NewWeighted(listsOfCaller), hubLists: semaphore.NewWeighted(listsOfCaller),
+			atHub:  semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
 			checks: semaphore.NewWeighted(checksOfCaller),
 		}
 		l.callers[identity] = c
@@ -530,16 +531,20 @@ func (c *Call) Sync(ctx context.Context) error {
 
 // List waits until the call may build a list, and query the hub for it if asksHub is set. Its
 // request must have arrived, and the call must not wait for the caller's other calls later, because
-// other callers wait for it. It waits for the caller's other lists first, so that lists leave the
-// hub to the caller's other calls. The error is that of the context or a [*RefusedError].
+// other callers wait for it. Few of the caller's lists query the hub at once, so that they leave the
+// hub to its other calls; its lists that do not query the hub do not wait for that. The error is that
+// of the context or a [*RefusedError].
 func (c *Call) List(ctx context.Context, asksHub bool) error {
-	if err := c.keep(ctx, c.caller.lists); err != nil {
-		return err
-	}
 	if asksHub {
+		if err := c.keep(ctx, c.caller.hubLists); err != nil {
+			return err
+		}
 		if err := c.AskHub(ctx); err != nil {
 			return err
 		}
+	}
+	if err := c.keep(ctx, c.caller.lists); err != nil {
+		return err
 	}
 	if err := c.keepShared(ctx, c.limiter.lists); err != nil {
 		return err

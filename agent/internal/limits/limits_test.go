@@ -300,6 +300,16 @@ func TestListsLeaveTheHubToTheirCallersOtherCalls(t *testing.T) {
 	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	require.NoError(t, begin(t, l, "a", false).AskHub(soon), "and a third one keeps no turn at the hub while it waits")
+
+	for range 3 {
+		require.NoError(t, begin(t, l, "b", false).AskHub(soon))
+	}
+	for range 2 {
+		brief, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+		defer cancel()
+		require.ErrorIs(t, begin(t, l, "b", false).List(brief, true), context.DeadlineExceeded)
+	}
+	require.NoError(t, begin(t, l, "b", false).List(soon, false), "a list from memory does not wait for those that wait for the hub")
 }
 
 // A caller that keeps itself waiting has no turn that others wait for.

@@ -57,7 +57,7 @@ func (c *CloudProvider) Create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	created, err := c.create(ctx, nodeClaim)
 	end(err)
 	c.renew(nodeClaim, err)
-	if cloudprovider.IsInsufficientCapacityError(err) {
+	if cloudprovider.IsInsufficientCapacityError(err) || cloudprovider.IsNodeClassNotReadyError(err) { // core deletes the NodeClaim
 		c.Static.Refused(ctx, nodeClaim, err)
 	}
 	claimsTotal.Inc(map[string]string{resultLabel: resultOf(err)})
@@ -81,19 +81,26 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return nil, createError(err, ReasonOverlaysNotReady)
 	}
 	candidates, refused := c.candidates(nodeClaim, groups)
+	notReady, err := c.notReady(ctx, nodeClaim.Spec.NodeClassRef.Name)
+	if err != nil {
+		return nil, createError(err, ReasonNodeClassNotFound)
+	}
+	if notReady != nil {
+		candidates = nil // only a claim that exists already is of use
+	}
 
 	claim, err := c.takeOver(ctx, nodeClaim)
 	if err != nil {
 		return nil, err
 	}
 	if claim == nil {
-		if err := c.launchable(ctx, nodeClaim); err != nil {
-			return nil, err
-		}
 		claim, err = c.claim(ctx, nodeClaim, candidates, class.MaxNodeProvisionTime)
 	}
 	if err != nil {
 		if errors.Is(err, errNoCandidate) {
+			if notReady != nil {
+				return nil, cloudprovider.NewNodeClassNotReadyError(notReady)
+			}
 			c.Catalogue.MarkRefused(
 				nodeClaim.Labels[karpv1.NodePoolLabelKey],
 				scheduling.NewNodeSelectorRequirementsWithMinValues(nodeClaim.Spec.Requirements...),
@@ -119,22 +126,18 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	return created, nil
 }
 
-// launchable returns a NodeClassNotReadyError, upon which core deletes the NodeClaim, if the node class
-// is not Ready. A NodeClaim whose claim exists keeps it. If the agent is the reason, the NodeClaim
-// stays as well: it may have a claim that is not known here yet.
-func (c *CloudProvider) launchable(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
-	if _, claimed := c.Claims.Get(string(nodeClaim.UID)); claimed {
-		return nil
-	}
+// notReady returns why the node class is not Ready; nil if it is, if that is not known of its present
+// specification, or if the agent is the reason: a call may reach it after all.
+func (c *CloudProvider) notReady(ctx context.Context, name string) (why, err error) {
 	var class v1alpha1.ClusterAPINodeClass
-	if err := c.Kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Spec.NodeClassRef.Name}, &class); err != nil {
-		return createError(err, ReasonNodeClassNotFound)
+	if err := c.Kube.Get(ctx, client.ObjectKey{Name: name}, &class); err != nil {
+		return nil, fmt.Errorf("reading the node class: %w", err)
 	}
 	ready, agent := class.StatusConditions().Get(status.ConditionReady), class.StatusConditions().Get(v1alpha1.ConditionAgentReachable)
 	if !ready.IsFalse() || ready.ObservedGeneration != class.Generation || agent.IsFalse() {
-		return nil
+		return nil, nil
 	}
-	return cloudprovider.NewNodeClassNotReadyError(fmt.Errorf("ClusterAPINodeClass %q is not Ready: %s", class.Name, ready.Message))
+	return fmt.Errorf("ClusterAPINodeClass %q is not Ready: %s", name, ready.Message), nil
 }
 
 // candidates returns the groups that accept the NodeClaim, best first, and the reason why each

@@ -320,8 +320,6 @@ func TestNothingIsLaunchedForANodeClassThatIsNotReady(t *testing.T) {
 	first := w.NodeClaim("first")
 	_, err := w.CloudProvider.Create(w.Context(), first)
 	require.NoError(t, err)
-	w.Eventually(func() bool { _, known := w.Claims.Get(string(first.UID)); return known }, "the mirror has the claim")
-
 	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
 	w.Get(nodeClass)
 	nodeClass.StatusConditions().SetFalse(v1alpha1.ConditionNodeGroupsFound, "NotFound", "nothing is selected")
@@ -334,6 +332,13 @@ func TestNothingIsLaunchedForANodeClassThatIsNotReady(t *testing.T) {
 	require.Equal(t, 1, w.Agent.Calls("CreateClaim"))
 	_, err = w.CloudProvider.Create(w.Context(), first)
 	require.NoError(t, err, "it has its claim already")
+	require.Equal(t, 1, w.Agent.Calls("CreateClaim"))
+
+	// The agent must be asked: the reply to the call that made a claim may have been lost.
+	w.Agent.Fail("GetClaim", 100, agenterrors.NotSynced("later"))
+	_, err = w.CloudProvider.Create(w.Context(), first)
+	assertCreateError(t, err, cloudprovider.ReasonAgentUnreachable)
+	w.Agent.Fail("GetClaim", 0, nil)
 
 	nodeClass.StatusConditions().SetFalse(v1alpha1.ConditionAgentReachable, "Unreachable", "no agent answers")
 	require.NoError(t, w.Kube.Status().Update(w.Context(), nodeClass))

@@ -44,8 +44,8 @@ func New(kube client.Reader, recorder events.Recorder, ttl time.Duration) *Gate 
 	return &Gate{kube: kube, recorder: recorder, closed: cache.New(ttl, min(ttl, time.Second)), ttl: ttl}
 }
 
-// Refused records that no node group had room for a NodeClaim. It ignores NodeClaims that belong to
-// no static NodePool.
+// Refused records that a NodeClaim could not be launched, so that core deletes it: no node group had
+// room, or the node class is not Ready. It ignores NodeClaims that belong to no static NodePool.
 func (g *Gate) Refused(ctx context.Context, nodeClaim *karpv1.NodeClaim, why error) {
 	nodePool, err := g.static(ctx, nodeClaim)
 	if err != nil || nodePool == nil {
@@ -56,8 +56,8 @@ func (g *Gate) Refused(ctx context.Context, nodeClaim *karpv1.NodeClaim, why err
 		InvolvedObject: nodePool,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "NoRoomForReplicas",
-		Message: fmt.Sprintf("No node group has room for another node of this static NodePool; Karpenter retries after %s at the earliest. "+
-			"Lower spec.replicas, or make room: %s", g.ttl, why),
+		Message: fmt.Sprintf("There is no room for another node of this static NodePool; Karpenter retries after %s at the earliest. "+
+			"Lower spec.replicas, or remove the cause: %s", g.ttl, why),
 		DedupeValues:  []string{string(nodePool.UID)},
 		DedupeTimeout: 10 * time.Minute,
 	})

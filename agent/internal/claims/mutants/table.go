@@ -445,13 +445,22 @@ var mutants = []mutant{
 		{" && !s.Nodes[m.Spec.ProviderID] && s.reportDueIn(m) > 0", " && s.reportDueIn(m) > 0"},
 	}},
 	{name: "a spare that joined just now is for no claim", test: "TestASpareThatJoinedJustNowIsForTheNextClaim", edits: []edit{
-		{"b.spare() - b.unusable(true)", "b.spare() - b.unusable(false)"},
+		{"b.unusable(b.settled())", "b.unusable(false)"},
 	}},
 	{name: "a claim fails while its Machine may still be reported", test: "TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne", edits: []edit{
 		{"	case d.awaitsReport:\n", "	case false:\n"},
 	}},
 	{name: "a claim fails when another Machine is ordered for it", test: "TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne", edits: []edit{
-		{"	case d.reordered:\n", "	case false:\n"},
+		{"	case d.reordered && waited", "	case false && waited"},
+	}},
+	{name: "another Machine is ordered before the claim has its time for it", test: "TestAClaimDoesNotFailAsAnotherMachineIsOrderedForIt", edits: []edit{
+		{"	b.restartWaits()\n", ""},
+	}},
+	{name: "a claim waits for a spare where a shortage is not noticed", test: "TestASpareThatJoinedJustNowIsForTheNextClaim", edits: []edit{
+		{"b.unusable(b.settled())", "b.unusable(true)"},
+	}},
+	{name: "at the max size the user's Machine makes room", test: "TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom", edits: []edit{
+		{"		surplus = min(surplus, len(slices.DeleteFunc(b.free(), usable))-int(b.floor()))\n", ""},
 	}},
 	{name: "a Machine whose report never comes is not replaced", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
 		{"b.d.Wake(b.reportDueIn(m))", "_ = b.reportDueIn(m)"},
