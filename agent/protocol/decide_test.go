@@ -207,7 +207,7 @@ func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 		assert.Contains(t, d.Ledger.Releasing, types.UID("x"))
 	})
 	t.Run("nor do the user's go in its place", func(t *testing.T) {
-		s := full(3, 2, "a").withMachine("x", "", node).withMachine("y", "", node)
+		s := full(3, 2, "a", "b").withMachine("x", "", node).withMachine("y", "", node) // the floor was raised
 		s.withMachine("joined just now", "", func(m *clusterv1.Machine) {
 			node(m)
 			m.Status.LastUpdated = metav1.NewTime(s.Now)
