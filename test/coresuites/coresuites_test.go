@@ -11,10 +11,15 @@ import (
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/yaml"
 
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/coresuites"
+	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const report = `[{"SpecReports":[
@@ -79,6 +84,22 @@ func TestAPartHasItsOwnNodePool(t *testing.T) {
 	require.Equal(t, append(all, karpenterv1.NodeSelectorRequirementWithMinValues{
 		Key: corev1.LabelInstanceTypeStable, Operator: corev1.NodeSelectorOpIn, Values: []string{"c-2"},
 	}), small)
+}
+
+// Specs that spread pods over zones need node groups that say where their machines are.
+func TestEveryNodeGroupSaysItsZone(t *testing.T) {
+	hub := fake.NewClientBuilder().WithScheme(testenv.Scheme()).Build()
+	require.NoError(t, coresuites.Prepare(t.Context(), hub, fake.NewClientBuilder().WithScheme(testenv.Scheme()).Build()))
+	var templates simv1.SimMachineTemplateList
+	require.NoError(t, hub.List(t.Context(), &templates))
+	require.NotEmpty(t, templates.Items)
+	for _, template := range templates.Items {
+		group := &clusterv1.MachineDeployment{}
+		require.NoError(t, hub.Get(t.Context(), client.ObjectKeyFromObject(&template), group))
+		require.NotEmpty(t, template.Spec.Template.Spec.Zone)
+		require.Contains(t, strings.Split(group.Annotations["capacity.cluster-autoscaler.kubernetes.io/labels"], ","),
+			corev1.LabelTopologyZone+"="+template.Spec.Template.Spec.Zone)
+	}
 }
 
 func TestEveryExceptionSaysWhy(t *testing.T) {

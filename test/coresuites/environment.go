@@ -198,8 +198,8 @@ func group(instanceType, zone, capacityType, architecture string, cpu, memory in
 			labels["fleet.example.com/pool"] = "core"
 			o.SetLabels(labels)
 			o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{
-				"capacity.cluster-autoscaler.kubernetes.io/labels": fmt.Sprintf("%s=%s,%s=%s",
-					corev1.LabelInstanceTypeStable, instanceType, karpenterv1.CapacityTypeLabelKey, capacityType),
+				"capacity.cluster-autoscaler.kubernetes.io/labels": fmt.Sprintf("%s=%s,%s=%s,%s=%s", corev1.LabelInstanceTypeStable, instanceType,
+					karpenterv1.CapacityTypeLabelKey, capacityType, corev1.LabelTopologyZone, zone),
 			}))
 		}
 	}
