@@ -65,9 +65,9 @@ const maxConditionMessage = 1024
 //	UNAVAILABLE, DEADLINE_EXCEEDED | CreateError              | retried with the same id; the claim may exist
 //	UNAUTHENTICATED, PERMISSION_DENIED, INVALID_ARGUMENT, others | CreateError | retried; needs an operator's action
 //
-// explain never returns NodeClassNotReady, which is for a node class whose condition says so. Core would delete the NodeClaim and create the next one at once, for as long as the node
-// class is ready. Core gives up a NodeClaim whose creation keeps
-// failing after the launch timeout.
+// explain never returns NodeClassNotReady, which is for a node class whose condition says so. Core
+// would delete the NodeClaim and create the next one at once, for as long as the node class is ready.
+// Core gives up a NodeClaim whose creation keeps failing after the launch timeout.
 func (c *CloudProvider) explain(err error, candidates []*instancetype.Group, refused map[string]error) error {
 	switch {
 	case errors.Is(err, errNoCandidate):
