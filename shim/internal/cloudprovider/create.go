@@ -131,7 +131,7 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 func (c *CloudProvider) notReady(ctx context.Context, name string) (why, err error) {
 	var class v1alpha1.ClusterAPINodeClass
 	if err := c.Kube.Get(ctx, client.ObjectKey{Name: name}, &class); err != nil {
-		return nil, fmt.Errorf("reading the node class: %w", err)
+		return nil, fmt.Errorf("reading the NodeClass: %w", err)
 	}
 	ready, agent := class.StatusConditions().Get(status.ConditionReady), class.StatusConditions().Get(v1alpha1.ConditionAgentReachable)
 	if !ready.IsFalse() || ready.ObservedGeneration != class.Generation || agent.IsFalse() {
