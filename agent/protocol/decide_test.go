@@ -105,6 +105,10 @@ func TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport(t *testing.T) {
 	s.Machines[0].Annotations = map[string]string{v1alpha1.NodeRegisteredAtAnnotation: "2026-01-01T00:00:00Z"}
 	assert.Equal(t, int32(2), Decide(s).Replicas, "something was reported to run on it before Cluster API saw the Node")
 
+	s = joined(time.Second)
+	s.ReportsNodes = func(string) bool { return false }
+	assert.Equal(t, int32(2), Decide(s).Replicas, "no report is to come")
+
 	s = joined(reportDue + skew)
 	assert.Equal(t, int32(2), Decide(s).Replicas, "no report came")
 	s.Started = s.Now.Add(-time.Second)

@@ -68,9 +68,10 @@ func (s *Snapshot) registered(m *clusterv1.Machine) bool {
 }
 
 // joinedJustNow reports whether the Machine's Node joined so recently that this agent may not have
-// its holder's report of it yet, be it because the agent has just started.
+// its holder's report of it yet, be it because the agent has just started. Nothing is expected of
+// holders that report no Nodes.
 func (s *Snapshot) joinedJustNow(m *clusterv1.Machine) bool {
-	return HasNode(m) && !s.registered(m) && !s.Nodes[m.Spec.ProviderID] && s.reportDueIn(m) > 0
+	return s.expectsReport && HasNode(m) && !s.registered(m) && !s.Nodes[m.Spec.ProviderID] && s.reportDueIn(m) > 0
 }
 
 // reportDueIn returns how long a report of the Machine's Node may still take. Cluster API records

@@ -40,6 +40,8 @@ type Snapshot struct {
 	// Nodes is the holder's last report, by provider ID: whether the Node is registered; false while
 	// it still carries the unregistered taint. It is nil when there is no recent report.
 	Nodes map[string]bool
+	// ReportsNodes reports whether a holder reports Nodes; nil means that none does.
+	ReportsNodes func(holder string) bool
 
 	// Now is the time of the reading by the agent's clock.
 	Now time.Time
@@ -68,6 +70,8 @@ type Snapshot struct {
 	byID    map[string]*v1alpha1.MachineClaim
 	// longest is the longest time that a claim asks to wait for its Machine; zero if none does.
 	longest time.Duration
+	// expectsReport is set if the holder of a waiting claim reports Nodes.
+	expectsReport bool
 }
 
 // prepare sorts claims and Machines, so that two agents decide alike, and indexes them.
@@ -105,13 +109,15 @@ func (s *Snapshot) index() {
 		}
 	}
 	s.byID = make(map[string]*v1alpha1.MachineClaim, len(s.Claims))
-	s.holders, s.longest = make(map[types.UID]string, len(s.Claims)), 0
+	s.holders, s.longest, s.expectsReport = make(map[types.UID]string, len(s.Claims)), 0, false
 	for _, c := range s.Claims {
 		s.byID[c.Spec.ClaimID] = c
 		if hasMachine(c) {
 			s.holders[c.Status.Machine.UID] = c.Spec.ClaimID
 		}
 		s.longest = max(s.longest, c.MaxNodeProvisionTime())
+		waits := c.CurrentPhase() == v1alpha1.PhasePending && s.ReportsNodes != nil && s.ReportsNodes(c.Spec.Holder)
+		s.expectsReport = s.expectsReport || waits
 	}
 }
 

@@ -44,6 +44,8 @@ func atRest(replicas int32, ledger *Ledger) *Snapshot {
 		}},
 		Now:        now,
 		SpareGrace: time.Minute,
+
+		ReportsNodes: func(string) bool { return true },
 	}
 }
 

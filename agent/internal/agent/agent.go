@@ -108,8 +108,9 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 
 	var groups *nodegroupview.View
 	engine := claims.New(claims.Config{
-		Name:    o.InstanceName,
-		Indexes: claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, NotEnded: hub.NotEndedClaims(),
+		ReportsNodes: authz.ReportsNodes,
+		Name:         o.InstanceName,
+		Indexes:      claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, NotEnded: hub.NotEndedClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,

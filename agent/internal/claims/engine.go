@@ -84,6 +84,9 @@ type Config struct {
 	NotEnded client.ListOption
 	// Recorder records events for users. Nil means none.
 	Recorder events.EventRecorder
+	// ReportsNodes reports whether a holder reports the Cluster's Nodes with its live sets. Nil means
+	// that none does.
+	ReportsNodes func(holder string) bool
 	// Clock is the source of time. Nil means the real clock.
 	Clock clock.Clock
 	// SpareGrace is how long an unclaimed Machine is kept for the next claim. Zero means one

@@ -199,6 +199,7 @@ func TestAClaimDoesNotFailAsAnotherMachineIsOrderedForIt(t *testing.T) {
 	joined.Status.LastUpdated = metav1.NewTime(clock.Now().Add(-2 * time.Minute))
 	e := quiet(engineWith(t, md, set, joined, claimIn("group", "a", v1alpha1.PhasePending, "")))
 	e.Clock, e.started, e.Failure.ObjectDeadline = clock, time.Time{}, deadline
+	e.ReportsNodes = func(string) bool { return true }
 
 	_, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)

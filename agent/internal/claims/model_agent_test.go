@@ -71,8 +71,9 @@ func (w *world) newProcess(agent int) *process {
 		p.caches[k] = w.hub.snapshot(k)
 	}
 	p.engine = New(Config{
-		Name:   fmt.Sprint("agent-", agent),
-		Client: &agentClient{w: w, p: p, cached: true}, Reader: &agentClient{w: w, p: p}, Clock: w.newClock(), Failure: w.failure,
+		ReportsNodes: func(string) bool { return true },
+		Name:         fmt.Sprint("agent-", agent),
+		Client:       &agentClient{w: w, p: p, cached: true}, Reader: &agentClient{w: w, p: p}, Clock: w.newClock(), Failure: w.failure,
 		SpareGrace: time.Minute, TombstoneRetention: retention, Coalesce: time.Nanosecond,
 		NotEnded: client.MatchingFieldsSelector{Selector: fields.OneTermNotEqualSelector("status.phase", string(v1alpha1.PhaseEnded))},
 	})

@@ -59,6 +59,7 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	s := &protocol.Snapshot{
 		Deployment:   md,
 		Now:          e.Clock.Now(),
+		ReportsNodes: e.ReportsNodes,
 		Nodes:        e.reportedNodes(types.NamespacedName{Namespace: key.Namespace, Name: md.Spec.ClusterName}),
 		SpareGrace:   e.SpareGrace,
 		Failure:      e.Failure,

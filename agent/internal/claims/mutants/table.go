@@ -441,6 +441,9 @@ var mutants = []mutant{
 	{name: "an agent that has just started expects no report", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
 		{"latest(m.Status.LastUpdated.Time, s.Started)", "m.Status.LastUpdated.Time"},
 	}},
+	{name: "a report is expected of a holder that reports no Nodes", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
+		{"return s.expectsReport && HasNode(m)", "return HasNode(m)"},
+	}},
 	{name: "the report that something runs on a Machine does not end the wait for it", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
 		{" && !s.Nodes[m.Spec.ProviderID] && s.reportDueIn(m) > 0", " && s.reportDueIn(m) > 0"},
 	}},
