@@ -354,6 +354,11 @@ func TestNodesStayWhereOneOfferingHasTwoPrices(t *testing.T) {
 	groupOf(t, "priced", class, cheap, "on-demand", "1", "2")
 	groupOf(t, "priced", class, dear, "on-demand", "3", "10")
 	group(t, class, between, "on-demand", "2", "10")
+	// Without a zone, Karpenter would look up prices in the zones of existing Nodes, which the dear group has none of.
+	for name, instanceType := range map[string]string{cheap: "priced", dear: "priced", between: between} {
+		annotate(t, name, "capacity.cluster-autoscaler.kubernetes.io/labels",
+			fmt.Sprintf("%q", "karpenter.sh/capacity-type=on-demand,node.kubernetes.io/instance-type="+instanceType+",topology.kubernetes.io/zone=zone-a"))
+	}
 	requirePool(t, class, map[string]any{"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"on-demand"}})
 	poll(t, soon, conditionSays(class, shimv1.ConditionNodeGroupsValid, "priced-dear costs 3 and fleet/priced-cheap 1"))
 	// The other Node may go to a cheaper machine once: Karpenter expects one as long as the dear group
