@@ -421,23 +421,18 @@ func (b *books) coverShortage() {
 		return
 	}
 	free := b.free()
-	usable := 0
 	for _, m := range free {
-		switch b.class(m) {
-		case suspect:
-			if b.joinedJustNow(m) {
-				b.d.Wake(b.reportDueIn(m)) // no event tells that no report came
-				b.d.awaitsReport = true
-			}
-			usable++
-		case fresh:
-			usable++
-		default:
+		if b.undecided(m) {
+			b.d.Wake(b.reportDueIn(m)) // no event tells that no report came
+			b.d.awaitsReport = true
 		}
 	}
 	if b.d.Replicas != b.Group.Replicas || !b.settled() || !b.mayGrow() {
 		return
 	}
+	usable := lo.CountBy(free, func(m *clusterv1.Machine) bool {
+		return b.class(m) == fresh || b.class(m) == suspect // suspect: its Node decides whether it is usable
+	})
 	floorNeeds := max(0, int(b.floor())-(len(free)-usable))
 	short := clamp(waiting - (usable - floorNeeds))
 	room := short

@@ -178,19 +178,22 @@ func (b *books) room(replicas int32) bool {
 	return b.Group.Max == nil || replicas < *b.Group.Max
 }
 
-// unusable counts the free Machines beyond the floor that no claim may have. If hoping is set, those
-// do not count whose Nodes joined just now.
-func (b *books) unusable(hoping bool) int32 {
+// unusable counts the free Machines beyond the floor that no claim may have. If exceptUndecided is
+// set, [books.undecided] ones do not count.
+func (b *books) unusable(exceptUndecided bool) int32 {
 	var n int32
 	for _, m := range b.free() {
-		switch {
-		case b.class(m) == fresh:
-		case hoping && b.class(m) == suspect && b.joinedJustNow(m):
-		default:
+		if b.class(m) != fresh && (!exceptUndecided || !b.undecided(m)) {
 			n++
 		}
 	}
 	return max(0, n-b.floor())
+}
+
+// undecided reports whether the Machine is free and the report that decides whether a claim may have
+// it may still come.
+func (b *books) undecided(m *clusterv1.Machine) bool {
+	return b.class(m) == suspect && b.joinedJustNow(m)
 }
 
 // waiting counts the claims that have been assigned no Machine yet.
