@@ -56,7 +56,7 @@ func (g *Gate) Refused(ctx context.Context, nodeClaim *karpv1.NodeClaim, why err
 		InvolvedObject: nodePool,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "NoRoomForReplicas",
-		Message: fmt.Sprintf("There is no room for another node of this static NodePool; Karpenter retries after %s at the earliest. "+
+		Message: fmt.Sprintf("Another node of this static NodePool could not be launched; Karpenter retries after %s at the earliest. "+
 			"Lower spec.replicas, or remove the cause: %s", g.ttl, why),
 		DedupeValues:  []string{string(nodePool.UID)},
 		DedupeTimeout: 10 * time.Minute,
