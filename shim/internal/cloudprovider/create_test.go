@@ -326,9 +326,14 @@ func TestNothingIsLaunchedForANodeClassThatIsNotReady(t *testing.T) {
 	nodeClass.StatusConditions().SetTrue(v1alpha1.ConditionAgentReachable)
 	require.True(t, nodeClass.StatusConditions().Root().IsFalse())
 	require.NoError(t, w.Kube.Status().Update(w.Context(), nodeClass))
-	_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("second"))
+	static := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "static"}, Spec: karpv1.NodePoolSpec{Replicas: new(int64(1))}}
+	require.NoError(t, w.Kube.Create(w.Context(), static))
+	_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("second", func(nc *karpv1.NodeClaim) {
+		nc.Labels = map[string]string{karpv1.NodePoolLabelKey: static.Name}
+	}))
 	require.True(t, corecloudprovider.IsNodeClassNotReadyError(err), "%v", err)
 	require.ErrorContains(t, err, "NodeGroupsFound")
+	require.Contains(t, w.Recorder.Reasons(), "NoRoomForReplicas", "core would create the next NodeClaim of the static NodePool at once")
 	require.Equal(t, 1, w.Agent.Calls("CreateClaim"))
 	_, err = w.CloudProvider.Create(w.Context(), first)
 	require.NoError(t, err, "it has its claim already")
