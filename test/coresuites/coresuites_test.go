@@ -79,11 +79,18 @@ func TestAPartHasItsOwnNodePool(t *testing.T) {
 		require.NoError(t, yaml.UnmarshalStrict(content, &pool))
 		return pool.Spec.Template.Spec.Requirements
 	}
-	all := requirements(coresuites.Part{})
-	small := requirements(coresuites.Part{InstanceTypes: []string{"c-2"}})
-	require.Equal(t, append(all, karpenterv1.NodeSelectorRequirementWithMinValues{
+	last := func(p coresuites.Part) karpenterv1.NodeSelectorRequirementWithMinValues {
+		all := requirements(p)
+		return all[len(all)-1]
+	}
+	require.Equal(t, karpenterv1.NodeSelectorRequirementWithMinValues{
 		Key: corev1.LabelInstanceTypeStable, Operator: corev1.NodeSelectorOpIn, Values: []string{"c-2"},
-	}), small)
+	}, last(coresuites.Part{InstanceTypes: []string{"c-2"}}))
+	buffers := coresuites.Parts("regression")[1]
+	require.NotEmpty(t, buffers.InstanceTypes)
+	require.Equal(t, karpenterv1.NodeSelectorRequirementWithMinValues{
+		Key: corev1.LabelInstanceTypeStable, Operator: corev1.NodeSelectorOpNotIn, Values: buffers.InstanceTypes,
+	}, last(coresuites.Part{Suite: "disruption"}), "the machines of a part are for no other")
 }
 
 // Specs that spread pods over zones need node groups that say where their machines are.

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/samber/lo"
 	appsv1 "k8s.io/api/apps/v1"
@@ -31,6 +32,15 @@ var (
 	machineSizes  = map[string]int64{"c": 2, "m": 4} // GiB of memory per CPU
 )
 
+// slowType is an instance type of two CPUs whose machines join later than all others. Karpenter counts
+// the pods of a CapacityBuffer on the machines whose provider IDs it knows, once in 30 s; a machine
+// that is ready before, as the others are, is empty until then, and these specs have empty Nodes
+// consolidated after 0 s.
+const (
+	slowType      = "slow-2"
+	slowJoinDelay = 40 * time.Second
+)
+
 // armCPUs are the sizes of the few machines with another architecture, which some specs require.
 // They have the memory of family m.
 var armCPUs = []int64{1, 2, 4}
@@ -44,13 +54,13 @@ type Part struct {
 	// Specs is a prefix of the names of the part's specs. If it is empty, the part has all specs of the
 	// suite that no other part has.
 	Specs string
-	// InstanceTypes are those that the NodePool allows. Absent: all.
+	// InstanceTypes are those that the NodePool allows. Absent: all but those of other parts.
 	InstanceTypes []string
 }
 
 // parts are the specs that require a NodePool of their own. Core gives them one where they run against
 // its own provider: with one machine for each pod that they make room for.
-var parts = []Part{{Suite: "regression", Specs: "CapacityBuffer", InstanceTypes: []string{"c-2"}}}
+var parts = []Part{{Suite: "regression", Specs: "CapacityBuffer", InstanceTypes: []string{slowType}}}
 
 // Parts returns the parts of a suite, which together have all its specs.
 func Parts(suite string) []Part {
@@ -78,7 +88,7 @@ func (p Part) WriteDefaults(dir string) (nodeClass, nodePool string, err error) 
 			return "", "", err
 		}
 		if name == "nodepool.yaml" {
-			if content, err = allowing(content, p.InstanceTypes); err != nil {
+			if content, err = p.allowed(content); err != nil {
 				return "", "", err
 			}
 		}
@@ -90,10 +100,12 @@ func (p Part) WriteDefaults(dir string) (nodeClass, nodePool string, err error) 
 	return paths[0], paths[1], nil
 }
 
-// allowing adds a requirement of instance types to a NodePool, if there are any.
-func allowing(nodePool []byte, instanceTypes []string) ([]byte, error) {
+// allowed returns the NodePool with a requirement that allows the part's instance types only.
+func (p Part) allowed(nodePool []byte) ([]byte, error) {
+	operator, instanceTypes := corev1.NodeSelectorOpIn, p.InstanceTypes
 	if len(instanceTypes) == 0 {
-		return nodePool, nil
+		operator = corev1.NodeSelectorOpNotIn
+		instanceTypes = lo.FlatMap(parts, func(other Part, _ int) []string { return other.InstanceTypes })
 	}
 	var object map[string]any
 	if err := yaml.Unmarshal(nodePool, &object); err != nil {
@@ -105,7 +117,7 @@ func allowing(nodePool []byte, instanceTypes []string) ([]byte, error) {
 		return nil, err
 	}
 	requirements = append(requirements, map[string]any{
-		"key": corev1.LabelInstanceTypeStable, "operator": string(corev1.NodeSelectorOpIn), "values": lo.ToAnySlice(instanceTypes),
+		"key": corev1.LabelInstanceTypeStable, "operator": string(operator), "values": lo.ToAnySlice(instanceTypes),
 	})
 	if err := unstructured.SetNestedSlice(object, requirements, path...); err != nil {
 		return nil, err
@@ -140,10 +152,10 @@ func Prepare(ctx context.Context, hub, spoke client.Client) error {
 	if err := spoke.Create(ctx, settings()); err != nil {
 		return err
 	}
-	create := func(family, architecture string, cpu, memory int64) error {
+	create := func(instanceType, architecture string, cpu, memory int64) error {
 		for _, zone := range zones {
 			for _, capacityType := range capacityTypes {
-				objects, err := group(fmt.Sprintf("%s-%d", family, cpu), zone, capacityType, architecture, cpu, memory*cpu)
+				objects, err := group(instanceType, zone, capacityType, architecture, cpu, memory*cpu)
 				if err != nil {
 					return err
 				}
@@ -156,17 +168,17 @@ func Prepare(ctx context.Context, hub, spoke client.Client) error {
 	}
 	for family, memory := range machineSizes {
 		for _, cpu := range cpus {
-			if err := create(family, karpenterv1.ArchitectureAmd64, cpu, memory); err != nil {
+			if err := create(fmt.Sprintf("%s-%d", family, cpu), karpenterv1.ArchitectureAmd64, cpu, memory); err != nil {
 				return err
 			}
 		}
 	}
 	for _, cpu := range armCPUs {
-		if err := create("arm", karpenterv1.ArchitectureArm64, cpu, machineSizes["m"]); err != nil {
+		if err := create(fmt.Sprintf("arm-%d", cpu), karpenterv1.ArchitectureArm64, cpu, machineSizes["m"]); err != nil {
 			return err
 		}
 	}
-	return nil
+	return create(slowType, karpenterv1.ArchitectureAmd64, 2, machineSizes["c"])
 }
 
 // group returns the crowd's node group with different machines.
@@ -183,6 +195,9 @@ func group(instanceType, zone, capacityType, architecture string, cpu, memory in
 				return nil, err
 			}
 			spec["instanceType"], spec["zone"] = instanceType, zone
+			if instanceType == slowType {
+				spec["joinDelay"] = slowJoinDelay.String()
+			}
 			spec["nodeInfo"] = map[string]any{"architecture": architecture}
 			// As everywhere, and as nodeclass.yaml says: specs rely on it that a pod of one CPU does not
 			// fit on a machine of one.
