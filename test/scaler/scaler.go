@@ -178,6 +178,17 @@ type state struct {
 	fresh      map[string]int // unregistered instances that may still come
 }
 
+// used returns the names of the nodes that pods run on, but for those of DaemonSets.
+func (s *state) used() map[string]bool {
+	used := map[string]bool{}
+	for i := range s.pods {
+		if p := &s.pods[i]; p.Spec.NodeName != "" && !ofDaemonSet(p) && p.Status.Phase != corev1.PodSucceeded && p.Status.Phase != corev1.PodFailed {
+			used[p.Spec.NodeName] = true
+		}
+	}
+	return used
+}
+
 // RunOnce runs one loop.
 func (s *Scaler) RunOnce(ctx context.Context) error {
 	now := time.Now()
@@ -443,6 +454,7 @@ func (s *Scaler) fixSizes(ctx context.Context, seen *state, now time.Time) (fixe
 
 // scaleUp makes room for the pods that do not fit, on the cheapest group whose template fits.
 func (s *Scaler) scaleUp(ctx context.Context, seen *state, now time.Time) (scaled bool, err error) {
+	used := seen.used()
 	var errs []error
 	for _, group := range s.nodeGroups(ctx) {
 		id, template := group.GetId(), seen.templates[group.GetId()]
@@ -450,8 +462,11 @@ func (s *Scaler) scaleUp(ctx context.Context, seen *state, now time.Time) (scale
 			continue
 		}
 		pending := lo.Filter(seen.pods, func(p corev1.Pod, _ int) bool { return unschedulable(&p) && fits(&p, template) })
-		upcoming := max(seen.targets[id]-int32(len(lo.Filter(seen.registered[id], func(n *corev1.Node, _ int) bool { return ready(n) }))), 0)
-		need := int32(len(pending)) - upcoming
+		there := lo.Filter(seen.registered[id], func(n *corev1.Node, _ int) bool { return ready(n) })
+		upcoming := max(seen.targets[id]-int32(len(there)), 0)
+		// The cluster-autoscaler leaves out the pods that fit on nodes that are there, which the
+		// scheduler may not have seen yet. An empty node has room for one of them at least.
+		need := int32(len(pending)) - upcoming - int32(lo.CountBy(there, func(n *corev1.Node) bool { return !used[n.Name] }))
 		if need <= 0 {
 			continue
 		}
@@ -496,12 +511,7 @@ func (s *Scaler) price(ctx context.Context, group string, template *corev1.Node,
 
 // scaleDown taints and deletes nodes that have been without pods for long enough.
 func (s *Scaler) scaleDown(ctx context.Context, seen *state, now time.Time) error {
-	used := map[string]bool{}
-	for i := range seen.pods {
-		if p := &seen.pods[i]; p.Spec.NodeName != "" && !ofDaemonSet(p) && p.Status.Phase != corev1.PodSucceeded && p.Status.Phase != corev1.PodFailed {
-			used[p.Spec.NodeName] = true
-		}
-	}
+	used := seen.used()
 	unneeded := map[string]time.Time{}
 	var errs []error
 	for id, nodes := range seen.registered {
