@@ -13,8 +13,10 @@ import (
 	"time"
 
 	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/encoding/gzip"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
@@ -160,6 +162,14 @@ var attacks = []attack{
 		must:  []string{refused}, may: []string{closedByAgent, notConnected, late, "reset"},
 		// Answers that are not read, two more lists, and the calls.
 		holds: (32+2*64)*mebibyte + openStreams,
+	},
+	{
+		name:  "compressed answers",
+		about: "lists that ask for a compressed answer, of which nothing is read: the windows of 16 connections stay closed",
+		run:   compressedAnswers,
+		must:  []string{codes.Unimplemented.String()}, may: []string{refused, closedByAgent, notConnected, "reset"},
+		// None is answered.
+		holds: openStreams,
 	},
 	{
 		name:  "connections",
@@ -486,6 +496,14 @@ func slowReaders(ctx context.Context, a *attacker) error {
 			return p.call(agentv1alpha1.ClaimService_ListClaims_FullMethodName, len(list), list)
 		}
 		return p.call(methods[i], len(requests[i]), requests[i])
+	}, 2000, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+}
+
+func compressedAnswers(ctx context.Context, a *attacker) error {
+	list := encode(&agentv1alpha1.ListClaimsRequest{Cluster: a.Cluster, IncludeEnded: true})
+	return a.hold(ctx, func(p *peer) error {
+		return p.call(agentv1alpha1.ClaimService_ListClaims_FullMethodName, len(list), list,
+			hpack.HeaderField{Name: "grpc-encoding", Value: gzip.Name})
 	}, 2000, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
 }
 

@@ -124,21 +124,22 @@ func statusOf(trailers *http2.MetaHeadersFrame) string {
 	return codes.Unknown.String()
 }
 
-// call begins a call, announces a message of the given length, and sends the given part of it.
-func (p *peer) call(method string, length int, message []byte) error {
+// call begins a call with more header fields, announces a message of the given length, and sends the
+// given part of it.
+func (p *peer) call(method string, length int, message []byte, more ...hpack.HeaderField) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	stream := p.next
 	p.next += 2
 	p.headers.Reset()
-	for _, field := range []hpack.HeaderField{
+	for _, field := range append([]hpack.HeaderField{
 		{Name: ":method", Value: "POST"},
 		{Name: ":scheme", Value: "https"},
 		{Name: ":path", Value: method},
 		{Name: ":authority", Value: "agent"},
 		{Name: "content-type", Value: "application/grpc"},
 		{Name: "te", Value: "trailers"},
-	} {
+	}, more...) {
 		if err := p.encoder.WriteField(field); err != nil {
 			return err
 		}

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/encoding"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
 	grpcstatus "google.golang.org/grpc/status"
@@ -173,9 +174,21 @@ func (s *Server) identifyStream(service any, stream grpc.ServerStream, info *grp
 	return handler(service, &middleware.WrappedServerStream{ServerStream: stream, WrappedContext: ctx})
 }
 
-// admit rejects callers that may not call the method for any Cluster, and all callers during
-// shutdown.
+// compressed reports whether the call's messages may be compressed. An answer would be, too, and the
+// transport would keep it in buffers of its own, which [Server.outgoing] can neither count nor bound
+// in time. And a request of a few bytes may expand to the largest one before it is counted.
+func compressed(ctx context.Context) bool {
+	stream, ok := grpc.ServerTransportStreamFromContext(ctx).(interface{ RecvCompress() string })
+	return !ok || stream.RecvCompress() != "" && stream.RecvCompress() != encoding.Identity
+}
+
+// admit rejects calls with compression, callers that may not call the method for any Cluster, and all
+// callers during shutdown.
 func (s *Server) admit(ctx context.Context, method string) error {
+	if compressed(ctx) {
+		s.limits.Denied(limitedAs(callerOf(ctx), handshakeOf(ctx)))
+		return grpcstatus.Error(codes.Unimplemented, "this agent serves calls without compression only (grpc-encoding: identity)")
+	}
 	rule, known := authz.Methods[method]
 	if !known {
 		return agenterrors.PermissionDenied("no role may call this method")

@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/encoding/gzip"
 	"google.golang.org/grpc/grpclog"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
@@ -124,6 +125,29 @@ func TestMessagesAreBoundedByMethod(t *testing.T) {
 		filled = append(filled, make([]byte, c.size-len(filled))...)
 		require.Equal(t, c.code, grpcstatus.Code(f.send(conn, c.method, filled)), "%s with %d bytes", c.method, c.size)
 	}
+}
+
+// An answer would be compressed as its request is, and what the transport keeps of it could not be
+// counted; a small request could be the largest one once it is expanded.
+func TestCompressedCallsAreRefused(t *testing.T) {
+	f := start(t)
+	conn := f.raw("spiffe://karpenter-capi/cluster/fleet/spoke")
+	compressed := grpc.UseCompressor(gzip.Name)
+	for _, method := range []string{
+		agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.ClaimService_SyncClaims_FullMethodName,
+		"/grpc.health.v1.Health/Check",
+	} {
+		err := conn.Invoke(f.ctx(), method, encoded{}, &struct{}{}, grpc.ForceCodecV2(asItIs{}), compressed)
+		require.Equal(t, codes.Unimplemented, grpcstatus.Code(err), "%s: %v", method, err)
+		require.ErrorContains(t, err, "without compression")
+	}
+	for _, method := range []string{agentv1alpha1.ClaimService_WatchClaims_FullMethodName, "/grpc.health.v1.Health/Watch"} {
+		stream, err := conn.NewStream(f.ctx(), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, method, compressed)
+		require.NoError(t, err)
+		err = stream.RecvMsg(&struct{}{})
+		require.Equal(t, codes.Unimplemented, grpcstatus.Code(err), "%s: %v", method, err)
+	}
+	require.NoError(t, f.list(f.cluster()), "others are served")
 }
 
 // TestNothingIsReadOfACallerWithoutARight sends only headers. The server responds although the body
