@@ -17,6 +17,8 @@ import (
 	"github.com/spiffe/go-spiffe/v2/spiffeid"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
 // Role is a set of methods; see [Methods].
@@ -294,6 +296,9 @@ func splitOnboarding(id spiffeid.ID) (spiffeid.ID, *ownIdentity, error) {
 	switch {
 	case role == RoleCluster && len(parts) == 3:
 		return id, &ownIdentity{Onboarding{Cluster: types.NamespacedName{Namespace: parts[1], Name: parts[2]}}, role}, nil
+	case role != "" && len(parts) == 4 && parts[3] == v1alpha1.Offboarded:
+		// The label of a Cluster that was offboarded has this value, which no certificate may match.
+		return id, nil, fmt.Errorf("the client certificate's URI has %q as its onboarding, which stands for none", v1alpha1.Offboarded)
 	case role != "" && len(parts) == 4:
 		bare, err := spiffeid.FromSegments(id.TrustDomain(), parts[:3]...)
 		if err != nil {

@@ -24,6 +24,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	clocktesting "k8s.io/utils/clock/testing"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/proto/clusterautoscaler/externalgrpc"
@@ -552,6 +553,15 @@ clusters: [fleet/spoke]
 			}
 			require.Equal(t, want.onboarding, caller.Onboarding.ID)
 		})
+	}
+}
+
+// An authority that a Cluster has of its own could sign an identity that equals the label of the
+// offboarded Cluster.
+func TestNoCertificateIsOfTheOnboardingOfClustersWithoutOne(t *testing.T) {
+	for _, path := range []string{"cluster/fleet/spoke/", "bootstrap/fleet/spoke/"} {
+		_, err := authorizer(t, "identities: []").FromChains(chain(t, "spiffe://karpenter-capi/"+path+v1alpha1.Offboarded))
+		require.ErrorContains(t, err, "stands for none", path)
 	}
 }
 
