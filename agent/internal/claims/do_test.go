@@ -133,6 +133,22 @@ func TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon(t *testing.T) {
 	}
 }
 
+// The clock follows the hub's API server, and another one may be a minute behind.
+func TestALedgerWriteIsNotPutOffForLongerBecauseTheClockIsSetBack(t *testing.T) {
+	md := groupOf("small", 1, map[string]string{
+		v1alpha1.LedgerAnnotation: (&protocol.Ledger{Version: 1, Seq: 4, LastReplicas: 1, Pending: map[string]protocol.Assignment{"a": {}}}).Encode(),
+	})
+	e := engineWith(t, md, machineOf("fresh"), claimIn("", "a", v1alpha1.PhasePending, ""))
+	e.Coalesce = time.Second
+	s, err := e.read(t.Context(), uncached, client.ObjectKeyFromObject(md))
+	require.NoError(t, err)
+	d := protocol.Decide(s)
+	require.NotNil(t, d.Ledger)
+	g := e.group(namespace, "small")
+	g.wanted, g.lastQuiet = e.Clock.Now().Add(time.Minute), e.Clock.Now().Add(time.Minute)
+	assert.LessOrEqual(t, g.coalesce(s, d), time.Second)
+}
+
 func TestARestoredClaimThatFailedKeepsItsReason(t *testing.T) {
 	claim := &v1alpha1.MachineClaim{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, "a")},

@@ -782,14 +782,18 @@ func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Durati
 		g.wanted = clock.Now()
 	}
 	if d.Finishes(s.Ledger) {
-		return max(0, g.engine.Coalesce-clock.Since(g.lastQuiet))
+		return within(g.engine.Coalesce, g.engine.Coalesce-clock.Since(g.lastQuiet))
 	}
 	gather := g.engine.Coalesce
 	if !s.NewlyAssigned(d.Ledger, true) {
 		gather *= time.Duration(min(1<<min(g.unfinished, 16), slowest))
 	}
-	return max(0, gather-clock.Since(g.wanted))
+	return within(gather, gather-clock.Since(g.wanted))
 }
+
+// within returns the rest of a wait. It is never longer than the wait, although the clock may be set
+// back to that of another API server.
+func within(wait, rest time.Duration) time.Duration { return min(wait, max(0, rest)) }
 
 func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 	switch {

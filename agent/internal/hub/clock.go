@@ -31,8 +31,10 @@ func NewClock(system clock.WithTicker, log logr.Logger) *Clock {
 	return &Clock{WithTicker: system, log: log}
 }
 
-// Now returns the corrected time.
-func (c *Clock) Now() time.Time { return c.WithTicker.Now().Add(c.Offset()) }
+// Now returns the corrected time. It has no monotonic part: a step of the system's clock is no step of
+// the corrected time, because the offset makes up for it, but would be one between two times of which
+// only the offset differs.
+func (c *Clock) Now() time.Time { return c.WithTicker.Now().Round(0).Add(c.Offset()) }
 
 // Since returns the time that has passed since the given corrected time.
 func (c *Clock) Since(t time.Time) time.Duration { return c.Now().Sub(t) }

@@ -7,6 +7,7 @@ import (
 
 	"github.com/go-logr/logr"
 	"github.com/stretchr/testify/require"
+	"k8s.io/utils/clock"
 	testingclock "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
@@ -47,6 +48,15 @@ func TestTheClockFollowsTheAPIServer(t *testing.T) {
 			require.Equal(t, time.Minute, c.Since(earlier))
 		})
 	}
+}
+
+// The system's clock is set while the agent runs, and the offset makes up for it. The monotonic part
+// of a time, which is not set, must not count then.
+func TestAStepOfTheSystemsClockIsNoneOfTheCorrectedOne(t *testing.T) {
+	c := hub.NewClock(clock.RealClock{}, logr.Discard())
+	require.Contains(t, time.Now().String(), " m=")
+	now := c.Now()
+	require.NotContains(t, now.String(), " m=", "which String adds")
 }
 
 // A proxy, or a server that does not know the time, leaves the header out.
