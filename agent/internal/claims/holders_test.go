@@ -123,6 +123,19 @@ func TestAClaimWhoseNodeWasRegisteredMeanwhileIsNotCollected(t *testing.T) {
 	assert.Equal(t, v1alpha1.PhasePending, c.Status.Phase)
 }
 
+// A cluster-autoscaler's identity may act for any number of holders.
+func TestAHolderWithoutClaimsTakesNoMemory(t *testing.T) {
+	e := quiet(engineWith(t, groupOf("a", 1, nil)))
+	e.Clock = clocktesting.NewFakeClock(newTestTime())
+	for _, holder := range []string{"cluster-autoscaler-1", "cluster-autoscaler-2"} {
+		_, token, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
+		require.NoError(t, err)
+		_, err = e.Sync(t.Context(), SyncRequest{Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, Spoke: spoke})
+		require.NoError(t, err)
+	}
+	assert.Empty(t, e.synced)
+}
+
 // A holder that does not report Nodes changes nothing: the shim's report stays.
 func TestNodesAreForgottenOnlyByAReport(t *testing.T) {
 	e := quiet(engineWith(t))

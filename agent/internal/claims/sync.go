@@ -119,11 +119,21 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	}
 	e.writeNotes(ctx, notes)
 	if r.Spoke != "" {
-		e.mu.Lock()
-		e.synced[holderKey{types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Holder}] = decided
-		e.mu.Unlock()
+		e.recordDecided(holderKey{types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Holder}, decided)
 	}
 	return result, nil
+}
+
+// recordDecided records which claims a holder's last live set decided. A holder without claims takes
+// no memory, because a caller may have many names for holders.
+func (e *Engine) recordDecided(holder holderKey, claims map[types.UID]bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if len(claims) == 0 {
+		delete(e.synced, holder)
+	} else {
+		e.synced[holder] = claims
+	}
 }
 
 // collect releases a claim whose owner is gone, or returns why it is kept. It checks again with the
