@@ -424,10 +424,13 @@ func (b *books) coverShortage() {
 	for _, m := range free {
 		if b.undecided(m) {
 			b.d.Wake(b.reportDueIn(m)) // no event tells that no report came
-			b.d.awaitsReport = true
+			b.d.awaits = "it is not certain yet whether a Machine that joined just now can be assigned"
 		}
 	}
 	if b.d.Replicas != b.Group.Replicas || !b.settled() || !b.mayGrow() {
+		return
+	}
+	if b.d.unfit = b.unfit(free, waiting); b.d.unfit != "" {
 		return
 	}
 	usable := lo.CountBy(free, func(m *clusterv1.Machine) bool {
@@ -443,8 +446,27 @@ func (b *books) coverShortage() {
 		room = min(short, max(0, *b.Group.Max-b.d.Replicas))
 	}
 	if room > 0 {
-		b.d.Replicas += room
-		b.covering, b.d.Urgent, b.d.reordered = room, true, true
+		b.d.reordered = "its Machine joined before it could be assigned, and another one is ordered"
+		b.covering = max(0, room-b.restarts())
+		b.d.Replicas += b.covering
+		b.d.Urgent = b.d.Urgent || b.covering > 0
 	}
 	b.d.Unmet = max(0, short-room)
+}
+
+// unfit returns why no other Machines are ordered for waiting claims: more than one for each was made
+// that no claim may have, although no Node has joined. Then something marks the Machines as they are
+// made, such as the annotations of the template, and the next ones would be the same. It is empty if
+// there is no such reason.
+func (b *books) unfit(free []*clusterv1.Machine, waiting int) string {
+	for _, mark := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation} {
+		n := lo.CountBy(free, func(m *clusterv1.Machine) bool {
+			_, marked := m.Annotations[mark]
+			return marked && b.class(m) == inhabited && !HasNode(m)
+		})
+		if n > waiting {
+			return fmt.Sprintf("no claim may have the %d new Machines with the annotation %s; take it off the MachineDeployment's template", n, mark)
+		}
+	}
+	return ""
 }

@@ -128,7 +128,7 @@ func (b *books) condition(m *clusterv1.Machine) class {
 		return failed
 	case !kept && (b.nodeless(m) || b.nodeUnregistered(m) && !b.registered(m)):
 		return fresh
-	case !HasNode(m) && m.Spec.ProviderID != "" && !b.registered(m), !kept && b.joinedJustNow(m):
+	case !kept && (!HasNode(m) && m.Spec.ProviderID != "" && !b.registered(m) || b.joinedJustNow(m)):
 		return suspect
 	}
 	return inhabited
@@ -176,6 +176,19 @@ func (b *books) spare() int32 {
 // room reports whether the max size allows one more than the given replicas.
 func (b *books) room(replicas int32) bool {
 	return b.Group.Max == nil || replicas < *b.Group.Max
+}
+
+// settled reports whether Cluster API makes no further Machine unless one is ordered: everything is
+// observed, there is no rollout, there are as many Machines as replicas, and no other actor is
+// deleting one. A Machine that the agent is deleting has its replica, and nothing replaces it, while it
+// has the agent's finalizer and replicas have not been decremented for it.
+func (b *books) settled() bool {
+	if !b.observed(b.Deployment.Generation) || b.rollingOut() || len(b.Machines) != int(b.Group.Replicas) {
+		return false
+	}
+	return !slices.ContainsFunc(b.Machines, func(m *clusterv1.Machine) bool {
+		return !Alive(m) && (b.class(m) != releasing || !HasFinalizer(m))
+	})
 }
 
 // unusable counts the free Machines beyond the floor that no claim may have. If exceptUndecided is

@@ -51,10 +51,11 @@ type Decision struct {
 	Unusable int32
 	// Unmet is how many waiting claims get no further replica because of the max size or a quota.
 	Unmet int32
-	// awaitsReport reports that a Machine may turn out to be a waiting claim's; the decision asks to
-	// be woken when that is known. reordered reports that replicas are raised because Machines of
-	// waiting claims joined too early.
-	awaitsReport, reordered bool
+	// awaits is what may decide soon whether a waiting claim gets a Machine, and for which the decision
+	// asks to be woken; empty if there is nothing. reordered is why waiting claims have to wait for
+	// other Machines than those that were made for them; empty if they do not. unfit is why Machines
+	// that were made since do not suit any claim either.
+	awaits, reordered, unfit string
 	// RequeueAfter is after how long to look again if no event comes; zero means never.
 	RequeueAfter time.Duration
 }
@@ -235,7 +236,6 @@ func Decide(s *Snapshot) *Decision {
 	b.shrink()
 	b.close()
 	s.actOnClaims(b.d)
-	b.restartWaits()
 	s.actOnMachines(b.d)
 	return b.d
 }

@@ -267,15 +267,6 @@ func (s *Snapshot) rollingOut() bool {
 	return len(s.activeSets()) > 1 || slices.ContainsFunc(s.Machines, Outdated)
 }
 
-// settled reports whether nothing is in progress in Cluster API: everything is observed, there is
-// no rollout, and there are as many Machines as replicas, none of them being deleted.
-func (s *Snapshot) settled() bool {
-	if !s.observed(s.Deployment.Generation) || s.rollingOut() || len(s.Machines) != int(s.Group.Replicas) {
-		return false
-	}
-	return !slices.ContainsFunc(s.Machines, func(m *clusterv1.Machine) bool { return !Alive(m) })
-}
-
 // ReplicasOf returns spec.replicas of a MachineSet, 0 when unset.
 func ReplicasOf(set *clusterv1.MachineSet) int32 {
 	if set.Spec.Replicas == nil {

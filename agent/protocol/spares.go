@@ -28,7 +28,13 @@ func (b *books) releaseSpare() {
 	// Cluster API attends to no other Machine before.
 	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !b.infrastructureGone(m) })
 	waits := (b.next.Unassigned() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0
-	if waits && len(gone) == 0 || !b.graceOver() {
+	if waits && len(gone) == 0 {
+		return
+	}
+	if !b.graceOver() {
+		if b.d.Unmet > 0 {
+			b.d.awaits = "a Machine that no claim may have is about to make room for another one"
+		}
 		return
 	}
 	observed := b.observed(b.Deployment.Generation)
@@ -45,6 +51,10 @@ func (b *books) releaseSpare() {
 		free = slices.DeleteFunc(free, usable)
 	}
 	surplus = min(surplus, len(free))
+	if b.d.Unmet > 0 && surplus > 0 {
+		b.d.reordered = "the node group is full, and a Machine that no claim may have is removed to make room for another one"
+		surplus -= int(b.restarts())
+	}
 	if surplus <= 0 {
 		return
 	}

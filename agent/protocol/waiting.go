@@ -2,7 +2,6 @@ package protocol
 
 import (
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
@@ -18,6 +17,8 @@ const (
 	settling = 2 * time.Minute
 	// punctual is the longest time after a claim's deadline at which a running agent looks.
 	punctual = time.Minute
+	// mostWaits is for how many deadlines a claim waits at most while other Machines are made for it.
+	mostWaits = 4
 	// explainEvery is the minimum time between two explanations of why one claim waits.
 	explainEvery = time.Minute
 	// slowInfrastructure is how long a bound claim waits for its Machine's infrastructure before it
@@ -30,8 +31,8 @@ const (
 // one may still come. A claim that the pending ledger write gives a Machine does not fail. The
 // deadline counts only for an agent that looks when it passes. If the agent looks later, the hub or
 // the agents were away, and Machines may be late for that reason or may have joined unseen. Then
-// the wait restarts. It also restarts when another Machine is ordered in place of one that joined too
-// early, or if the deadline passes while that is not certain. A restart is recorded on the claim, so
+// the wait restarts. It also restarts when the claim has to wait for another Machine than the one made
+// for it, or if the deadline passes while that is not certain. A restart is recorded on the claim, so
 // that every agent sees it, also after a restart of the agent. The wait also restarts after a pause.
 func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	deadline := s.Failure.ObjectDeadline
@@ -41,13 +42,7 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	case d.Ledger != nil && d.Ledger.Pending[c.Spec.ClaimID].UID != "":
 		return ""
 	}
-	since := c.CreationTimestamp.Time
-	if c.Status.WaitingSince != nil {
-		since = c.Status.WaitingSince.Time
-	}
-	since = latest(since, unpausedAt(s.Deployment.Status.Conditions))
-	waited := s.Now.Sub(since)
-	overdue := waited - deadline
+	overdue := s.waited(c) - deadline
 	unsettled := min(settling, deadline) - s.Now.Sub(s.Started)
 	restart := func(why string) {
 		d.Actions = append(d.Actions, Action{Kind: WaitAnew, Claim: c, Event: v1alpha1.Event{
@@ -55,29 +50,64 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 		}})
 	}
 	switch {
-	case d.reordered && waited >= min(settling, deadline)/2:
-		restart("its Machine joined before it could be assigned, and another one is ordered")
+	case d.reordered != "" && s.restartsWhenReordered(c):
+		restart(d.reordered)
 		return ""
 	case overdue < 0 || unsettled > 0:
 		d.Wake(max(-overdue, unsettled))
 		return ""
-	case d.awaitsReport:
-		restart("it is not certain yet whether a Machine that joined just now can be assigned")
+	case d.awaits != "" && s.patient(c):
+		restart(d.awaits)
 		return ""
 	case overdue > punctual:
 		restart("no agent was active when the deadline for its Machine passed")
 		return ""
+	case d.unfit != "":
+		return d.unfit
 	}
 	return fmt.Sprintf("no Machine was created in %s", deadline)
 }
 
-// restartWaits puts off the ledger write that orders another Machine for waiting claims until the
-// restart of their wait is recorded. Else the step after that write would see neither, and a claim
-// might fail.
-func (b *books) restartWaits() {
-	if b.d.reordered && slices.ContainsFunc(b.d.Actions, func(a Action) bool { return a.Kind == WaitAnew }) {
-		b.d.Ledger, b.d.Replicas = nil, b.Group.Replicas
+// waited returns how long the claim has waited for a Machine to be created.
+func (s *Snapshot) waited(c *v1alpha1.MachineClaim) time.Duration {
+	since := c.CreationTimestamp.Time
+	if c.Status.WaitingSince != nil {
+		since = c.Status.WaitingSince.Time
 	}
+	return s.Now.Sub(latest(since, unpausedAt(s.Deployment.Status.Conditions)))
+}
+
+// patient reports whether the claim's wait may restart because of the Machines that were made for
+// it. A group whose Machines are never of use would let no claim fail otherwise.
+func (s *Snapshot) patient(c *v1alpha1.MachineClaim) bool {
+	return s.Now.Sub(c.CreationTimestamp.Time) < mostWaits*s.Failure.ObjectDeadline
+}
+
+// restartsWhenReordered reports whether the claim's wait restarts when the claim has to wait for
+// another Machine. Short waits do not.
+func (s *Snapshot) restartsWhenReordered(c *v1alpha1.MachineClaim) bool {
+	deadline := s.Failure.ObjectDeadline
+	return deadline > 0 && s.patient(c) && s.waited(c) >= min(settling, deadline)/2
+}
+
+// restarts counts the claims that get no Machine by this decision and whose wait is to restart first.
+// For each of them, what makes way for its next Machine is left to the next decision. Else that one
+// would see neither, and the claim might fail.
+func (b *books) restarts() int32 {
+	if b.Ledger == nil {
+		return 0
+	}
+	var n int32
+	for id, entry := range b.next.Pending {
+		c, before := b.Claim(id), b.Ledger.Pending[id]
+		if c == nil || c.Status.Phase != v1alpha1.PhasePending || c.Spec.Adopt != "" || entry.UID != "" || before.UID != "" {
+			continue
+		}
+		if b.restartsWhenReordered(c) {
+			n++
+		}
+	}
+	return n
 }
 
 // explainBlocked records on a waiting claim why its Machine does not come, if Cluster API reports

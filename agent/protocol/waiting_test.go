@@ -2,6 +2,7 @@ package protocol
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -92,6 +93,160 @@ func TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne(t *testing.T) {
 		assert.Equal(t, int32(2), d.Replicas)
 		require.NotNil(t, d.Ledger)
 	}
+}
+
+// The template has an annotation that no claimed Machine may have, so the next Machine has it, too.
+func TestMachinesThatAreMarkedAsTheyAreMadeAreNotReplacedForEver(t *testing.T) {
+	for _, annotation := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation} {
+		t.Run(annotation, func(t *testing.T) {
+			s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
+				withClaim("c", v1alpha1.PhasePending, "")
+			s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
+			for i := range int32(10) {
+				s.withMachine(fmt.Sprint("m", i), "", func(m *clusterv1.Machine) { m.Annotations = map[string]string{annotation: "true"} })
+				d := Decide(s)
+				if d.Ledger == nil {
+					break
+				}
+				require.Equal(t, s.Group.Replicas+1, d.Replicas)
+				s.Ledger, s.Group.Replicas = d.Ledger, d.Replicas
+			}
+			require.Len(t, s.Machines, 2, "the first may have been marked alone")
+			s.Now = s.Now.Add(5 * time.Minute)
+			d := Decide(s)
+			require.Equal(t, []ActionKind{Fail}, kinds(d))
+			require.Contains(t, d.Actions[0].Event.Message, annotation)
+		})
+	}
+	marked := func(m *clusterv1.Machine) {
+		m.Annotations = map[string]string{clusterv1.DeleteMachineAnnotation: "true"}
+	}
+	s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Pending: map[string]Assignment{"a": {}, "b": {}}}).
+		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "").withMachine("x", "", marked).withMachine("y", "", marked)
+	require.Equal(t, int32(4), Decide(s).Replicas, "each claim may have another one once")
+}
+
+// The Machine made for the claim was marked for deletion before it was assigned, and is still being
+// made: its Node decides nothing.
+func TestAMachineThatNoClaimMayHaveIsNotWaitedFor(t *testing.T) {
+	for name, change := range map[string]func(*clusterv1.Machine){
+		"outdated": func(m *clusterv1.Machine) {
+			m.Status.Conditions = []metav1.Condition{{
+				Type: clusterv1.MachineUpToDateCondition, Status: metav1.ConditionFalse, Reason: clusterv1.MachineNotUpToDateReason,
+			}}
+		},
+		"to be deleted next": func(m *clusterv1.Machine) { m.Annotations = map[string]string{clusterv1.DeleteMachineAnnotation: ""} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
+				withClaim("c", v1alpha1.PhasePending, "")
+			s.Deployment.Spec.Rollout.Strategy.Type = clusterv1.OnDeleteMachineDeploymentStrategyType
+			s.withMachine("m", "", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" })
+			require.Equal(t, int32(1), Decide(s).Replicas, "it may turn out to be the claim's")
+			change(s.Machines[0])
+			require.Equal(t, int32(2), Decide(s).Replicas)
+		})
+	}
+}
+
+// In a large group some Machine is always being drained.
+func TestAMachineThatIsBeingReleasedHidesNoShortage(t *testing.T) {
+	releasing := func(size int32, change func(*clusterv1.Machine)) *Snapshot {
+		return atRest(size, &Ledger{
+			Version: 1, Seq: 9, LastReplicas: size, Pending: map[string]Assignment{"c": {}},
+			Releasing: map[types.UID]Release{"old": {Machine: "old", Claim: "old"}},
+		}).withClaim("c", v1alpha1.PhasePending, "").withClaim("old", v1alpha1.PhaseReleasing, "old").
+			withMachine("joined", "", node).withMachine("old", "old", func(m *clusterv1.Machine) {
+			node(m)
+			m.DeletionTimestamp = new(metav1.NewTime(newTestTime()))
+			m.Finalizers = []string{v1alpha1.ReleaseFinalizer, "someone/else"}
+			change(m)
+		})
+	}
+	s := releasing(2, func(*clusterv1.Machine) {})
+	require.Equal(t, int32(3), Decide(s).Replicas)
+	require.Equal(t, int32(2), Decide(releasing(2, func(m *clusterv1.Machine) { m.Finalizers = m.Finalizers[1:] })).Replicas,
+		"it will be replaced, and the claim may have that")
+	s = releasing(2, func(*clusterv1.Machine) {})
+	s.Ledger.Releasing["old"] = Release{Machine: "old", Claim: "old", Decremented: true}
+	require.Equal(t, int32(2), Decide(s).Replicas, "it will be replaced, or replicas are lowered for it")
+	s = releasing(2, func(*clusterv1.Machine) {})
+	s.Group.Max = new(int32(2))
+	d := Decide(s)
+	require.Equal(t, int32(1), d.Unmet)
+	require.False(t, d.HasSpare, "the release makes room")
+}
+
+// The Machine that was made for the claim joined unseen after some minutes, and the group is full.
+// What follows takes the grace period and a deletion.
+func TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor(t *testing.T) {
+	full := func(waited time.Duration) *Snapshot {
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
+			withClaim("c", v1alpha1.PhasePending, "").withMachine("joined", "", node)
+		s.Failure, s.Group.Max = FailurePolicy{ObjectDeadline: 5 * time.Minute}, new(int32(1))
+		s.Now = s.Now.Add(waited)
+		return s
+	}
+	s := full(5 * time.Minute)
+	s.SpareSince = s.Now
+	d := Decide(s)
+	require.Equal(t, []ActionKind{WaitAnew}, kinds(d), "within the grace period")
+	require.Nil(t, d.Ledger)
+
+	s = full(4 * time.Minute)
+	s.SpareSince = s.Now.Add(-time.Hour)
+	d = Decide(s)
+	require.Equal(t, []ActionKind{WaitAnew}, kinds(d), "the deletion takes its time, too")
+	require.Nil(t, d.Ledger)
+	s.Claims[0].Status.WaitingSince = new(metav1.NewTime(s.Now))
+	d = Decide(s)
+	require.NotNil(t, d.Ledger)
+	require.Contains(t, d.Ledger.Releasing, types.UID("joined"))
+	require.Empty(t, kinds(d))
+
+	s.Ledger, s.Now = d.Ledger, s.Now.Add(5*time.Minute)
+	require.Contains(t, kinds(Decide(s)), Fail, "a drain that is stuck does not let it wait for ever")
+}
+
+// The hub refuses each write of one claim's status, or hundreds of claims are due at once.
+func TestClaimsWhoseWaitCannotRestartHoldNothingElseUp(t *testing.T) {
+	s := atRest(3, &Ledger{Version: 1, Seq: 9, LastReplicas: 3, Pending: map[string]Assignment{"a": {}, "b": {}}}).
+		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "").withClaim("r", v1alpha1.PhaseReleasing, "r").
+		withMachine("x", "", node).withMachine("y", "", node).withMachine("r", "r", node)
+	s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
+	s.Now = s.Now.Add(3 * time.Minute)
+	d := Decide(s)
+	require.Equal(t, []ActionKind{WaitAnew, WaitAnew}, kinds(d))
+	require.NotNil(t, d.Ledger)
+	require.Contains(t, d.Ledger.Releasing, types.UID("r"))
+	require.Equal(t, int32(3), d.Replicas)
+
+	s.Ledger = d.Ledger
+	s.Claims[1].Status.WaitingSince = new(metav1.NewTime(s.Now))
+	d = Decide(s)
+	require.Equal(t, int32(4), d.Replicas, "for the claim whose wait has restarted")
+	require.NotNil(t, d.Ledger)
+
+	s.Now = s.Now.Add(17 * time.Minute)
+	s.Claims[1].Status.WaitingSince = new(metav1.NewTime(s.Now))
+	require.Equal(t, int32(5), Decide(s).Replicas, "a claim that has waited for so long is to fail")
+}
+
+// Each Machine joins before it is assigned, say because no agent keeps up.
+func TestAClaimDoesNotWaitForEverForOtherMachines(t *testing.T) {
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
+		withClaim("c", v1alpha1.PhasePending, "").withMachine("m", "", node)
+	s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
+	for range 19 {
+		s.Now = s.Now.Add(time.Minute)
+		require.NotContains(t, kinds(Decide(s)), Fail)
+		if slices.Contains(kinds(Decide(s)), WaitAnew) {
+			s.Claims[0].Status.WaitingSince = new(metav1.NewTime(s.Now))
+		}
+	}
+	s.Now = s.Now.Add(6 * time.Minute)
+	s.Claims[0].Status.WaitingSince = new(metav1.NewTime(s.Now.Add(-5 * time.Minute)))
+	require.Contains(t, kinds(Decide(s)), Fail)
 }
 
 func TestAClaimOfAPausedGroupDoesNotFail(t *testing.T) {

@@ -436,7 +436,7 @@ var mutants = []mutant{
 		{"	b.coverShortage()\n", ""},
 	}},
 	{name: "a Machine that joined before its report is replaced at once", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
-		{", !kept && b.joinedJustNow(m):\n", ":\n"},
+		{" || b.joinedJustNow(m)):", "):"},
 	}},
 	{name: "an agent that has just started expects no report", test: "TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport", edits: []edit{
 		{"latest(m.Status.LastUpdated.Time, s.Started)", "m.Status.LastUpdated.Time"},
@@ -451,13 +451,43 @@ var mutants = []mutant{
 		{"b.unusable(b.settled())", "b.unusable(false)"},
 	}},
 	{name: "a claim fails while its Machine may still be reported", test: "TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne", edits: []edit{
-		{"	case d.awaitsReport:\n", "	case false:\n"},
+		{"	case d.awaits != \"\" && s.patient(c):\n", "	case false:\n"},
 	}},
 	{name: "a claim fails when another Machine is ordered for it", test: "TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne", edits: []edit{
-		{"	case d.reordered && waited", "	case false && waited"},
+		{"	case d.reordered != \"\" && s.restartsWhenReordered(c):\n", "	case false:\n"},
 	}},
 	{name: "another Machine is ordered before the claim has its time for it", test: "TestAClaimDoesNotFailAsAnotherMachineIsOrderedForIt", edits: []edit{
-		{"	b.restartWaits()\n", ""},
+		{"b.covering = max(0, room-b.restarts())", "b.covering = room"},
+	}},
+	{name: "Machines that are marked as they are made are replaced for ever", test: "TestMachinesThatAreMarkedAsTheyAreMadeAreNotReplacedForEver", edits: []edit{
+		{"		if n > waiting {\n", "		if false {\n"},
+	}},
+	{name: "a claim waits for a Machine that no claim may have", test: "TestAMachineThatNoClaimMayHaveIsNotWaitedFor", edits: []edit{
+		{
+			"case !kept && (!HasNode(m) && m.Spec.ProviderID != \"\" && !b.registered(m) || b.joinedJustNow(m)):",
+			"case !HasNode(m) && m.Spec.ProviderID != \"\" && !b.registered(m), !kept && b.joinedJustNow(m):",
+		},
+	}},
+	{name: "a release hides a shortage", test: "TestAMachineThatIsBeingReleasedHidesNoShortage", edits: []edit{
+		{"!Alive(m) && (b.class(m) != releasing || !HasFinalizer(m))", "!Alive(m)"},
+	}},
+	{name: "a Machine that another actor deletes as well is not replaced", test: "TestAMachineThatIsBeingReleasedHidesNoShortage", edits: []edit{
+		{"b.class(m) != releasing || !HasFinalizer(m)", "b.class(m) != releasing"},
+	}},
+	{name: "a decremented Machine has a replica", test: "TestAMachineThatIsBeingReleasedHidesNoShortage", edits: []edit{
+		{"b.class(m) != releasing || !HasFinalizer(m)", "b.class(m) != releasing && b.class(m) != decremented || !HasFinalizer(m)"},
+	}},
+	{name: "a claim fails before a Machine has made room", test: "TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor", edits: []edit{
+		{"			b.d.awaits = \"a Machine that no claim may have is about to make room for another one\"\n", ""},
+	}},
+	{name: "a Machine makes room before the claim has its time for the next one", test: "TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor", edits: []edit{
+		{"		surplus -= int(b.restarts())\n", ""},
+	}},
+	{name: "a claim waits for ever for other Machines", test: "TestAClaimDoesNotWaitForEverForOtherMachines", edits: []edit{
+		{"mostWaits*s.Failure.ObjectDeadline", "1000*s.Failure.ObjectDeadline"},
+	}},
+	{name: "a claim whose wait cannot restart holds others up", test: "TestClaimsWhoseWaitCannotRestartHoldNothingElseUp", edits: []edit{
+		{"b.covering = max(0, room-b.restarts())", "b.covering = lo.Ternary(b.restarts() > 0, 0, room)"},
 	}},
 	{name: "a claim waits for a spare where a shortage is not noticed", test: "TestASpareThatJoinedJustNowIsForTheNextClaim", edits: []edit{
 		{"b.unusable(b.settled())", "b.unusable(true)"},
@@ -581,7 +611,7 @@ var mutants = []mutant{
 	{name: "the floor's Machines are released as spares", edits: []edit{
 		{"	surplus := min(len(free)-int(b.floor()), int(spare))\n", "	surplus := min(len(free), int(spare)+1)\n"},
 		{"	if spare <= 0 || !b.mayShrink() {\n		return\n	}\n", ""},
-		{"	if waits && len(gone) == 0 || !b.graceOver() {\n", "	if b.next.Unassigned() > 0 || !b.graceOver() {\n"},
+		{"	if waits && len(gone) == 0 {\n", "	if b.next.Unassigned() > 0 {\n"},
 	}},
 	{name: "spares are never released", edits: []edit{
 		{"	b.releaseSpare()\n", ""},
@@ -808,7 +838,7 @@ var mutants = []mutant{
 		{"	if m != nil && HasNode(m) || s.paused(m) {\n", "	if m != nil && (HasNode(m) || s.paused(m)) {\n"},
 	}},
 	{name: "the time of a pause counts as waiting for a Machine", test: "TestTheTimeOfAPauseIsNotTimeForAMachine", edits: []edit{
-		{"	since = latest(since, unpausedAt(s.Deployment.Status.Conditions))\n", ""},
+		{"s.Now.Sub(latest(since, unpausedAt(s.Deployment.Status.Conditions)))", "s.Now.Sub(since)"},
 	}},
 	{name: "a claim is explained anew with each number", test: "TestExplanationsOfABlockedGroupAreFew", edits: []edit{
 		{"			return oneLine(reasons)\n", "			return oneLine(reasons) + c.Message\n"},
