@@ -430,7 +430,7 @@ func (b *books) coverShortage() {
 	if b.d.Replicas != b.Group.Replicas || !b.settled() || !b.mayGrow() {
 		return
 	}
-	if b.d.unfit = b.unfit(free, waiting); b.d.unfit != "" {
+	if b.d.unfit = b.unfit(free); b.d.unfit != "" {
 		return
 	}
 	usable := lo.CountBy(free, func(m *clusterv1.Machine) bool {
@@ -447,25 +447,32 @@ func (b *books) coverShortage() {
 	}
 	if room > 0 {
 		b.d.reordered = "its Machine joined before it could be assigned, and another one is ordered"
-		b.covering = max(0, room-b.restarts())
+		b.covering = min(room, b.ready(waiting))
 		b.d.Replicas += b.covering
 		b.d.Urgent = b.d.Urgent || b.covering > 0
 	}
 	b.d.Unmet = max(0, short-room)
 }
 
-// unfit returns why no other Machines are ordered for waiting claims: more than one for each was made
-// that no claim may have, although no Node has joined. Then something marks the Machines as they are
-// made, such as the annotations of the template, and the next ones would be the same. It is empty if
+// unfit returns why no other Machines are ordered for waiting claims: something makes each Machine one
+// that no claim may have, so the next would be the same. That is an annotation of the template, or
+// what has marked more Machines than claims wait since the first of these was made. It is empty if
 // there is no such reason.
-func (b *books) unfit(free []*clusterv1.Machine, waiting int) string {
+func (b *books) unfit(free []*clusterv1.Machine) string {
+	for _, mark := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation, v1alpha1.NodeRegisteredAtAnnotation} {
+		if _, set := b.Deployment.Spec.Template.Annotations[mark]; set {
+			return fmt.Sprintf("no claim may have a Machine with the annotation %s; take it off the MachineDeployment's template", mark)
+		}
+	}
+	waiting := b.waitingClaims()
+	first := slices.MinFunc(waiting, func(x, y *v1alpha1.MachineClaim) int { return x.CreationTimestamp.Compare(y.CreationTimestamp.Time) })
 	for _, mark := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation} {
 		n := lo.CountBy(free, func(m *clusterv1.Machine) bool {
 			_, marked := m.Annotations[mark]
-			return marked && b.class(m) == inhabited && !HasNode(m)
+			return marked && b.class(m) == inhabited && !m.CreationTimestamp.Before(&first.CreationTimestamp)
 		})
-		if n > waiting {
-			return fmt.Sprintf("no claim may have the %d new Machines with the annotation %s; take it off the MachineDeployment's template", n, mark)
+		if n > len(waiting) {
+			return fmt.Sprintf("no claim may have the %d Machines that were made since with the annotation %s; take it off, and see what sets it", n, mark)
 		}
 	}
 	return ""

@@ -7,6 +7,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
@@ -186,9 +187,20 @@ func (b *books) settled() bool {
 	if !b.observed(b.Deployment.Generation) || b.rollingOut() || len(b.Machines) != int(b.Group.Replicas) {
 		return false
 	}
-	return !slices.ContainsFunc(b.Machines, func(m *clusterv1.Machine) bool {
-		return !Alive(m) && (b.class(m) != releasing || !HasFinalizer(m))
-	})
+	made := map[string]int32{}
+	dying := false
+	for _, m := range b.Machines {
+		made[SetOf(m)]++
+		switch {
+		case Alive(m):
+		case b.class(m) == releasing && HasFinalizer(m):
+			dying = true
+		default:
+			return false
+		}
+	}
+	// A MachineSet that was lowered keeps its Machine until that is gone, while another one makes its own.
+	return !dying || !slices.ContainsFunc(b.Sets, func(set *clusterv1.MachineSet) bool { return made[set.Name] != ReplicasOf(set) })
 }
 
 // unusable counts the free Machines beyond the floor that no claim may have. If exceptUndecided is
@@ -210,14 +222,17 @@ func (b *books) undecided(m *clusterv1.Machine) bool {
 }
 
 // waiting counts the claims that have been assigned no Machine yet.
-func (b *books) waiting() int {
-	n := 0
+func (b *books) waiting() int { return len(b.waitingClaims()) }
+
+// waitingClaims returns the claims that have been assigned no Machine yet, in no order.
+func (b *books) waitingClaims() []*v1alpha1.MachineClaim {
+	var waiting []*v1alpha1.MachineClaim
 	for id, entry := range b.next.Pending {
 		if c := b.Claim(id); entry.UID == "" && c != nil && c.Spec.Adopt == "" {
-			n++
+			waiting = append(waiting, c)
 		}
 	}
-	return n
+	return waiting
 }
 
 // admit enters a claim and reports true, or queues it and reports false if the ledger has no room.

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/samber/lo"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -52,17 +53,20 @@ func (b *books) releaseSpare() {
 	}
 	surplus = min(surplus, len(free))
 	if b.d.Unmet > 0 && surplus > 0 {
-		b.d.reordered = "the node group is full, and a Machine that no claim may have is removed to make room for another one"
-		surplus -= int(b.restarts())
+		b.d.reordered = "no further Machine can be ordered, and one that no claim may have is removed to make room for another one"
+		surplus = min(surplus, int(b.ready(b.waiting())))
 	}
 	if surplus <= 0 {
 		return
 	}
 	// First Machines of claims that ended, because they are certainly not the user's; then those
-	// without a Node, then the newest.
+	// that have no Node, then those that may have none, then the newest.
 	slices.SortStableFunc(free, func(x, y *clusterv1.Machine) int {
 		if c := cmp.Or(strings.Compare(ClaimOf(y), "")-strings.Compare(ClaimOf(x), ""), b.progress(x)-b.progress(y)); c != 0 {
 			return c
+		}
+		if HasNode(x) != HasNode(y) {
+			return lo.Ternary(HasNode(y), -1, 1)
 		}
 		return y.CreationTimestamp.Compare(x.CreationTimestamp.Time)
 	})

@@ -5,6 +5,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -80,7 +81,8 @@ func (s *Snapshot) waited(c *v1alpha1.MachineClaim) time.Duration {
 // patient reports whether the claim's wait may restart because of the Machines that were made for
 // it. A group whose Machines are never of use would let no claim fail otherwise.
 func (s *Snapshot) patient(c *v1alpha1.MachineClaim) bool {
-	return s.Now.Sub(c.CreationTimestamp.Time) < mostWaits*s.Failure.ObjectDeadline
+	began := latest(c.CreationTimestamp.Time, unpausedAt(s.Deployment.Status.Conditions))
+	return s.Now.Sub(began) < mostWaits*s.Failure.ObjectDeadline
 }
 
 // restartsWhenReordered reports whether the claim's wait restarts when the claim has to wait for
@@ -90,24 +92,13 @@ func (s *Snapshot) restartsWhenReordered(c *v1alpha1.MachineClaim) bool {
 	return deadline > 0 && s.patient(c) && s.waited(c) >= min(settling, deadline)/2
 }
 
-// restarts counts the claims that get no Machine by this decision and whose wait is to restart first.
-// For each of them, what makes way for its next Machine is left to the next decision. Else that one
-// would see neither, and the claim might fail.
-func (b *books) restarts() int32 {
-	if b.Ledger == nil {
-		return 0
-	}
-	var n int32
-	for id, entry := range b.next.Pending {
-		c, before := b.Claim(id), b.Ledger.Pending[id]
-		if c == nil || c.Status.Phase != v1alpha1.PhasePending || c.Spec.Adopt != "" || entry.UID != "" || before.UID != "" {
-			continue
-		}
-		if b.restartsWhenReordered(c) {
-			n++
-		}
-	}
-	return n
+// ready returns how many of the given number of waiting claims may have a way made for their next
+// Machine by this decision: those whose wait does not restart first. Else the next decision would see
+// neither, and a claim might fail.
+func (b *books) ready(waiting int) int32 {
+	return clamp(waiting - lo.CountBy(b.waitingClaims(), func(c *v1alpha1.MachineClaim) bool {
+		return c.Status.Phase == v1alpha1.PhasePending && b.restartsWhenReordered(c)
+	}))
 }
 
 // explainBlocked records on a waiting claim why its Machine does not come, if Cluster API reports

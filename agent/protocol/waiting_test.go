@@ -95,27 +95,54 @@ func TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne(t *testing.T) {
 	}
 }
 
-// The template has an annotation that no claimed Machine may have, so the next Machine has it, too.
+// Something marks each Machine, so the next one would be marked, too.
 func TestMachinesThatAreMarkedAsTheyAreMadeAreNotReplacedForEver(t *testing.T) {
-	for _, annotation := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation} {
-		t.Run(annotation, func(t *testing.T) {
-			s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
-				withClaim("c", v1alpha1.PhasePending, "")
-			s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
-			for i := range int32(10) {
-				s.withMachine(fmt.Sprint("m", i), "", func(m *clusterv1.Machine) { m.Annotations = map[string]string{annotation: "true"} })
-				d := Decide(s)
-				if d.Ledger == nil {
-					break
-				}
-				require.Equal(t, s.Group.Replicas+1, d.Replicas)
-				s.Ledger, s.Group.Replicas = d.Ledger, d.Replicas
-			}
-			require.Len(t, s.Machines, 2, "the first may have been marked alone")
-			s.Now = s.Now.Add(5 * time.Minute)
+	group := func(annotation string, inTemplate bool) *Snapshot {
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
+			withClaim("c", v1alpha1.PhasePending, "")
+		s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
+		if inTemplate {
+			s.Deployment.Spec.Template.Annotations = map[string]string{annotation: "true"}
+		}
+		for i := range int32(10) {
+			s.withMachine(fmt.Sprint("m", i), "", func(m *clusterv1.Machine) {
+				node(m)
+				m.Annotations = map[string]string{annotation: "true"}
+			})
 			d := Decide(s)
-			require.Equal(t, []ActionKind{Fail}, kinds(d))
-			require.Contains(t, d.Actions[0].Event.Message, annotation)
+			if d.Ledger == nil {
+				break
+			}
+			require.Equal(t, s.Group.Replicas+1, d.Replicas)
+			s.Ledger, s.Group.Replicas = d.Ledger, d.Replicas
+			s.Deployment.Spec.Replicas, s.Sets[0].Spec.Replicas = &d.Replicas, &d.Replicas
+		}
+		return s
+	}
+	fails := func(s *Snapshot, annotation string) {
+		s.Now = s.Now.Add(5 * time.Minute)
+		d := Decide(s)
+		require.Equal(t, []ActionKind{Fail}, kinds(d))
+		require.Contains(t, d.Actions[0].Event.Message, annotation)
+	}
+	for _, annotation := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation, v1alpha1.NodeRegisteredAtAnnotation} {
+		t.Run(annotation, func(t *testing.T) {
+			s := group(annotation, true)
+			require.Len(t, s.Machines, 1)
+			fails(s, annotation)
+
+			s = group(annotation, true)
+			s.Group.Max = new(int32(1))
+			d := Decide(s)
+			require.Nil(t, d.Ledger)
+			require.False(t, d.HasSpare, "no other one is to make room for")
+		})
+	}
+	for _, annotation := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation} {
+		t.Run(annotation+" by another actor", func(t *testing.T) {
+			s := group(annotation, false)
+			require.Len(t, s.Machines, 2, "the first may have been marked alone")
+			fails(s, annotation)
 		})
 	}
 	marked := func(m *clusterv1.Machine) {
@@ -170,6 +197,13 @@ func TestAMachineThatIsBeingReleasedHidesNoShortage(t *testing.T) {
 	s = releasing(2, func(*clusterv1.Machine) {})
 	s.Ledger.Releasing["old"] = Release{Machine: "old", Claim: "old", Decremented: true}
 	require.Equal(t, int32(2), Decide(s).Replicas, "it will be replaced, or replicas are lowered for it")
+	s = releasing(2, func(*clusterv1.Machine) {})
+	s.Deployment.Spec.Rollout.Strategy.Type = clusterv1.OnDeleteMachineDeploymentStrategyType
+	s.Sets[0].Spec.Replicas = new(int32(1)) // lowered, and has its Machine until that is gone
+	s.Sets = append(s.Sets, &clusterv1.MachineSet{
+		ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
+	})
+	require.Equal(t, int32(2), Decide(s).Replicas, "another MachineSet makes one yet")
 	s = releasing(2, func(*clusterv1.Machine) {})
 	s.Group.Max = new(int32(2))
 	d := Decide(s)
@@ -227,6 +261,17 @@ func TestClaimsWhoseWaitCannotRestartHoldNothingElseUp(t *testing.T) {
 	require.Equal(t, int32(4), d.Replicas, "for the claim whose wait has restarted")
 	require.NotNil(t, d.Ledger)
 
+	s.Group.Max = new(int32(4))
+	s.Now = s.Now.Add(10 * time.Second)
+	d = Decide(s)
+	require.Equal(t, int32(4), d.Replicas, "although there is room for one only")
+	s.Group.Max = new(int32(3))
+	s.SpareSince = s.Now.Add(-time.Hour)
+	d = Decide(s)
+	require.NotNil(t, d.Ledger)
+	require.Len(t, d.Ledger.Releasing, 2, "one of them makes room")
+
+	s.Group.Max = nil
 	s.Now = s.Now.Add(17 * time.Minute)
 	s.Claims[1].Status.WaitingSince = new(metav1.NewTime(s.Now))
 	require.Equal(t, int32(5), Decide(s).Replicas, "a claim that has waited for so long is to fail")

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/samber/lo"
 	"go.opentelemetry.io/otel/trace"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -523,6 +524,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			case err == nil:
 				conflicts, raced = 0, false
 				g.refuse(asked, d.Refused)
+				g.restartWaits(ctx, s, d)
 				if err := g.markNewlyEntered(ctx, s, d); err != nil {
 					return g.retry(d, 0), err
 				}
@@ -708,6 +710,16 @@ func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *p
 	}
 	_, err := g.engine.perform(ctx, s, marks[:min(len(marks), maxActions)])
 	return err
+}
+
+// restartWaits performs the restarts of waits that a decision has whose ledger is written. If that
+// orders Machines for some of the claims, no decision has the others' restarts again until these
+// Machines are made. A restart that fails is left to that decision.
+func (g *group) restartWaits(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) {
+	restarts := lo.Filter(d.Actions, func(a protocol.Action, _ int) bool { return a.Kind == protocol.WaitAnew })
+	if _, err := g.engine.perform(ctx, s, restarts); err != nil {
+		log.FromContext(ctx).V(1).Info("could not restart the wait of a claim", "cause", err.Error())
+	}
 }
 
 // refuse answers the calls in asked whose claims were refused. These are the calls that waited

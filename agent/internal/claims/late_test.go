@@ -181,17 +181,22 @@ func TestAMachineThatNeverComesIsGivenUpInTheEnd(t *testing.T) {
 	})
 }
 
+// setOf returns the MachineSet of the group "small".
+func setOf(replicas int32) *clusterv1.MachineSet {
+	return &clusterv1.MachineSet{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: "small-a", Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: "small"},
+		},
+		Spec: clusterv1.MachineSetSpec{ClusterName: clusterName, Replicas: &replicas},
+	}
+}
+
 // The Machine that was ordered for the claim joined before an agent could assign it, and no report
 // says that nothing runs on it. Another one is ordered just before the claim's deadline.
 func TestAClaimDoesNotFailAsAnotherMachineIsOrderedForIt(t *testing.T) {
 	md := groupWith("group", 1, &protocol.Ledger{Version: 1, Seq: 4, LastReplicas: 1, Pending: map[string]protocol.Assignment{"a": {}}})
 	md.Status.ObservedGeneration = md.Generation
-	set := &clusterv1.MachineSet{
-		ObjectMeta: metav1.ObjectMeta{
-			Namespace: namespace, Name: "small-a", Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: "small"},
-		},
-		Spec: clusterv1.MachineSetSpec{ClusterName: clusterName, Replicas: new(int32(1))},
-	}
+	set := setOf(1)
 	joined := machineOf("joined")
 	joins(joined)
 	const deadline = 5 * time.Minute
@@ -209,4 +214,38 @@ func TestAClaimDoesNotFailAsAnotherMachineIsOrderedForIt(t *testing.T) {
 	assert.True(t, clock.Now().Equal(c.Status.WaitingSince.Time), "its wait began anew")
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), md))
 	assert.Equal(t, int32(2), *md.Spec.Replicas)
+}
+
+// A burst's last claim waits for a moment only: a Machine is ordered for it while the waits of the
+// others restart, and until that Machine is made nothing tells that others are to be ordered.
+func TestAClaimDoesNotFailAsAnotherMachineIsOrderedForAnotherClaim(t *testing.T) {
+	md := groupWith("group", 3, &protocol.Ledger{
+		Version: 1, Seq: 4, LastReplicas: 3, Pending: map[string]protocol.Assignment{"a": {}, "b": {}, "c": {}},
+	})
+	md.Status.ObservedGeneration = md.Generation
+	const deadline = 5 * time.Minute
+	clock := clocktesting.NewFakeClock(newTestTime().Add(deadline))
+	young := claimIn("group", "c", v1alpha1.PhasePending, "")
+	young.CreationTimestamp = metav1.NewTime(clock.Now())
+	set := setOf(3)
+	objects := []client.Object{md, set, claimIn("group", "a", v1alpha1.PhasePending, ""), claimIn("group", "b", v1alpha1.PhasePending, ""), young}
+	for _, name := range []string{"x", "y", "z"} {
+		joined := machineOf(name)
+		joins(joined)
+		objects = append(objects, joined)
+	}
+	e := quiet(engineWith(t, objects...))
+	e.Clock, e.started, e.Failure.ObjectDeadline = clock, time.Time{}, deadline
+
+	_, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), md))
+	require.Equal(t, int32(4), *md.Spec.Replicas)
+	for _, id := range []string{"a", "b"} {
+		c, err := e.Get(t.Context(), keyOf(id))
+		require.NoError(t, err)
+		assert.Equal(t, v1alpha1.PhasePending, c.Status.Phase, "%s", c.Status.Message)
+		require.NotNil(t, c.Status.WaitingSince, id)
+		assert.True(t, clock.Now().Equal(c.Status.WaitingSince.Time), id)
+	}
 }

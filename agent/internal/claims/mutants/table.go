@@ -457,10 +457,10 @@ var mutants = []mutant{
 		{"	case d.reordered != \"\" && s.restartsWhenReordered(c):\n", "	case false:\n"},
 	}},
 	{name: "another Machine is ordered before the claim has its time for it", test: "TestAClaimDoesNotFailAsAnotherMachineIsOrderedForIt", edits: []edit{
-		{"b.covering = max(0, room-b.restarts())", "b.covering = room"},
+		{"b.covering = min(room, b.ready(waiting))", "b.covering = room"},
 	}},
 	{name: "Machines that are marked as they are made are replaced for ever", test: "TestMachinesThatAreMarkedAsTheyAreMadeAreNotReplacedForEver", edits: []edit{
-		{"		if n > waiting {\n", "		if false {\n"},
+		{"		if _, set := b.Deployment.Spec.Template.Annotations[mark]; set {\n", "		if false {\n"},
 	}},
 	{name: "a claim waits for a Machine that no claim may have", test: "TestAMachineThatNoClaimMayHaveIsNotWaitedFor", edits: []edit{
 		{
@@ -469,25 +469,40 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "a release hides a shortage", test: "TestAMachineThatIsBeingReleasedHidesNoShortage", edits: []edit{
-		{"!Alive(m) && (b.class(m) != releasing || !HasFinalizer(m))", "!Alive(m)"},
+		{"		case b.class(m) == releasing && HasFinalizer(m):\n", "		case false:\n"},
 	}},
 	{name: "a Machine that another actor deletes as well is not replaced", test: "TestAMachineThatIsBeingReleasedHidesNoShortage", edits: []edit{
-		{"b.class(m) != releasing || !HasFinalizer(m)", "b.class(m) != releasing"},
+		{"		case b.class(m) == releasing && HasFinalizer(m):\n", "		case b.class(m) == releasing:\n"},
 	}},
 	{name: "a decremented Machine has a replica", test: "TestAMachineThatIsBeingReleasedHidesNoShortage", edits: []edit{
-		{"b.class(m) != releasing || !HasFinalizer(m)", "b.class(m) != releasing && b.class(m) != decremented || !HasFinalizer(m)"},
+		{
+			"		case b.class(m) == releasing && HasFinalizer(m):\n",
+			"		case (b.class(m) == releasing || b.class(m) == decremented) && HasFinalizer(m):\n",
+		},
+	}},
+	{name: "a MachineSet that is lowered hides what another one makes yet", test: "TestAMachineThatIsBeingReleasedHidesNoShortage", edits: []edit{
+		{"	return !dying || !slices.ContainsFunc(b.Sets,", "	return true || !slices.ContainsFunc(b.Sets,"},
 	}},
 	{name: "a claim fails before a Machine has made room", test: "TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor", edits: []edit{
 		{"			b.d.awaits = \"a Machine that no claim may have is about to make room for another one\"\n", ""},
 	}},
 	{name: "a Machine makes room before the claim has its time for the next one", test: "TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor", edits: []edit{
-		{"		surplus -= int(b.restarts())\n", ""},
+		{"		surplus = min(surplus, int(b.ready(b.waiting())))\n", ""},
 	}},
 	{name: "a claim waits for ever for other Machines", test: "TestAClaimDoesNotWaitForEverForOtherMachines", edits: []edit{
 		{"mostWaits*s.Failure.ObjectDeadline", "1000*s.Failure.ObjectDeadline"},
 	}},
 	{name: "a claim whose wait cannot restart holds others up", test: "TestClaimsWhoseWaitCannotRestartHoldNothingElseUp", edits: []edit{
-		{"b.covering = max(0, room-b.restarts())", "b.covering = lo.Ternary(b.restarts() > 0, 0, room)"},
+		{"b.covering = min(room, b.ready(waiting))", "b.covering = lo.Ternary(int(b.ready(waiting)) < waiting, 0, room)"},
+	}},
+	{name: "where not all waiting claims can have a Machine, a claim whose wait cannot restart holds others up", test: "TestClaimsWhoseWaitCannotRestartHoldNothingElseUp", edits: []edit{
+		{"b.covering = min(room, b.ready(waiting))", "b.covering = max(0, room-(clamp(waiting)-b.ready(waiting)))"},
+	}},
+	{name: "a claim fails as another Machine is ordered for another claim", test: "TestAClaimDoesNotFailAsAnotherMachineIsOrderedForAnotherClaim", edits: []edit{
+		{"				g.restartWaits(ctx, s, d)\n", ""},
+	}},
+	{name: "Machines that something other than the template marks are replaced for ever", test: "TestMachinesThatAreMarkedAsTheyAreMadeAreNotReplacedForEver", edits: []edit{
+		{"		if n > len(waiting) {\n", "		if false {\n"},
 	}},
 	{name: "a claim waits for a spare where a shortage is not noticed", test: "TestASpareThatJoinedJustNowIsForTheNextClaim", edits: []edit{
 		{"b.unusable(b.settled())", "b.unusable(true)"},
