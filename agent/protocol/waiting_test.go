@@ -192,8 +192,11 @@ func TestAMachineThatIsBeingReleasedHidesNoShortage(t *testing.T) {
 	}
 	s := releasing(2, func(*clusterv1.Machine) {})
 	require.Equal(t, int32(3), Decide(s).Replicas)
-	require.Equal(t, int32(2), Decide(releasing(2, func(m *clusterv1.Machine) { m.Finalizers = m.Finalizers[1:] })).Replicas,
-		"it will be replaced, and the claim may have that")
+	for _, set := range []string{"", "small-a"} {
+		s = releasing(2, func(m *clusterv1.Machine) { m.Finalizers = m.Finalizers[1:] })
+		s.Ledger.Releasing["old"] = Release{Machine: "old", Claim: "old", Set: set}
+		require.Equal(t, int32(2), Decide(s).Replicas, "it will be replaced, and the claim may have that")
+	}
 	s = releasing(2, func(*clusterv1.Machine) {})
 	s.Ledger.Releasing["old"] = Release{Machine: "old", Claim: "old", Decremented: true}
 	require.Equal(t, int32(2), Decide(s).Replicas, "it will be replaced, or replicas are lowered for it")

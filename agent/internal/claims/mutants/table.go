@@ -456,7 +456,7 @@ var mutants = []mutant{
 	{name: "a claim fails when another Machine is ordered for it", test: "TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne", edits: []edit{
 		{"	case d.reordered != \"\" && s.restartsWhenReordered(c):\n", "	case false:\n"},
 	}},
-	{name: "another Machine is ordered before the claim has its time for it", test: "TestAClaimDoesNotFailAsAnotherMachineIsOrderedForIt", edits: []edit{
+	{name: "another Machine is ordered before the claim has its time for it", test: "TestAClaimWhoseMachineJoinedTooEarlyHasItsTimeForAnotherOne", edits: []edit{
 		{"b.covering = min(room, b.ready(waiting))", "b.covering = room"},
 	}},
 	{name: "Machines that are marked as they are made are replaced for ever", test: "TestMachinesThatAreMarkedAsTheyAreMadeAreNotReplacedForEver", edits: []edit{
@@ -481,7 +481,7 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "a MachineSet that is lowered hides what another one makes yet", test: "TestAMachineThatIsBeingReleasedHidesNoShortage", edits: []edit{
-		{"	return !dying || !slices.ContainsFunc(b.Sets,", "	return true || !slices.ContainsFunc(b.Sets,"},
+		{"	return !dying || !slices.ContainsFunc(b.Sets,", "	return dying || !slices.ContainsFunc(b.Sets,"},
 	}},
 	{name: "a claim fails before a Machine has made room", test: "TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor", edits: []edit{
 		{"			b.d.awaits = \"a Machine that no claim may have is about to make room for another one\"\n", ""},
