@@ -456,8 +456,8 @@ func (b *books) coverShortage() {
 
 // unfit returns why no other Machines are ordered for waiting claims: something makes each Machine one
 // that no claim may have, so the next would be the same. That is an annotation of the template, or
-// what has marked more Machines than claims wait since the first of these was made. It is empty if
-// there is no such reason.
+// what has marked the last ones that no claim may have, one more than claims wait. It is empty if there
+// is no such reason.
 func (b *books) unfit(free []*clusterv1.Machine) string {
 	for _, mark := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation, v1alpha1.NodeRegisteredAtAnnotation} {
 		if _, set := b.Deployment.Spec.Template.Annotations[mark]; set {
@@ -466,13 +466,17 @@ func (b *books) unfit(free []*clusterv1.Machine) string {
 	}
 	waiting := b.waitingClaims()
 	first := slices.MinFunc(waiting, func(x, y *v1alpha1.MachineClaim) int { return x.CreationTimestamp.Compare(y.CreationTimestamp.Time) })
+	last := lo.Filter(free, func(m *clusterv1.Machine, _ int) bool {
+		return b.class(m) == inhabited && !m.CreationTimestamp.Before(&first.CreationTimestamp)
+	})
+	if len(last) <= len(waiting) {
+		return ""
+	}
+	slices.SortFunc(last, func(x, y *clusterv1.Machine) int { return y.CreationTimestamp.Compare(x.CreationTimestamp.Time) })
+	last = last[:len(waiting)+1]
 	for _, mark := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation} {
-		n := lo.CountBy(free, func(m *clusterv1.Machine) bool {
-			_, marked := m.Annotations[mark]
-			return marked && b.class(m) == inhabited && !m.CreationTimestamp.Before(&first.CreationTimestamp)
-		})
-		if n > len(waiting) {
-			return fmt.Sprintf("no claim may have the %d Machines that were made since with the annotation %s; take it off, and see what sets it", n, mark)
+		if lo.EveryBy(last, func(m *clusterv1.Machine) bool { _, marked := m.Annotations[mark]; return marked }) {
+			return fmt.Sprintf("no claim may have the last %d Machines because of their annotation %s; take it off, and see what sets it", len(last), mark)
 		}
 	}
 	return ""

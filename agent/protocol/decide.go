@@ -35,7 +35,8 @@ type Decision struct {
 	// lower replicas below it.
 	Claimed int32
 	// Actions are the writes on other objects that the snapshot's ledger permits. They must not be
-	// performed if the ledger has changed since.
+	// performed if the ledger has changed since, except for [WaitAnew], which depends on the claim
+	// alone.
 	Actions []Action
 	// Held reports that nothing is ordered and nothing removed until the Cluster is unpaused and
 	// all of its state is known again.

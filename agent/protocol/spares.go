@@ -12,15 +12,37 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// releaseSpare begins to remove Machines that no claim has wanted for the grace period. It never
-// removes the floor's Machines, and nothing during a rollout, whose surge Machines would be
-// mistaken for spares. While a claim waits it removes nothing either, unless the max size allows no
-// other Machine for the claim: then it removes those that the claim may not have, even if the claims
-// own all replicas.
+// releaseSpare begins to remove Machines that no claim has wanted for the grace period, or that have
+// to make room for waiting claims. The claims whose wait is to restart because of that keep theirs for
+// now: see [books.ready].
 func (b *books) releaseSpare() {
+	makesRoom := b.blocking() > 0
+	removable := b.removable(makesRoom)
+	release := removable
+	if n := b.waiting(); makesRoom && b.ready(n) < clamp(n) {
+		release = release[:min(len(release), int(b.ready(n)))]
+	}
+	reordered := len(release) < len(removable)
+	for _, m := range release {
+		if !b.release(m, Release{Claim: ClaimOf(m)}) {
+			break
+		}
+		b.d.Removes, reordered = true, true
+	}
+	if makesRoom && reordered {
+		b.d.reordered = "the node group is full, and a Machine that no claim may have is removed to make room for another one"
+	}
+}
+
+// removable returns the Machines to remove, in the order in which they go. It never returns the
+// floor's Machines, and none during a rollout, whose surge Machines would be mistaken for spares.
+// While a claim waits it returns none either, unless no other Machine can be ordered for the claim:
+// then it returns those that the claim may not have. If makesRoom is set, they go even if the claims
+// own all replicas.
+func (b *books) removable(makesRoom bool) []*clusterv1.Machine {
 	spare := max(b.spare(), b.blocking())
 	if spare <= 0 || !b.mayShrink() {
-		return
+		return nil
 	}
 	free := b.free()
 	surplus := min(len(free)-int(b.floor()), int(spare))
@@ -30,17 +52,17 @@ func (b *books) releaseSpare() {
 	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !b.infrastructureGone(m) })
 	waits := (b.next.Unassigned() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0
 	if waits && len(gone) == 0 {
-		return
+		return nil
 	}
 	if !b.graceOver() {
-		if b.d.Unmet > 0 {
+		if makesRoom {
 			b.d.awaits = "a Machine that no claim may have is about to make room for another one"
 		}
-		return
+		return nil
 	}
 	observed := b.observed(b.Deployment.Generation)
 	if b.rollingOut() || !observed && len(gone) == 0 {
-		return
+		return nil
 	}
 	switch {
 	case waits || !observed:
@@ -50,14 +72,6 @@ func (b *books) releaseSpare() {
 		// The floor keeps Machines that run, not those that a claim may have yet.
 		surplus = min(surplus, len(slices.DeleteFunc(b.free(), usable))-int(b.floor()))
 		free = slices.DeleteFunc(free, usable)
-	}
-	surplus = min(surplus, len(free))
-	if b.d.Unmet > 0 && surplus > 0 {
-		b.d.reordered = "no further Machine can be ordered, and one that no claim may have is removed to make room for another one"
-		surplus = min(surplus, int(b.ready(b.waiting())))
-	}
-	if surplus <= 0 {
-		return
 	}
 	// First Machines of claims that ended, because they are certainly not the user's; then those
 	// that have no Node, then those that may have none, then the newest.
@@ -70,12 +84,7 @@ func (b *books) releaseSpare() {
 		}
 		return y.CreationTimestamp.Compare(x.CreationTimestamp.Time)
 	})
-	for _, m := range free[:surplus] {
-		if !b.release(m, Release{Claim: ClaimOf(m)}) {
-			break
-		}
-		b.d.Removes = true
-	}
+	return free[:max(0, min(surplus, len(free)))]
 }
 
 // blocking returns how many Machines have to go before the waiting claims can get theirs: the max

@@ -245,6 +245,56 @@ func TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor(t *testing.T) {
 	require.Contains(t, kinds(Decide(s)), Fail, "a drain that is stuck does not let it wait for ever")
 }
 
+// The claims' own Machines joined unseen, and there are spares as well.
+func TestSparesThatMakeRoomGoInOneWrite(t *testing.T) {
+	s := atRest(9, &Ledger{Version: 1, Seq: 9, LastReplicas: 9, Spare: 8, Pending: map[string]Assignment{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
+	for i := range 9 {
+		s.withMachine(fmt.Sprint("m", i), "", node)
+	}
+	s.Group.Max, s.SpareSince = new(int32(9)), s.Now.Add(-time.Hour)
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	require.Len(t, d.Ledger.Releasing, 8)
+}
+
+// Removing a Machine orders no other one then.
+func TestAWaitDoesNotRestartForRoomThatIsNotMade(t *testing.T) {
+	for name, change := range map[string]func(*Snapshot){
+		"above the max size": func(s *Snapshot) { s.Group.Max = new(int32(1)) },
+		"a quota is used up": func(s *Snapshot) { s.Group = s.Group.With(&eligibility.Refusal{Reason: eligibility.QuotaExceeded}) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := atRest(3, &Ledger{Version: 1, Seq: 9, LastReplicas: 3, Spare: 2, Pending: map[string]Assignment{"c": {}}}).
+				withClaim("c", v1alpha1.PhasePending, "").withMachine("x", "", node).withMachine("y", "", node).withMachine("z", "", node)
+			s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
+			s.Now = s.Now.Add(5 * time.Minute)
+			change(s)
+			for _, since := range []time.Time{s.Now, s.Now.Add(-time.Hour)} {
+				s.SpareSince = since
+				d := Decide(s)
+				require.Positive(t, d.Unmet)
+				require.Contains(t, kinds(d), Fail)
+				require.NotContains(t, kinds(d), WaitAnew)
+			}
+		})
+	}
+}
+
+// Two Machines were marked once, and others were made since.
+func TestAFewMarkedMachinesAreNoReasonToOrderNoOthers(t *testing.T) {
+	marked := func(m *clusterv1.Machine) {
+		node(m)
+		m.Annotations = map[string]string{clusterv1.DeleteMachineAnnotation: "true"}
+	}
+	s := atRest(3, &Ledger{Version: 1, Seq: 9, LastReplicas: 3, Pending: map[string]Assignment{"c": {}}}).
+		withClaim("c", v1alpha1.PhasePending, "").withMachine("x", "", marked).withMachine("y", "", marked)
+	s.withMachine("joined", "", func(m *clusterv1.Machine) {
+		node(m)
+		m.CreationTimestamp = metav1.NewTime(s.Now.Add(time.Second))
+	})
+	require.Equal(t, int32(4), Decide(s).Replicas)
+}
+
 // The hub refuses each write of one claim's status, or hundreds of claims are due at once.
 func TestClaimsWhoseWaitCannotRestartHoldNothingElseUp(t *testing.T) {
 	s := atRest(3, &Ledger{Version: 1, Seq: 9, LastReplicas: 3, Pending: map[string]Assignment{"a": {}, "b": {}}}).

@@ -519,12 +519,12 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		wait := g.coalesce(s, d)
 		var refused error
 		if d.Ledger != nil && wait == 0 {
+			g.restartWaits(ctx, s, d)
 			err := g.commit(ctx, s, d)
 			switch {
 			case err == nil:
 				conflicts, raced = 0, false
 				g.refuse(asked, d.Refused)
-				g.restartWaits(ctx, s, d)
 				if err := g.markNewlyEntered(ctx, s, d); err != nil {
 					return g.retry(d, 0), err
 				}
@@ -712,9 +712,9 @@ func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *p
 	return err
 }
 
-// restartWaits performs the restarts of waits that a decision has whose ledger is written. If that
-// orders Machines for some of the claims, no decision has the others' restarts again until these
-// Machines are made. A restart that fails is left to that decision.
+// restartWaits performs the restarts of waits of a decision whose ledger is about to be written. If that
+// orders Machines for other claims, no agent decides on the restarts again until these Machines are
+// made, and these claims might fail. A restart that fails is left to that decision.
 func (g *group) restartWaits(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) {
 	restarts := lo.Filter(d.Actions, func(a protocol.Action, _ int) bool { return a.Kind == protocol.WaitAnew })
 	if _, err := g.engine.perform(ctx, s, restarts); err != nil {

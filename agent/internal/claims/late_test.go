@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clocktesting "k8s.io/utils/clock/testing"
 	"pgregory.net/rapid"
@@ -247,5 +248,30 @@ func TestAClaimDoesNotFailAsAnotherMachineIsOrderedForAnotherClaim(t *testing.T)
 		assert.Equal(t, v1alpha1.PhasePending, c.Status.Phase, "%s", c.Status.Message)
 		require.NotNil(t, c.Status.WaitingSince, id)
 		assert.True(t, clock.Now().Equal(c.Status.WaitingSince.Time), id)
+	}
+}
+
+// Another agent explains meanwhile why the claim waits.
+func TestAWaitRestartsThoughAnotherWriteCameFirst(t *testing.T) {
+	e := quiet(engineWith(t, claimIn("", "a", v1alpha1.PhasePending, ""), claimIn("", "b", v1alpha1.PhasePending, "")))
+	clock := clocktesting.NewFakeClock(newTestTime().Add(time.Hour))
+	e.Clock = clock
+	for id, phase := range map[string]v1alpha1.Phase{"a": v1alpha1.PhasePending, "b": v1alpha1.PhaseReleasing} {
+		old, err := e.getUncached(t.Context(), keyOf(id))
+		require.NoError(t, err)
+		now := old.DeepCopy()
+		now.Status.Phase, now.Status.Message = phase, "the control plane is being upgraded"
+		require.NoError(t, e.Client.Status().Update(t.Context(), now))
+		err = e.do(t.Context(), protocol.Action{Kind: protocol.WaitAnew, Claim: old, Event: v1alpha1.Event{Reason: protocol.ReasonWaitingForMachine}})
+		now, readErr := e.getUncached(t.Context(), keyOf(id))
+		require.NoError(t, readErr)
+		require.Equal(t, phase, now.Status.Phase)
+		if phase == v1alpha1.PhasePending {
+			require.NoError(t, err)
+			require.True(t, clock.Now().Equal(now.Status.WaitingSince.Time))
+		} else {
+			require.True(t, apierrors.IsConflict(err), "%v", err)
+			require.Nil(t, now.Status.WaitingSince)
+		}
 	}
 }

@@ -245,6 +245,25 @@ func (e *Engine) perform(ctx context.Context, s *protocol.Snapshot, actions []pr
 	return progress.Load(), errors.Join(errs...)
 }
 
+// waitAnew restarts a claim's wait for a Machine, also if another write of its status came first. A
+// claim that does not wait any more is left as it is.
+func (e *Engine) waitAnew(ctx context.Context, claim *v1alpha1.MachineClaim, event v1alpha1.Event) error {
+	restart := func(c *v1alpha1.MachineClaim) error {
+		c.Status.WaitingSince = new(metav1.NewTime(e.Clock.Now()))
+		e.note(c, event)
+		return e.writeStatus(ctx, c)
+	}
+	err := restart(claim.DeepCopy())
+	if !apierrors.IsConflict(err) {
+		return err
+	}
+	now, readErr := e.getUncached(ctx, Key{Namespace: claim.Namespace, Cluster: claim.Spec.ClusterName, ID: claim.Spec.ClaimID})
+	if readErr != nil || now.UID != claim.UID || now.CurrentPhase() != v1alpha1.PhasePending {
+		return err
+	}
+	return restart(now)
+}
+
 // reportRefusal records on a Machine's claim that a write on the Machine is refused, and why.
 // Without the write the claim makes no progress.
 func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a protocol.Action, cause error) {
@@ -292,10 +311,7 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 		e.note(c, a.Event)
 		return e.writeStatus(ctx, c)
 	case protocol.WaitAnew:
-		c := a.Claim.DeepCopy()
-		c.Status.WaitingSince = new(metav1.NewTime(e.Clock.Now()))
-		e.note(c, a.Event)
-		return e.writeStatus(ctx, c)
+		return e.waitAnew(ctx, a.Claim, a.Event)
 	case protocol.Explain:
 		c := a.Claim.DeepCopy()
 		e.note(c, a.Event)

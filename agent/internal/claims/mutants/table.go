@@ -487,7 +487,19 @@ var mutants = []mutant{
 		{"			b.d.awaits = \"a Machine that no claim may have is about to make room for another one\"\n", ""},
 	}},
 	{name: "a Machine makes room before the claim has its time for the next one", test: "TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor", edits: []edit{
-		{"		surplus = min(surplus, int(b.ready(b.waiting())))\n", ""},
+		{"		release = release[:min(len(release), int(b.ready(n)))]\n", ""},
+	}},
+	{name: "spares that make room go one after another", test: "TestSparesThatMakeRoomGoInOneWrite", edits: []edit{
+		{"if n := b.waiting(); makesRoom && b.ready(n) < clamp(n) {", "if n := b.waiting(); makesRoom {"},
+	}},
+	{name: "a wait restarts for room that is not made", test: "TestAWaitDoesNotRestartForRoomThatIsNotMade", edits: []edit{
+		{"	makesRoom := b.blocking() > 0\n", "	makesRoom := b.d.Unmet > 0\n"},
+	}},
+	{name: "a few marked Machines keep others from being ordered", test: "TestAFewMarkedMachinesAreNoReasonToOrderNoOthers", edits: []edit{
+		{"		if lo.EveryBy(last, func", "		if lo.SomeBy(last, func"},
+	}},
+	{name: "a wait does not restart if another write came first", test: "TestAWaitRestartsThoughAnotherWriteCameFirst", edits: []edit{
+		{"	if !apierrors.IsConflict(err) {\n		return err\n	}\n	now, readErr", "	if true {\n		return err\n	}\n	now, readErr"},
 	}},
 	{name: "a claim waits for ever for other Machines", test: "TestAClaimDoesNotWaitForEverForOtherMachines", edits: []edit{
 		{"mostWaits*s.Failure.ObjectDeadline", "1000*s.Failure.ObjectDeadline"},
@@ -499,10 +511,10 @@ var mutants = []mutant{
 		{"b.covering = min(room, b.ready(waiting))", "b.covering = max(0, room-(clamp(waiting)-b.ready(waiting)))"},
 	}},
 	{name: "a claim fails as another Machine is ordered for another claim", test: "TestAClaimDoesNotFailAsAnotherMachineIsOrderedForAnotherClaim", edits: []edit{
-		{"				g.restartWaits(ctx, s, d)\n", ""},
+		{"			g.restartWaits(ctx, s, d)\n", ""},
 	}},
 	{name: "Machines that something other than the template marks are replaced for ever", test: "TestMachinesThatAreMarkedAsTheyAreMadeAreNotReplacedForEver", edits: []edit{
-		{"		if n > len(waiting) {\n", "		if false {\n"},
+		{"	if len(last) <= len(waiting) {\n", "	if true {\n"},
 	}},
 	{name: "a claim waits for a spare where a shortage is not noticed", test: "TestASpareThatJoinedJustNowIsForTheNextClaim", edits: []edit{
 		{"b.unusable(b.settled())", "b.unusable(true)"},
@@ -625,7 +637,7 @@ var mutants = []mutant{
 	}},
 	{name: "the floor's Machines are released as spares", edits: []edit{
 		{"	surplus := min(len(free)-int(b.floor()), int(spare))\n", "	surplus := min(len(free), int(spare)+1)\n"},
-		{"	if spare <= 0 || !b.mayShrink() {\n		return\n	}\n", ""},
+		{"	if spare <= 0 || !b.mayShrink() {\n		return nil\n	}\n", ""},
 		{"	if waits && len(gone) == 0 {\n", "	if b.next.Unassigned() > 0 {\n"},
 	}},
 	{name: "spares are never released", edits: []edit{
