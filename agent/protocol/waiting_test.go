@@ -247,7 +247,8 @@ func TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor(t *testing.T) {
 
 // The claims' own Machines joined unseen, and there are spares as well.
 func TestSparesThatMakeRoomGoInOneWrite(t *testing.T) {
-	s := atRest(9, &Ledger{Version: 1, Seq: 9, LastReplicas: 9, Spare: 8, Pending: map[string]Assignment{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
+	s := atRest(9, &Ledger{Version: 1, Seq: 9, LastReplicas: 9, Spare: 8, Pending: map[string]Assignment{"c": {}}}).
+		withClaim("c", v1alpha1.PhasePending, "")
 	for i := range 9 {
 		s.withMachine(fmt.Sprint("m", i), "", node)
 	}
