@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -557,15 +558,15 @@ func TestOtherClustersAreInvisible(t *testing.T) {
 type held struct {
 	*clocktesting.FakePassiveClock
 
-	first           sync.Once
+	stopped         atomic.Bool
 	asked, released chan struct{}
 }
 
 func (h *held) Now() time.Time {
-	h.first.Do(func() {
+	if h.stopped.CompareAndSwap(false, true) {
 		close(h.asked)
 		<-h.released
-	})
+	}
 	return h.FakePassiveClock.Now()
 }
 
