@@ -117,7 +117,8 @@ const (
 	// memory in less than a tenth of a millisecond. framesOfLight is how many frames each may send
 	// that do not count, and lightFrames how many of them a caller may have left over.
 	lightPerCall, framesOfLight, lightFrames = 20, 5, 10000
-	// enough is the number of remembered callers from which idle ones are forgotten.
+	// enough is the number of remembered callers from which idle ones are forgotten. Until their
+	// number has doubled, it is not tried again: each try looks at all of them.
 	enough = 1000
 )
 
@@ -158,6 +159,7 @@ type Limiter struct {
 	bytes, unread int64
 	light         map[string]bool
 }
+	forgetFrom    int // the number of callers from which idle ones are forgotten
 
 // shared are turns that all callers share.
 type shared struct {
@@ -184,7 +186,7 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 		Help: "Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims).",
 	}, []string{"turn"})
 	l := &Limiter{
-		Options: o, clock: c, callers: map[string]*caller{},
+		Options: o, clock: c, callers: map[string]*caller{}, forgetFrom: enough,
 		reads: semaphore.NewWeighted(readsInAll), large: semaphore.NewWeighted(largeInAll),
 		lists:   shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
 		syncs:   shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
@@ -407,7 +409,7 @@ const (
 // forget removes idle callers with full token buckets, if there are many callers. l.mu must be
 // held.
 func (l *Limiter) forget(now time.Time) {
-	if len(l.callers) < enough {
+	if len(l.callers) < l.forgetFrom {
 		return
 	}
 	for identity, c := range l.callers {
@@ -421,6 +423,7 @@ func (l *Limiter) forget(now time.Time) {
 
 // Read waits until the call's request may be read, and returns a function to call once it has been
 // read. A caller has one large request at a time, until the call ends. The error is that of the
+	l.forgetFrom = max(enough, 2*len(l.callers))
 // context.
 func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	if large {
