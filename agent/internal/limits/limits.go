@@ -70,8 +70,11 @@ const (
 	// wait.
 	checksOfCaller = 1
 	// bytesOfCaller and bytesInAll bound the total size of the requests that are being handled, of
-	// one caller and in total.
+	// one caller and in total. Requests of up to smallRequest bytes do not count for the total, so
+	// that the large requests of some callers, which may wait for the hub, keep no other caller from
+	// creating and releasing claims. CallsAtOnce bounds their number.
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
+	smallRequest              = 4 << 10
 	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read.
 	// Beyond UnreadOfCaller all calls of the caller are rejected; beyond unreadInAll the lists of
 	// all callers are. Calls that were admitted earlier may exceed the limits, by two lists for
@@ -220,6 +223,7 @@ type Call struct {
 	watch       bool
 	atHub       bool
 	held        int64
+	heldOfAll   int64 // what counts for all callers
 	free        []func()
 	hubRequests atomic.Int64
 }
@@ -487,17 +491,22 @@ func (c *Call) keepShared(ctx context.Context, s shared) error {
 // Hold counts the size of the request until the call ends. The error is a [*RefusedError].
 func (c *Call) Hold(bytes int) error {
 	l := c.limiter
+	shared := int64(bytes)
+	if bytes <= smallRequest {
+		shared = 0
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if c.caller.bytes+int64(bytes) > bytesOfCaller || l.bytes+int64(bytes) > bytesInAll {
+	if c.caller.bytes+int64(bytes) > bytesOfCaller || shared > 0 && l.bytes+shared > bytesInAll {
 		return l.refuse(c.caller, c.method, ReasonInFlight, time.Second, "requests of too many bytes are being handled")
 	}
 	if err := l.spend(c.caller, c.method, bytes/BytesPerCall); err != nil {
 		return err
 	}
 	c.held += int64(bytes)
+	c.heldOfAll += shared
 	c.caller.bytes += int64(bytes)
-	l.bytes += int64(bytes)
+	l.bytes += shared
 	return nil
 }
 
@@ -597,7 +606,7 @@ func (c *Call) End() {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
 	c.caller.bytes -= c.held
-	c.limiter.bytes -= c.held
+	c.limiter.bytes -= c.heldOfAll
 	if c.watch {
 		c.caller.watches--
 	} else {
