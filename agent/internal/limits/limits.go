@@ -49,7 +49,7 @@ type Options struct {
 // Defaults returns the default limits. docs/limits.md explains them.
 func Defaults() Options {
 	return Options{
-		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 1000,
+		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 100,
 		HubCallsAtOnce: 16, HubRequestsPerSecond: 50, HubRequestBurst: 100,
 		RequestTimeout: 10 * time.Second, CallTimeout: 30 * time.Second, MaxCallTimeout: 2 * time.Minute, SendTimeout: 30 * time.Second,
 	}
@@ -159,10 +159,10 @@ type Limiter struct {
 
 	mu            sync.Mutex
 	callers       map[string]*caller
+	forgetFrom    int // the number of callers from which idle ones are forgotten
 	bytes, unread int64
 	light         map[string]bool
 }
-	forgetFrom    int // the number of callers from which idle ones are forgotten
 
 // shared are turns that all callers share.
 type shared struct {
@@ -423,11 +423,11 @@ func (l *Limiter) forget(now time.Time) {
 			delete(l.callers, identity)
 		}
 	}
+	l.forgetFrom = max(enough, 2*len(l.callers))
 }
 
 // Read waits until the call's request may be read, and returns a function to call once it has been
 // read. A caller has one large request at a time, until the call ends. The error is that of the
-	l.forgetFrom = max(enough, 2*len(l.callers))
 // context.
 func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	if large {
