@@ -84,18 +84,29 @@ func (t Template) metadataProblem() string {
 	var problems []string
 	for key, value := range t.Labels {
 		for _, problem := range slices.Concat(validation.IsQualifiedName(key), validation.IsValidLabelValue(value)) {
-			problems = append(problems, fmt.Sprintf("labels[%s]: %s", key, problem))
+			problems = append(problems, fmt.Sprintf("labels[%s]: %s", quoted(key), problem))
 		}
 	}
 	for key := range t.Annotations {
 		for _, problem := range validation.IsQualifiedName(strings.ToLower(key)) {
-			problems = append(problems, fmt.Sprintf("annotations[%s]: %s", key, problem))
+			problems = append(problems, fmt.Sprintf("annotations[%s]: %s", quoted(key), problem))
 		}
 	}
 	if len(problems) == 0 {
 		return ""
 	}
 	return slices.Min(problems)
+}
+
+// maxQuoted is how many characters of a key a problem quotes. An annotation's key has no limit in a
+// NodePoolSet, but conditions, events and reports have.
+const maxQuoted = 128
+
+func quoted(key string) string {
+	if runes := []rune(key); len(runes) > maxQuoted {
+		return string(runes[:maxQuoted]) + "…"
+	}
+	return key
 }
 
 // Canonical returns a JSON object with sorted keys and without spaces, so that the same content has

@@ -29,6 +29,10 @@ func TestWhatCannotBePublishedHasAProblemAndNoSpec(t *testing.T) {
 			nodepoolset.Template{Annotations: map[string]string{"/": ""}, Spec: json.RawMessage("{}")},
 			"spec.nodeClasses[2].annotations[/]: ",
 		},
+		"a long annotation": {
+			nodepoolset.Template{Annotations: map[string]string{strings.Repeat("ä", 40000): ""}, Spec: json.RawMessage("{}")},
+			"spec.nodeClasses[2].annotations[" + strings.Repeat("ä", 128) + "…]: ",
+		},
 		"no spec": {nodepoolset.Template{}, "spec.nodeClasses[2].spec: is missing; write {} for an empty one"},
 		"null":    {nodepoolset.Template{Spec: json.RawMessage("null")}, "spec.nodeClasses[2].spec: is missing; write {} for an empty one"},
 		"a list":  {nodepoolset.Template{Spec: json.RawMessage("[]")}, "spec.nodeClasses[2].spec: not a JSON object: "},
@@ -40,7 +44,8 @@ func TestWhatCannotBePublishedHasAProblemAndNoSpec(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			published := object(c.template)
 			require.Empty(t, published.GetSpecJson())
-			require.True(t, strings.HasPrefix(published.GetProblem(), c.problem), published.GetProblem())
+			require.True(t, strings.HasPrefix(published.GetProblem(), c.problem), "%.512s", published.GetProblem())
+			require.Less(t, len(published.GetProblem()), 1024)
 			require.NotEmpty(t, published.GetRevision())
 		})
 	}

@@ -34,7 +34,10 @@ const (
 const (
 	// openStreams covers the streams and calls that an identity may have open, with their
 	// goroutines and metadata.
-	openStreams = 3000 * 40 * kibibyte
+	openStreams = 2100 * 40 * kibibyte
+	// watched covers what its streams keep of the objects that they show: a Cluster has at most
+	// 30,000 claims, ended ones included.
+	watched = 100 * 30000 * 50
 	// requestsHandled covers its requests being handled (encoded, decoded, and the results) and
 	// those being read.
 	requestsHandled = 3*16*mebibyte + 8*mebibyte
@@ -152,16 +155,16 @@ var attacks = []attack{
 		about: "hundreds of watches of all claims, Machines and node groups, held, or opened and closed over and over",
 		run:   streams,
 		must:  []string{heldStream, ok}, may: []string{refused, late, cut, notConnected},
-		// Answers that have not been read yet, and the streams.
-		holds: 32*mebibyte + openStreams,
+		// Answers that have not been read yet, the streams, and what they keep.
+		holds: 32*mebibyte + openStreams + watched,
 	},
 	{
 		name:  "slow readers",
 		about: "lists and watches, of which nothing is read: the windows of 16 connections stay closed",
 		run:   slowReaders,
 		must:  []string{refused}, may: []string{closedByAgent, notConnected, late, "reset"},
-		// Answers that are not read, two more lists, and the calls.
-		holds: (32+2*64)*mebibyte + openStreams,
+		// Answers that are not read, two more lists, the calls, and what the streams keep.
+		holds: (32+2*64)*mebibyte + openStreams + watched,
 	},
 	{
 		name:  "compressed answers",
@@ -449,7 +452,8 @@ func (a *attacker) watches() (methods []string, requests [][]byte) {
 }
 
 func streams(ctx context.Context, a *attacker) error {
-	const held, fleeting = 900, 200
+	// An identity may have 100 at once.
+	const held, fleeting = 80, 200
 	conns := make([]*grpc.ClientConn, 16)
 	for i := range conns {
 		var err error

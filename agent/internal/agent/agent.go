@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/go-logr/logr"
@@ -13,6 +15,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/clock"
@@ -92,7 +95,8 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	}
 	var err error
 	budget := storage.New(o.MaxClaimBytesPerCluster.Value())
-	if a.manager, err = newManager(c, scope, corrected, budget); err != nil {
+	watches := contact.NewWatches(slices.Collect(maps.Keys(followed())), c.Log.WithName("hub"))
+	if a.manager, err = newManager(c, scope, corrected, budget, watches); err != nil {
 		return nil, err
 	}
 	if err := budget.Follow(ctx, a.manager.GetCache(), a.manager.GetEventRecorder("capi-agent")); err != nil {
@@ -124,9 +128,9 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		},
 	})
 	if c.Registerer != nil {
-		for _, collector := range []prometheus.Collector{engine.Collector(), budget.Collector()} {
+		for _, collector := range []prometheus.Collector{engine.Collector(), budget.Collector(), watches.Collector()} {
 			if err := c.Registerer.Register(collector); err != nil {
-				return nil, fmt.Errorf("registering the claims' metrics: %w", err)
+				return nil, fmt.Errorf("registering the metrics of the claims and the watches: %w", err)
 			}
 		}
 		if corrected != nil {
@@ -167,7 +171,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	probe, err := newProbe(c, scope, a.manager)
+	probe, err := newProbe(c, scope, a.manager, watches)
 	if err != nil {
 		return nil, err
 	}
@@ -308,8 +312,8 @@ func (a *Agent) followPrices(c Config) (*pricelist.Follower, error) {
 }
 
 // newManager connects to the hub. The clock is corrected by its responses, unless it is nil. The
-// budget measures the claims that the caches read.
-func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage.Budget) (manager.Manager, error) {
+// budget measures the claims that the caches read. The watches learn which of theirs fail.
+func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage.Budget, watches *contact.Watches) (manager.Manager, error) {
 	scheme, err := hub.Scheme()
 	if err != nil {
 		return nil, err
@@ -319,6 +323,7 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage
 		return nil, err
 	}
 	caches.DefaultTransform = budget.Measure(caches.DefaultTransform)
+	caches.DefaultWatchErrorHandler = watches.Failed
 	config := rest.CopyConfig(c.Hub)
 	config.QPS, config.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
 	// The agent runs in the hub, where processor time is scarcer than bandwidth. The API server
@@ -372,27 +377,70 @@ const (
 
 // newProbe returns a probe with its own client, without a rate limit. Waiting behind the agent's
 // other requests would look like an outage.
-func newProbe(c Config, scope hub.Scope, mgr manager.Manager) (*contact.Probe, error) {
+func newProbe(c Config, scope hub.Scope, mgr manager.Manager, watches *contact.Watches) (*contact.Probe, error) {
 	config := rest.CopyConfig(c.Hub)
 	config.QPS = -1
 	reader, err := client.New(config, client.Options{Scheme: mgr.GetScheme(), Mapper: mgr.GetRESTMapper()})
 	if err != nil {
 		return nil, fmt.Errorf("making the client that probes the hub: %w", err)
 	}
-	one := []client.ListOption{client.Limit(1)}
-	if namespaces := scope.Namespaces(); len(namespaces) > 0 {
-		one = append(one, client.InNamespace(namespaces[0]))
+	namespaces := scope.Namespaces()
+	if len(namespaces) == 0 {
+		namespaces = []string{metav1.NamespaceAll}
 	}
+	ask := func(ctx context.Context, list client.ObjectList, namespace string) error {
+		return unanswered(reader.List(ctx, list, client.Limit(1), client.InNamespace(namespace)))
+	}
+	lists := followed()
 	return contact.New(contact.Config{
 		Ask: func(ctx context.Context) error {
-			err := reader.List(ctx, &v1alpha1.MachineClaimList{}, one...)
-			if status := apierrors.APIStatus(nil); errors.As(err, &status) && status.Status().Code < http.StatusInternalServerError {
-				return nil // an error status below 500 is a response
+			if err := ask(ctx, &v1alpha1.MachineClaimList{}, namespaces[0]); err != nil {
+				return err
 			}
-			return err
+			return watches.Ask(ctx, func(ctx context.Context, kind string) error {
+				for _, namespace := range namespaces {
+					if err := ask(ctx, lists[kind](), namespace); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
 		},
 		Interval: probeInterval, Timeout: probeTimeout, Patience: hubPatience, Log: c.Log.WithName("hub"),
 	}), nil
+}
+
+// followed returns the kinds without which nothing is served, by the type of their objects, with
+// functions that return empty lists of them.
+func followed() map[string]func() client.ObjectList {
+	return map[string]func() client.ObjectList{
+		typeOf(&clusterv1.Cluster{}):           func() client.ObjectList { return &clusterv1.ClusterList{} },
+		typeOf(&clusterv1.MachineDeployment{}): func() client.ObjectList { return &clusterv1.MachineDeploymentList{} },
+		typeOf(&clusterv1.MachineSet{}):        func() client.ObjectList { return &clusterv1.MachineSetList{} },
+		typeOf(&clusterv1.Machine{}):           func() client.ObjectList { return &clusterv1.MachineList{} },
+		typeOf(&v1alpha1.MachineClaim{}):       func() client.ObjectList { return &v1alpha1.MachineClaimList{} },
+	}
+}
+
+func typeOf(object client.Object) string { return fmt.Sprintf("%T", object) }
+
+// unanswered returns nil if the API server has answered a request of the probe. An error status below
+// 500 is an answer, unless it refuses what the caches need: an agent whose account was deleted, whose
+// rights were withdrawn or whose CustomResourceDefinition is gone learns of no change any more.
+func unanswered(err error) error {
+	status := apierrors.APIStatus(nil)
+	if !errors.As(err, &status) {
+		return err
+	}
+	switch code := status.Status().Code; code {
+	case http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound:
+		return err
+	default:
+		if code < http.StatusInternalServerError {
+			return nil
+		}
+		return err
+	}
 }
 
 func newCache[T any](o *options.Options, equal func(a, b T) bool) *watchcache.Cache[T] {

@@ -103,7 +103,9 @@ func start(tb testing.TB, c agent.Config) *running {
 func startFor(tb testing.TB, authority *testpki.Authority, c agent.Config) *running {
 	tb.Helper()
 	r := &running{t: tb, authority: authority, clients: map[string]*client.Client{}}
-	c.Hub = hub
+	if c.Hub == nil {
+		c.Hub = hub
+	}
 	if c.Log.GetSink() == nil {
 		c.Log = log.Log
 	}

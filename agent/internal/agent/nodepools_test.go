@@ -3,6 +3,7 @@ package agent_test
 import (
 	"context"
 	"fmt"
+	"net/http"
 	"strings"
 	"testing"
 
@@ -14,12 +15,15 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
+	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/retry"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrlclient "sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
@@ -320,6 +324,53 @@ func TestMistakesInNodePoolSetsAreNamed(t *testing.T) {
 		assert.NotEmpty(t, object.GetProblem(), "it is not removed from the spoke")
 		assert.Empty(t, object.GetSpecJson())
 	}
+}
+
+// A problem quotes what a user wrote. The API server accepts conditions of 32 KiB.
+func TestAMistakeOfAnyLengthIsShown(t *testing.T) {
+	t.Parallel()
+	h := newPoolsHub(t)
+	set := h.set("fleet", pool("default", `{}`))
+	set.Spec.NodePools[0].Annotations = map[string]v1alpha1.PublishedValue{strings.Repeat("a", 33000): "b"}
+	plane.Create(t, set)
+	shown := message(h.ready("fleet", v1alpha1.InvalidReason))
+	assert.Contains(t, shown, "spec.nodePools[0].annotations[aaa")
+	assert.Contains(t, shown, "must be no more than 63")
+	assert.Less(t, len(shown), 1024, "an event has no more")
+	eventually(t, "there is an event about it", func(ctx context.Context) (bool, error) {
+		var list eventsv1.EventList
+		err := plane.Client.List(ctx, &list, ctrlclient.InNamespace(h.namespace))
+		return lo.ContainsBy(list.Items, func(e eventsv1.Event) bool { return e.Reason == v1alpha1.InvalidReason && e.Note == shown }), err
+	})
+}
+
+type roundTrip func(*http.Request) (*http.Response, error)
+
+func (f roundTrip) RoundTrip(request *http.Request) (*http.Response, error) { return f(request) }
+
+// Whether a status can be written depends on what users wrote, on rights and on admission policies.
+func TestAStatusThatCannotBeWrittenKeepsNothingFromBeingServed(t *testing.T) {
+	t.Parallel()
+	h := &poolsHub{t: t, namespace: plane.Namespace(t)}
+	cluster := capitest.NewCluster(h.namespace, "spoke")
+	cluster.Labels = map[string]string{"pools": "spoke"}
+	plane.Create(t, cluster, h.set("a", pool("default", `{}`)), h.set("b", pool("spot", `{}`)))
+	config := rest.CopyConfig(hub)
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper {
+		return roundTrip(func(request *http.Request) (*http.Response, error) {
+			if !strings.HasSuffix(request.URL.Path, "/nodepoolsets/a/status") {
+				return next.RoundTrip(request)
+			}
+			return &http.Response{
+				StatusCode: http.StatusForbidden, Header: http.Header{"Content-Type": {"text/plain"}}, Body: http.NoBody, Request: request,
+			}, nil
+		})
+	})
+	h.running = start(t, agent.Config{Hub: config, Options: testOptions(h.namespace)})
+	published, err := h.published(t.Context(), "spoke")
+	require.NoError(t, err)
+	assert.Contains(t, published, "NodePool/default")
+	h.ready("b", v1alpha1.WaitingReason)
 }
 
 func TestWithoutTheOptionNothingIsPublished(t *testing.T) {

@@ -249,6 +249,24 @@ func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
 	return caller, nil
 }
 
+// NameIn returns the SPIFFE ID in a client certificate, without the onboarding, or "" if there is none.
+// It is what the certificate's authority states, whether or not it can be used: the certificate may
+// be denied, expired or of another trust domain. The chains are those that verified it.
+func NameIn(chains [][]*x509.Certificate) string {
+	if len(chains) == 0 || len(chains[0]) == 0 || len(chains[0][0].URIs) != 1 {
+		return ""
+	}
+	id, err := spiffeid.FromURI(chains[0][0].URIs[0])
+	if err != nil {
+		return ""
+	}
+	bare, _, err := splitOnboarding(id)
+	if err != nil {
+		return ""
+	}
+	return bare.String()
+}
+
 // ValidUntil returns when the last of the verified chains expires. A chain expires with the first
 // of its certificates.
 func ValidUntil(chains [][]*x509.Certificate) time.Time {

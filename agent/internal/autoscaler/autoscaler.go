@@ -80,12 +80,15 @@ type Config struct {
 type Scaler struct {
 	config Config
 
+	// mu protects the map alone. Each Cluster has a lock of its own: what is done under that takes
+	// longer, the more claims the Cluster has, and no other Cluster waits for it.
 	mu       sync.Mutex
 	clusters map[types.NamespacedName]*cluster
 }
 
-// cluster is what is kept in memory of a Cluster.
+// cluster is what is kept in memory of a Cluster. mu protects the rest.
 type cluster struct {
+	mu   sync.Mutex
 	view *view
 	// recent are the claims that were made or released here and that the view may not show yet, by
 	// ID.
@@ -307,8 +310,8 @@ func (s *Scaler) inGroup(name types.NamespacedName, id string, use func(*cluster
 	})
 }
 
-// read calls use with a Cluster's present view. use must be fast.
-func (s *Scaler) read(name types.NamespacedName, use func(*cluster) error) error {
+// of returns what is kept of a Cluster.
+func (s *Scaler) of(name types.NamespacedName) *cluster {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	c := s.clusters[name]
@@ -316,6 +319,14 @@ func (s *Scaler) read(name types.NamespacedName, use func(*cluster) error) error
 		c = &cluster{recent: map[string]recent{}, dismissed: map[string]time.Time{}}
 		s.clusters[name] = c
 	}
+	return c
+}
+
+// read calls use with a Cluster's present view. use must be fast: other calls for the Cluster wait.
+func (s *Scaler) read(name types.NamespacedName, use func(*cluster) error) error {
+	c := s.of(name)
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	if !c.view.current(s.config, name) {
 		fresh, err := look(s.config, name)
 		if err != nil {

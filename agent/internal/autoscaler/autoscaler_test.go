@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -551,4 +552,46 @@ func TestOtherClustersAreInvisible(t *testing.T) {
 	_, found, err := f.GroupOf(other, autoscaler.Node{ProviderID: "test://a", Name: "a"})
 	require.NoError(t, err)
 	require.False(t, found)
+}
+
+// held is a clock that stops the first who asks it for the time.
+type held struct {
+	*clocktesting.FakePassiveClock
+
+	stopped         atomic.Bool
+	asked, released chan struct{}
+}
+
+func (h *held) Now() time.Time {
+	if h.stopped.CompareAndSwap(false, true) {
+		close(h.asked)
+		<-h.released
+	}
+	return h.FakePassiveClock.Now()
+}
+
+// Whatever is done under a Cluster's lock takes longer, the more claims the Cluster has.
+func TestAClusterWaitsForNoOther(t *testing.T) {
+	f := newFixture(t)
+	stopped := &held{FakePassiveClock: f.clock, asked: make(chan struct{}), released: make(chan struct{})}
+	scaler := autoscaler.New(autoscaler.Config{Engine: f.engine, Groups: f.groups, Claims: f.claims, Clock: stopped})
+	ended := make(chan error, 1)
+	go func() {
+		_, err := scaler.Groups(spoke)
+		ended <- err
+	}()
+	<-stopped.asked
+	others := make(chan error, 1)
+	go func() {
+		_, err := scaler.Groups(types.NamespacedName{Namespace: "fleet", Name: "other"})
+		others <- err
+	}()
+	select {
+	case err := <-others:
+		require.NoError(t, err)
+	case <-time.After(30 * time.Second):
+		t.Error("a Cluster waits for another")
+	}
+	close(stopped.released)
+	require.NoError(t, <-ended)
 }

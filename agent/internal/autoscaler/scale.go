@@ -207,12 +207,9 @@ func (s *Scaler) release(ctx context.Context, name types.NamespacedName, group s
 
 // note keeps what was done until the view shows it.
 func (s *Scaler) note(name types.NamespacedName, group string, ids []string, released bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	c := s.clusters[name]
-	if c == nil {
-		return // the view has been closed
-	}
+	c := s.of(name)
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	for _, id := range ids {
 		c.recent[id] = recent{group: group, released: released, at: s.config.Clock.Now()}
 	}

@@ -13,12 +13,13 @@ import (
 
 // Config configures a [Probe].
 type Config struct {
-	// Ask sends a small request to the API server itself, not to a cache, until the context ends.
-	// It returns nil for any response. REQUIRED.
+	// Ask sends small requests to the API server itself, not to a cache, until the context ends. It
+	// returns an error if what is cached may be outdated: there is no response, or it refuses what the
+	// caches need. REQUIRED.
 	Ask func(ctx context.Context) error
 	// Interval is the time between two requests, and Timeout limits each of them. REQUIRED.
 	Interval, Timeout time.Duration
-	// Patience is how long there may be no response before contact is considered lost. It must be
+	// Patience is how long Ask may fail before contact is considered lost. It must be
 	// longer than Interval and Timeout together, so that a single slow response has no effect.
 	// REQUIRED.
 	Patience time.Duration
@@ -36,7 +37,7 @@ type lostError struct {
 }
 
 func (e *lostError) Error() string {
-	return "the hub's API server has not answered since " + e.since.UTC().Format(time.RFC3339)
+	return "the hub's API server has not answered this agent since " + e.since.UTC().Format(time.RFC3339)
 }
 
 func (e *lostError) Unwrap() error { return e.cause }
@@ -114,7 +115,8 @@ func (p *Probe) ask(ctx context.Context) {
 		}
 	case p.cause == nil && now.Sub(p.answered) >= p.config.Patience:
 		p.turn(&lostError{since: p.answered, cause: err})
-		p.config.Log.Error(err, "the hub's API server does not answer; watch streams end until it does", "since", p.answered)
+		p.config.Log.Error(err, "the hub's API server does not answer, or refuses what the agent needs; watch streams end until it answers",
+			"since", p.answered)
 	}
 }
 

@@ -49,7 +49,7 @@ type Options struct {
 // Defaults returns the default limits. docs/limits.md explains them.
 func Defaults() Options {
 	return Options{
-		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 1000,
+		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 100,
 		HubCallsAtOnce: 16, HubRequestsPerSecond: 50, HubRequestBurst: 100,
 		RequestTimeout: 10 * time.Second, CallTimeout: 30 * time.Second, MaxCallTimeout: 2 * time.Minute, SendTimeout: 30 * time.Second,
 	}
@@ -70,8 +70,11 @@ const (
 	// wait.
 	checksOfCaller = 1
 	// bytesOfCaller and bytesInAll bound the total size of the requests that are being handled, of
-	// one caller and in total.
+	// one caller and in total. Requests of up to smallRequest bytes do not count for the total, so
+	// that the large requests of some callers, which may wait for the hub, keep no other caller from
+	// creating and releasing claims. CallsAtOnce bounds their number.
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
+	smallRequest              = 4 << 10
 	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read.
 	// Beyond UnreadOfCaller all calls of the caller are rejected; beyond unreadInAll the lists of
 	// all callers are. Calls that were admitted earlier may exceed the limits, by two lists for
@@ -117,7 +120,8 @@ const (
 	// memory in less than a tenth of a millisecond. framesOfLight is how many frames each may send
 	// that do not count, and lightFrames how many of them a caller may have left over.
 	lightPerCall, framesOfLight, lightFrames = 20, 5, 10000
-	// enough is the number of remembered callers from which idle ones are forgotten.
+	// enough is the number of remembered callers from which idle ones are forgotten. Until their
+	// number has doubled, it is not tried again: each try looks at all of them.
 	enough = 1000
 )
 
@@ -155,6 +159,7 @@ type Limiter struct {
 
 	mu            sync.Mutex
 	callers       map[string]*caller
+	forgetFrom    int // the number of callers from which idle ones are forgotten
 	bytes, unread int64
 	light         map[string]bool
 }
@@ -184,7 +189,7 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 		Help: "Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims).",
 	}, []string{"turn"})
 	l := &Limiter{
-		Options: o, clock: c, callers: map[string]*caller{},
+		Options: o, clock: c, callers: map[string]*caller{}, forgetFrom: enough,
 		reads: semaphore.NewWeighted(readsInAll), large: semaphore.NewWeighted(largeInAll),
 		lists:   shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
 		syncs:   shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
@@ -218,6 +223,7 @@ type Call struct {
 	watch       bool
 	atHub       bool
 	held        int64
+	heldOfAll   int64 // what counts for all callers
 	free        []func()
 	hubRequests atomic.Int64
 }
@@ -407,7 +413,7 @@ const (
 // forget removes idle callers with full token buckets, if there are many callers. l.mu must be
 // held.
 func (l *Limiter) forget(now time.Time) {
-	if len(l.callers) < enough {
+	if len(l.callers) < l.forgetFrom {
 		return
 	}
 	for identity, c := range l.callers {
@@ -417,6 +423,7 @@ func (l *Limiter) forget(now time.Time) {
 			delete(l.callers, identity)
 		}
 	}
+	l.forgetFrom = max(enough, 2*len(l.callers))
 }
 
 // Read waits until the call's request may be read, and returns a function to call once it has been
@@ -484,17 +491,22 @@ func (c *Call) keepShared(ctx context.Context, s shared) error {
 // Hold counts the size of the request until the call ends. The error is a [*RefusedError].
 func (c *Call) Hold(bytes int) error {
 	l := c.limiter
+	shared := int64(bytes)
+	if bytes <= smallRequest {
+		shared = 0
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if c.caller.bytes+int64(bytes) > bytesOfCaller || l.bytes+int64(bytes) > bytesInAll {
+	if c.caller.bytes+int64(bytes) > bytesOfCaller || shared > 0 && l.bytes+shared > bytesInAll {
 		return l.refuse(c.caller, c.method, ReasonInFlight, time.Second, "requests of too many bytes are being handled")
 	}
 	if err := l.spend(c.caller, c.method, bytes/BytesPerCall); err != nil {
 		return err
 	}
 	c.held += int64(bytes)
+	c.heldOfAll += shared
 	c.caller.bytes += int64(bytes)
-	l.bytes += int64(bytes)
+	l.bytes += shared
 	return nil
 }
 
@@ -594,7 +606,7 @@ func (c *Call) End() {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
 	c.caller.bytes -= c.held
-	c.limiter.bytes -= c.held
+	c.limiter.bytes -= c.heldOfAll
 	if c.watch {
 		c.caller.watches--
 	} else {

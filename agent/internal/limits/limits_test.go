@@ -197,9 +197,15 @@ func TestBytesInFlightAreBoundedForOneCallerAndForAll(t *testing.T) {
 		call.End()
 	}
 	late := begin(t, l, "e", false)
-	requireRefused(t, late.Hold(1), limits.ReasonInFlight, time.Second)
+	requireRefused(t, late.Hold(4097), limits.ReasonInFlight, time.Second)
+	small := begin(t, l, "e", false)
+	require.NoError(t, small.Hold(4096), "large requests of others keep no claim from being made")
+	small.End()
 	calls[0].End()
-	require.NoError(t, late.Hold(1))
+	calls[1].End()
+	require.NoError(t, late.Hold(4*mebibyte))
+	require.NoError(t, begin(t, l, "f", false).Hold(4*mebibyte), "what was small has not counted")
+	requireRefused(t, begin(t, l, "g", false).Hold(4097), limits.ReasonInFlight, time.Second)
 }
 
 func TestAnswersCountUntilTheyAreGone(t *testing.T) {

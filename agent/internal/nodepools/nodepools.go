@@ -4,6 +4,7 @@ package nodepools
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 
@@ -120,8 +121,7 @@ func (p *Publisher) expect(ctx context.Context) error {
 }
 
 // Reconcile publishes the NodePoolSets of a namespace, and writes their status.
-func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (_ reconcile.Result, err error) {
-	defer func() { p.initialSync.SeenUnless(err, request.NamespacedName) }()
+func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	in := client.InNamespace(request.Name)
 	var (
 		sets     v1alpha1.NodePoolSetList
@@ -162,13 +162,15 @@ func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (_
 			p.publish(name, nil)
 		}
 	}
+	// The view is complete now. Whether a status can be written depends on what users wrote, on
+	// rights and on admission policies, and nothing that is served depends on it.
+	p.initialSync.Seen(request.NamespacedName)
 	p.count(request.Name, sets.Items, outcomes)
+	var failed []error
 	for i := range sets.Items {
-		if err := p.write(ctx, &sets.Items[i], outcomes[sets.Items[i].Name]); err != nil {
-			return reconcile.Result{}, err
-		}
+		failed = append(failed, p.write(ctx, &sets.Items[i], outcomes[sets.Items[i].Name]))
 	}
-	return reconcile.Result{}, nil
+	return reconcile.Result{}, errors.Join(failed...)
 }
 
 // count updates the metric of a namespace's sets.
@@ -242,7 +244,7 @@ func (p *Publisher) write(ctx context.Context, set *v1alpha1.NodePoolSet, o *out
 	}
 	was := meta.FindStatusCondition(before.Status.Conditions, v1alpha1.ReadyCondition)
 	if condition.Status == metav1.ConditionFalse && (was == nil || was.Reason != condition.Reason || was.Message != condition.Message) {
-		p.Recorder.Eventf(set, nil, "Warning", condition.Reason, "Publish", "%s", condition.Message)
+		p.Recorder.Eventf(set, nil, "Warning", condition.Reason, "Publish", "%s", cut(condition.Message, maxNote))
 	}
 	return nil
 }

@@ -12,8 +12,14 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// maxNamed is how many Clusters a condition's message names.
-const maxNamed = 3
+const (
+	// maxNamed is how many Clusters a condition's message names.
+	maxNamed = 3
+	// maxMessage and maxNote are the maximum sizes of a condition's message and of an event's text, in
+	// bytes. The API server accepts 32768 and 1024 characters. Spokes determine what both quote.
+	maxMessage = 8 << 10
+	maxNote    = 1000
+)
 
 // outcome is what became of one set.
 type outcome struct {
@@ -108,7 +114,17 @@ func (o *outcome) condition() metav1.Condition {
 	default:
 		c.Status, c.Reason, c.Message = metav1.ConditionTrue, v1alpha1.AppliedReason, fmt.Sprintf("applied in all %d Clusters", o.clusters)
 	}
+	c.Message = cut(c.Message, maxMessage)
 	return c
+}
+
+// cut shortens a text to a number of bytes, at a character boundary.
+func cut(text string, most int) string {
+	if len(text) <= most {
+		return text
+	}
+	const ellipsis = "…"
+	return strings.ToValidUTF8(text[:most-len(ellipsis)], "") + ellipsis
 }
 
 // first joins the first lines in order.

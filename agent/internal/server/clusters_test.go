@@ -16,6 +16,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fleet"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -148,5 +149,26 @@ func TestStatusListsVersionsAndFeatures(t *testing.T) {
 		require.Contains(t, response.GetFeatures(), "clusters")
 		require.NotContains(t, response.GetFeatures(), "certificates", "it has no issuer")
 		require.NotContains(t, response.GetFeatures(), "cluster-autoscaler", "it serves none")
+	}
+}
+
+// The versions of an agent reveal its known vulnerabilities, and a generation what goes on in a Cluster.
+func TestStatusTellsAnEndedOnboardingNothing(t *testing.T) {
+	f := start(t, func(_ *fixture, c *server.Config) {
+		c.Onboarded = func(context.Context, types.NamespacedName) (string, bool, error) { return "second", true, nil }
+	})
+	f.nodeGroups.Set(spoke, "fleet/workers", &agentv1alpha1.NodeGroup{Id: "fleet/workers"})
+	for onboarding, current := range map[string]bool{"first": false, "second": true} {
+		response, err := f.as("spiffe://karpenter-capi/cluster/fleet/spoke/"+onboarding).Status.GetStatus(f.ctx(), &agentv1alpha1.GetStatusRequest{})
+		require.NoError(t, err)
+		require.Equal(t, "spiffe://karpenter-capi/cluster/fleet/spoke", response.GetIdentity())
+		require.NotNil(t, response.GetTime())
+		for field, set := range map[string]bool{
+			"version": response.GetVersion() != "", "commit": response.GetCommit() != "", "features": len(response.GetFeatures()) > 0,
+			"served API versions": len(response.GetServedApiVersions()) > 0, "generation": response.GetCatalogueGeneration() > 0,
+			"roles": len(response.GetRoles()) > 0, "Clusters": len(response.GetClusters()) > 0,
+		} {
+			require.Equal(t, current, set, "%s of the %s onboarding", field, onboarding)
+		}
 	}
 }

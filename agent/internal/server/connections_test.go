@@ -18,8 +18,11 @@ import (
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 	"google.golang.org/protobuf/proto"
+	"k8s.io/utils/clock"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -292,6 +295,32 @@ func TestConnectionsOfACallerAreBounded(t *testing.T) {
 	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")), "others are not concerned")
 	require.NoError(t, open[0].Close())
 	require.Eventually(t, func() bool { return !ended(connect()) }, patience, time.Millisecond)
+}
+
+// A caller may have had thousands of certificates issued before its identity was denied.
+func TestConnectionsOfADeniedIdentityAreBoundedWhateverItsCertificates(t *testing.T) {
+	const denied = "spiffe://karpenter-capi/cluster/fleet/spoke"
+	f := start(t, func(_ *fixture, c *server.Config) {
+		policy, err := authz.ParsePolicy([]byte("identities: []\ndeny:\n- id: "+denied+"\n"), "karpenter-capi")
+		require.NoError(t, err)
+		c.Authorizer, err = authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
+		require.NoError(t, err)
+	})
+	connected := 0
+	for i := range limits.ConnectionsOfCaller + 4 {
+		conn := f.dialRaw(denied + "/" + strconv.Itoa(i%3)) // of several onboardings
+		_, _ = conn.Write([]byte(http2.ClientPreface))
+		_ = http2.NewFramer(conn, conn).WriteSettings()
+		require.NoError(t, conn.SetReadDeadline(time.Now().Add(patience)))
+		_, err := conn.Read(make([]byte, 1))
+		require.NotErrorIs(t, err, os.ErrDeadlineExceeded)
+		if err == nil {
+			connected++
+		}
+	}
+	require.Equal(t, limits.ConnectionsOfCaller, connected)
+	_, err := f.as("spiffe://karpenter-capi/cluster/fleet/other").Status.GetStatus(f.ctx(), &agentv1alpha1.GetStatusRequest{})
+	require.NoError(t, err, "others are not concerned")
 }
 
 // Anyone who can reach the port can open connections and send nothing on them.

@@ -15,6 +15,7 @@ import (
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/grpc/tap"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
@@ -73,7 +74,9 @@ func cut(ctx context.Context) {
 }
 
 // limitedAs returns the key under which a caller is limited. A Cluster's certificates are
-// distinguished by onboarding. Certificates without a usable identity are distinguished by content.
+// distinguished by onboarding. All certificates with a SPIFFE ID that cannot be used, because they are
+// denied for example, are limited together: the same caller may have thousands of them. They use up
+// no limits of those that can be used. Certificates without a SPIFFE ID are distinguished by content.
 func limitedAs(c caller, handshake credentials.AuthInfo) string {
 	switch {
 	case c.problem != "":
@@ -86,7 +89,14 @@ func limitedAs(c caller, handshake credentials.AuthInfo) string {
 	if of, ok := handshake.(connectionInfo); ok {
 		handshake = of.AuthInfo
 	}
-	if info, ok := handshake.(credentials.TLSInfo); ok && len(info.State.PeerCertificates) > 0 {
+	info, ok := handshake.(credentials.TLSInfo)
+	if !ok {
+		return ""
+	}
+	if name := authz.NameIn(info.State.VerifiedChains); name != "" {
+		return "rejected " + name
+	}
+	if len(info.State.PeerCertificates) > 0 {
 		return fmt.Sprintf("certificate %x", sha256.Sum256(info.State.PeerCertificates[0].Raw))
 	}
 	return ""

@@ -4,6 +4,8 @@ import (
 	"context"
 
 	"github.com/samber/lo"
+	"google.golang.org/grpc/codes"
+	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"k8s.io/apimachinery/pkg/types"
 
@@ -26,6 +28,11 @@ var reads = authz.Methods[agentv1alpha1.NodeGroupService_ListNodeGroups_FullMeth
 
 func (s *status) GetStatus(ctx context.Context, _ *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
 	c := callerOf(ctx)
+	if grpcstatus.Code(s.onboarded(ctx, c)) == codes.Unauthenticated {
+		// Its onboarding has ended, and all its rights with it. Before the view of the hub is complete,
+		// this cannot be told.
+		c.Grants = nil
+	}
 	clusters, all := c.Clusters()
 	version, commit, served, features := s.config.Version, s.config.Commit, []string{APIVersion}, s.features()
 	if len(c.Grants) == 0 {

@@ -341,6 +341,7 @@ type Subscription[T any] struct {
 	// The following fields are guarded by cache.mu.
 	unordered  []entry[T] // the snapshot before it is sorted
 	snapshot   []entry[T] // the unread rest of the snapshot
+	whole      int        // the number of entries that the snapshot occupies
 	syncing    bool       // the Synced event is still to be sent
 	syncedAt   int64
 	order      []string // changed keys, oldest first
@@ -422,7 +423,7 @@ func (s *Subscription[T]) arrange() {
 	defer s.cache.mu.Unlock()
 	// After an overflow, a new snapshot will follow.
 	if !s.overflowed {
-		s.snapshot = entries
+		s.snapshot, s.whole = entries, len(entries)
 	}
 }
 
@@ -443,7 +444,10 @@ func (s *Subscription[T]) take() (Event[T], bool, error) {
 			return Event[T]{Kind: Resync}, true, nil
 		case len(s.snapshot) > 0:
 			key, object = s.snapshot[0].key, s.snapshot[0].object
-			s.snapshot = s.snapshot[1:]
+			if s.snapshot = s.snapshot[1:]; 2*len(s.snapshot) < s.whole {
+				// What has been read is freed, while shown grows.
+				s.snapshot, s.whole = slices.Clone(s.snapshot), len(s.snapshot)
+			}
 		case s.syncing:
 			s.syncing, s.snapshot = false, nil
 			return Event[T]{Kind: Synced, Generation: s.syncedAt}, true, nil

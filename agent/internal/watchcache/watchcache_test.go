@@ -3,6 +3,7 @@ package watchcache_test
 import (
 	"context"
 	"math/rand/v2"
+	"runtime"
 	"strconv"
 	"sync"
 	"testing"
@@ -274,4 +275,40 @@ func TestEveryReaderEndsWithTheWritersView(t *testing.T) {
 	for _, view := range views {
 		require.Equal(t, want, view)
 	}
+}
+
+// docs/limits.md derives from this how much the watches of one identity occupy.
+func TestWhatAWatchOccupiesIsKnown(t *testing.T) {
+	const keys, watches, kibibyte = 10000, 20, 1 << 10
+	f := newCache(1)
+	for i := range keys {
+		f.Set(spoke, "fleet/workers-"+strconv.Itoa(i), i)
+	}
+	f.SetReady()
+	live := func() int {
+		var memory runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&memory)
+		return int(memory.HeapAlloc)
+	}
+	begun := live()
+	subscriptions := make([]*watchcache.Subscription[int], watches)
+	for i := range subscriptions {
+		s, err := f.Subscribe(spoke, nil)
+		require.NoError(t, err)
+		defer s.Close()
+		subscriptions[i] = s
+	}
+	most := 0
+	for read := range keys + 1 {
+		for _, s := range subscriptions {
+			kind := next(t, s).Kind
+			require.True(t, kind == watchcache.Upsert || kind == watchcache.Synced && read == keys)
+		}
+		if read%(keys/10) == keys/10-1 || read == keys {
+			most = max(most, (live()-begun)/watches)
+		}
+	}
+	t.Logf("a watch of %d objects occupies at most %d KiB", keys, most/kibibyte)
+	require.Less(t, most, keys*60, "50 bytes for each object, and what the runtime adds")
 }
