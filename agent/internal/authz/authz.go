@@ -260,11 +260,10 @@ func NameIn(chains [][]*x509.Certificate) string {
 	if err != nil {
 		return ""
 	}
-	bare, _, err := splitOnboarding(id)
-	if err != nil {
-		return ""
+	if bare, _, err := splitOnboarding(id); err == nil {
+		id = bare
 	}
-	return bare.String()
+	return id.String()
 }
 
 // ValidUntil returns when the last of the verified chains expires. A chain expires with the first
