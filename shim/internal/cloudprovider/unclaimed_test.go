@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/timestamppb"
 	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
@@ -88,6 +89,39 @@ func TestDeleteWaitsUntilTheClaimHasTheMachineThatItAdopts(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, provider.Delete(w.Context(), nodeClaim))
 	assert.Equal(t, 1, w.Agent.Calls("ReleaseClaim"))
+}
+
+func TestDeleteSaysWhatTheClaimThatAdoptsWaitsFor(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	config := w.CloudProvider.Config
+	config.Claims = showing{w.Claims, &agentv1alpha1.Claim{
+		Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, AdoptMachine: machine.GetName(), NodeGroupId: machine.GetNodeGroupId(),
+		CreatedAt: timestamppb.New(w.clock.Now()), Message: "the MachineDeployment is paused",
+	}}
+	provider := cloudprovider.New(config)
+	w.clock.Step(time.Minute)
+	require.NoError(t, provider.Delete(w.Context(), nodeClaim))
+	assert.Empty(t, w.Recorder.Reasons(), "that takes a moment")
+	w.clock.Step(5 * time.Minute)
+	require.NoError(t, provider.Delete(w.Context(), nodeClaim))
+	require.Equal(t, []string{"AdoptionPending"}, w.Recorder.Reasons())
+	for _, part := range []string{machine.GetName(), "the MachineDeployment is paused"} {
+		assert.Contains(t, w.Recorder.Messages()[0], part)
+	}
+}
+
+func TestAMachineWithoutAClaimThatDoesNotGoSaysWhyOnItsNodeClaim(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	w.Agent.HoldDeletion(w.Cluster, machine.GetName(), "WaitingForInfrastructureDeletion", "volume vol-7 is in use")
+	w.clock.Step(time.Minute)
+	require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	assert.Empty(t, w.Recorder.Reasons(), "that takes a while")
+	w.clock.Step(5 * time.Minute)
+	require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	require.Equal(t, []string{"MachineDeletionStuck"}, w.Recorder.Reasons())
+	for _, part := range []string{machine.GetName(), "WaitingForInfrastructureDeletion", "vol-7 is in use"} {
+		assert.Contains(t, w.Recorder.Messages()[0], part)
+	}
 }
 
 func TestDeleteWaitsWhileTheMachineCannotBeAdopted(t *testing.T) {
