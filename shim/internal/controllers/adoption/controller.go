@@ -187,7 +187,7 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	}
 	if node != nil {
 		if err := c.protect(ctx, node, policy); err != nil {
-			return reconcile.Result{}, client.IgnoreNotFound(err)
+			return nodeGone(err)
 		}
 	}
 	if wasAdopted(nodeClaim) {
@@ -315,7 +315,7 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	}
 	if node != nil {
 		if err := c.protect(ctx, node, v1alpha1.AdoptionPolicy{}); err != nil {
-			return reconcile.Result{}, client.IgnoreNotFound(err)
+			return nodeGone(err)
 		}
 	}
 	c.recorder.Publish(c.machines.Unknown(nodeClaim))
@@ -417,11 +417,20 @@ func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 		}))
 		node.Annotations = lo.Assign(node.Annotations, map[string]string{v1alpha1.NodeGroupAnnotation: group})
 		if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
-			return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("completing Node %s: %w", node.Name, err))
+			return nodeGone(fmt.Errorf("completing Node %s: %w", node.Name, err))
 		}
 	}
 	c.sawToIt(nodeClaim.UID)
 	return reconcile.Result{}, nil
+}
+
+// nodeGone handles an error of a write to a NodeClaim's Node. If the Node no longer exists, the
+// NodeClaim is handled again, as one without a Node: the end of a Node does not trigger that.
+func nodeGone(err error) (reconcile.Result, error) {
+	if apierrors.IsNotFound(err) {
+		return reconcile.Result{RequeueAfter: soon}, nil
+	}
+	return reconcile.Result{}, err
 }
 
 // facts returns the labels of a node group's Nodes, with the Node's own values if it has any. node

@@ -378,6 +378,41 @@ func TestOneNodeClaimThatCannotBeAdoptedDoesNotHoldUpTheOthers(t *testing.T) {
 	}
 }
 
+// Nothing triggers the controller for a NodeClaim whose Node is gone.
+func TestANodeThatVanishesDoesNotHoldUpThePlanning(t *testing.T) {
+	for name, tc := range map[string]struct {
+		patch      int // before which the Node vanishes
+		providerID string
+	}{
+		"before it is protected":           {patch: 1},
+		"before its adoption is completed": {patch: 2},
+		"and its machine is not known":     {patch: 1, providerID: "fake:///default/workload/elsewhere"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			e.machine.ProviderId = lo.CoalesceOrEmpty(tc.providerID, e.machine.GetProviderId())
+			nodeClaim := e.left("left")
+			node := e.join(nodeClaim)
+			patches := 0
+			e.use(interceptor.NewClient(e.Kube, interceptor.Funcs{
+				Patch: func(ctx context.Context, c client.WithWatch, o client.Object, patch client.Patch, opts ...client.PatchOption) error {
+					if _, is := o.(*corev1.Node); is {
+						if patches++; patches == tc.patch {
+							require.NoError(t, c.Delete(ctx, node.DeepCopy()))
+						}
+					}
+					return c.Patch(ctx, o, patch, opts...)
+				},
+			}), e.CloudProvider)
+			e.start()
+			require.Positive(t, e.reconcile(nodeClaim).RequeueAfter, "it is handled again")
+			require.False(t, e.Exists(node))
+			e.reconcile(nodeClaim)
+			e.Eventually(e.controller.Settled, "it has no Node")
+		})
+	}
+}
+
 // denying returns a client that is forbidden to patch objects of the type.
 func denying[T client.Object](kube client.WithWatch) client.Client {
 	return interceptor.NewClient(kube, interceptor.Funcs{
