@@ -239,7 +239,7 @@ func run(ctx context.Context) error {
 	)
 	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
 		applying := nodeoverlay.NewController(op.Clock, op.GetClient(), undecorated, op.InstanceTypeStore, clusterState)
-		op.WithControllers(ctx, overlays.New(op.GetClient(), undecorated, catalogue, applying))
+		op.WithControllers(ctx, overlays.New(op.Clock, op.GetClient(), undecorated, catalogue, applying))
 	}
 	if opts.PublishedNodePools {
 		published := agent.MirrorPublishedObjects(cluster)
