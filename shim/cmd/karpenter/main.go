@@ -185,7 +185,7 @@ func run(ctx context.Context) error {
 
 	var adopting *adoption.Controller // which needs the provider
 	static := staticpool.New(op.GetClient(), op.EventRecorder, opts.UnavailableOfferingTTL)
-	finder := unclaimed.New(op.Clock, agent, claims, cluster, opts.AgentTimeout)
+	finder := unclaimed.New(op.Clock, op.GetClient(), agent, claims, cluster, opts.AgentTimeout)
 	provider := cloudprovider.New(cloudprovider.Config{
 		Cluster:   cluster,
 		Kube:      op.GetClient(),
