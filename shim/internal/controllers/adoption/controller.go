@@ -69,6 +69,7 @@ const (
 // Claims is a mirror of the shim's claims.
 type Claims interface {
 	claimsource.Claims
+	claimsource.Synced
 	State() agentclient.State
 }
 
@@ -132,8 +133,8 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) {
 		return reconcile.Result{}, nil
 	}
-	if !c.claims.State().Synced {
-		return reconcile.Result{RequeueAfter: soon}, nil
+	if !c.claims.State().Synced { // the source of all NodeClaims follows
+		return reconcile.Result{}, nil
 	}
 	if nodeClaim.DeletionTimestamp.IsZero() && v1alpha1.ReturnsMachine(nodeClaim) {
 		c.sawToIt(nodeClaim.UID)
@@ -501,6 +502,7 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		Named(name).
 		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.cloudProvider))).
 		WatchesRawSource(claimsource.NodeClaims(c.claims)).
+		WatchesRawSource(claimsource.AllNodeClaims(c.claims, c.kube)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }
