@@ -185,7 +185,7 @@ func run(ctx context.Context) error {
 
 	var adopting *adoption.Controller // which needs the provider
 	static := staticpool.New(op.GetClient(), op.EventRecorder, opts.UnavailableOfferingTTL)
-	finder := unclaimed.New(op.Clock, agent, claims, cluster, opts.AgentTimeout)
+	finder := unclaimed.New(op.Clock, op.GetClient(), agent, claims, cluster, opts.AgentTimeout)
 	provider := cloudprovider.New(cloudprovider.Config{
 		Cluster:   cluster,
 		Kube:      op.GetClient(),
@@ -211,8 +211,11 @@ func run(ctx context.Context) error {
 		return fmt.Errorf("compiling the repair policies: %w", err)
 	}
 	clusterState := state.NewCluster(op.Clock, op.GetClient(), decorated, state.WithRepairPolicyMatcher(repairPolicies))
+	failed := failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
+		finder, opts.AgentTimeout)
+	coreClient := registration.PlanningClient(failed.Client(static.Client(op.GetClient())))
 	core := controllers.NewControllers(
-		ctx, op.Manager, op.Clock, registration.PlanningClient(static.Client(op.GetClient())), op.EventRecorder, decorated, undecorated, clusterState,
+		ctx, op.Manager, op.Clock, coreClient, op.EventRecorder, decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
 	)
 	op.WithControllers(ctx, core...)
@@ -230,8 +233,7 @@ func run(ctx context.Context) error {
 		adopting,
 		adoption.NewNodes(op.Clock, op.GetClient(), provider, finder, catalogue, agent, cluster, op.EventRecorder, adopting.Settled),
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
-		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
-			finder, opts.AgentTimeout),
+		failed,
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, compatibility, cluster, op.EventRecorder,
 			opts.HubUnreachableGracePeriod),
 		floor.New(op.Clock, op.GetClient(), finder, claimSync.Soon, op.EventRecorder),
@@ -239,7 +241,7 @@ func run(ctx context.Context) error {
 	)
 	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
 		applying := nodeoverlay.NewController(op.Clock, op.GetClient(), undecorated, op.InstanceTypeStore, clusterState)
-		op.WithControllers(ctx, overlays.New(op.GetClient(), undecorated, catalogue, applying))
+		op.WithControllers(ctx, overlays.New(op.Clock, op.GetClient(), undecorated, catalogue, applying))
 	}
 	if opts.PublishedNodePools {
 		published := agent.MirrorPublishedObjects(cluster)

@@ -367,7 +367,8 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 		}, c.snapshot.Load(), c.built, built)
 		views[class.Name] = next
 	}
-	changed := len(built) != len(c.built) || c.snapshot.Load() == nil || !snapshot.equal(c.snapshot.Load())
+	// snapshot.equal compares only the instance types for NodePools without taints.
+	changed := !maps.Equal(built, c.built) || c.snapshot.Load() == nil || !snapshot.equal(c.snapshot.Load())
 	c.built, c.views = built, views
 	c.snapshot.Store(snapshot)
 	rebuildSeconds.Observe(time.Since(start).Seconds(), nil)

@@ -179,6 +179,30 @@ func TestTaintedGroupsAreForNodePoolsThatDeclareTheTaint(t *testing.T) {
 	assert.NotSame(t, before[1], types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName, taint))[1])
 }
 
+func TestAChangeOfATaintedGroupIsAnnounced(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
+		{Name: "gpu", Taints: []*agentv1alpha1.Taint{{Key: "dedicated", Value: "gpu", Effect: "NoSchedule"}}},
+	})
+	pool := nodePool(shimtest.NodeClassName, corev1.Taint{Key: "dedicated", Value: "gpu", Effect: corev1.TaintEffectNoSchedule})
+	require.Len(t, types(t, w.Catalogue.Snapshot(), pool), 1)
+	rebuilt := func() {
+		t.Helper()
+		for range 2 { // the first may have begun earlier
+			before := w.Catalogue.Snapshot()
+			w.Catalogue.Refresh()
+			w.Eventually(func() bool { return w.Catalogue.Snapshot() != before }, "another snapshot")
+		}
+	}
+	rebuilt()
+	changes := w.Catalogue.Changes()
+	rebuilt()
+	require.Empty(t, changes, "nothing has changed")
+
+	w.Agent.UpdateNodeGroup("default/gpu", func(g *agentv1alpha1.NodeGroup) { g.NodeLabels = map[string]string{"rack": "r1"} })
+	w.Eventually(func() bool { return types(t, w.Catalogue.Snapshot(), pool)[0].Requirements.Has("rack") }, "the label shows")
+	w.Eventually(func() bool { return len(changes) == 1 }, "a NodeOverlay may select the label")
+}
+
 func TestProblemsOfSelectedGroupsAreTold(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
 		{Name: "good", Labels: map[string]string{"team": "red"}},

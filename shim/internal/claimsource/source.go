@@ -3,11 +3,16 @@ package claimsource
 
 import (
 	"context"
+	"time"
 
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -43,3 +48,37 @@ func NodeClaims(claims Claims) source.Source {
 		return nil
 	})
 }
+
+// Synced is a mirror that reports when it has its first complete view.
+type Synced interface {
+	Synced() <-chan struct{}
+}
+
+// AllNodeClaims returns a source that enqueues every NodeClaim once, when the mirror is synced. It
+// is for controllers that conclude nothing about a NodeClaim before that. kube reads from a cache.
+func AllNodeClaims(claims Synced, kube client.Reader) source.Source {
+	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
+		go func() {
+			select {
+			case <-ctx.Done():
+				return
+			case <-claims.Synced():
+			}
+			_ = wait.PollUntilContextCancel(ctx, retry, true, func(ctx context.Context) (bool, error) {
+				nodeClaims := &karpv1.NodeClaimList{}
+				if err := kube.List(ctx, nodeClaims, client.UnsafeDisableDeepCopy); err != nil {
+					log.FromContext(ctx).Error(err, "listing the NodeClaims")
+					return false, nil
+				}
+				for i := range nodeClaims.Items {
+					queue.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: nodeClaims.Items[i].Name}})
+				}
+				return true, nil
+			})
+		}()
+		return nil
+	})
+}
+
+// retry is the interval after a failed listing.
+const retry = time.Second

@@ -2,11 +2,14 @@ package claimsource_test
 
 import (
 	"context"
+	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -38,4 +41,32 @@ func TestNodeClaimsAreWokenByTheirClaims(t *testing.T) {
 	until("after")
 	w.Provision(before, "sim:///1")
 	until("before")
+}
+
+type synced chan struct{}
+
+func (s synced) Synced() <-chan struct{} { return s }
+
+func TestAllNodeClaimsAreWokenOnceTheMirrorIsSynced(t *testing.T) {
+	w := shimtest.New(t, nil)
+	failures := 1
+	kube := interceptor.NewClient(w.Kube, interceptor.Funcs{
+		List: func(ctx context.Context, c client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
+			if failures--; failures >= 0 {
+				return errors.New("a failure that passes")
+			}
+			return c.List(ctx, list, options...)
+		},
+	})
+	queue := workqueue.NewTypedRateLimitingQueue(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
+	ctx, cancel := context.WithCancel(t.Context())
+	t.Cleanup(cancel)
+	t.Cleanup(queue.ShutDown)
+	mirror := make(synced)
+	require.NoError(t, claimsource.AllNodeClaims(mirror, kube).Start(ctx, queue))
+	w.Create(w.NodeClaim("a"))
+	w.Create(w.NodeClaim("b"))
+	require.Zero(t, queue.Len(), "nothing is known yet")
+	close(mirror)
+	w.Eventually(func() bool { return queue.Len() == 2 }, "both are woken")
 }

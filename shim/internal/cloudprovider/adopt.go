@@ -65,19 +65,23 @@ func (c *CloudProvider) adopt(
 	return claim, err
 }
 
-// adopting reports whether the NodeClaim's claim is to adopt a Machine and is not Bound to it yet.
-func (c *CloudProvider) adopting(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
+// adopting returns the NodeClaim's claim if it is to adopt a Machine and is not Bound to it yet, and
+// nil otherwise.
+func (c *CloudProvider) adopting(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Claim, error) {
 	claim, known := c.Claims.Get(string(nodeClaim.UID))
 	if !known && nodeClaim.Status.ProviderID != "" && !placeholder.Is(nodeClaim.Status.ProviderID) {
 		var err error // the mirror may lag behind
 		if claim, err = c.ask(ctx, string(nodeClaim.UID)); err != nil {
 			if isClaimNotFound(err) {
-				return false, nil
+				return nil, nil //nolint:nilnil // documented
 			}
-			return false, err
+			return nil, err
 		}
 	}
-	return claim.GetAdoptMachine() != "" && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, nil
+	if claim.GetAdoptMachine() == "" || claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING {
+		return nil, nil //nolint:nilnil // documented
+	}
+	return claim, nil
 }
 
 // Describe returns the claim's NodeClaim as core stores it after Create, for the given node class:
@@ -238,6 +242,7 @@ func (c *CloudProvider) claimLeft(ctx context.Context, nodeClaim *karpv1.NodeCla
 		c.Recorder.Publish(c.Unclaimed.Unknown(nodeClaim))
 		return false, unclaimed.ErrUnknownMachine
 	case machine.GetDeletedAt() != nil:
+		c.tellStuck(nodeClaim, machine)
 		return true, nil
 	}
 	if _, err := c.Adopt(ctx, nodeClaim, machine); err != nil {

@@ -162,8 +162,8 @@ func isOurs(ref *karpv1.NodeClassReference) bool {
 // until it does. If the Machine belongs to another NodeClaim, the NodeClaim ends without it. Core
 // has drained the Node by then: it does not call the provider earlier.
 func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
-	if c.releasing(nodeClaim) {
-		c.tellStuck(nodeClaim)
+	if claim := c.releasing(nodeClaim); claim != nil {
+		c.tellStuck(nodeClaim, claim.GetMachine())
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
@@ -189,7 +189,8 @@ func (c *CloudProvider) release(ctx context.Context, nodeClaim *karpv1.NodeClaim
 	switch adopting, err := c.adopting(ctx, nodeClaim); {
 	case err != nil:
 		return err
-	case adopting: // a claim released before it has the Machine leaves the Machine to the user
+	case adopting != nil: // a claim released before it has the Machine leaves the Machine to the user
+		c.tellPending(nodeClaim, adopting)
 		return nil
 	}
 	response, err := c.Client.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
@@ -217,22 +218,43 @@ func (c *CloudProvider) release(ctx context.Context, nodeClaim *karpv1.NodeClaim
 	return nil
 }
 
-// releasing reports whether the claim is already being released and the agent needs no further
-// information.
-func (c *CloudProvider) releasing(nodeClaim *karpv1.NodeClaim) bool {
+// releasing returns the claim if it is already being released and the agent needs no further
+// information, and nil otherwise.
+func (c *CloudProvider) releasing(nodeClaim *karpv1.NodeClaim) *agentv1alpha1.Claim {
 	claim, known := c.Claims.Get(string(nodeClaim.UID))
-	return known && c.Claims.State().Connected && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING &&
-		(claim.GetDrained() || !drained(nodeClaim))
+	if known && c.Claims.State().Connected && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING &&
+		(claim.GetDrained() || !drained(nodeClaim)) {
+		return claim
+	}
+	return nil
 }
 
-// stuckAfter is how long a Machine may be deleting before its NodeClaim gets an event about it.
+// stuckAfter is how long a Machine may be deleting, or the claim on it pending, before the NodeClaim
+// gets an event about it.
 const stuckAfter = 5 * time.Minute
+
+// tellPending publishes an event on a NodeClaim whose claim has long been waiting for the Machine
+// that it adopts, with the reason that the agent reports.
+func (c *CloudProvider) tellPending(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) {
+	since := claim.GetCreatedAt().AsTime()
+	if c.Clock.Since(since) < stuckAfter {
+		return
+	}
+	c.Recorder.Publish(events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeWarning,
+		Reason:         "AdoptionPending",
+		Message: lo.Substring(fmt.Sprintf("Machine %s in the hub stays until this NodeClaim's claim has adopted it. The claim has been waiting "+
+			"since %s: %s", claim.GetAdoptMachine(), since.UTC().Format(time.RFC3339),
+			lo.CoalesceOrEmpty(claim.GetMessage(), claim.GetReason(), "the agent does not report what it waits for")), 0, 1024),
+		DedupeValues:  []string{string(nodeClaim.UID), claim.GetReason()},
+		DedupeTimeout: 10 * time.Minute,
+	})
+}
 
 // tellStuck publishes an event on a NodeClaim whose Machine has been deleting for long, with the
 // reason that Cluster API reports. Core calls Delete again every few seconds.
-func (c *CloudProvider) tellStuck(nodeClaim *karpv1.NodeClaim) {
-	claim, _ := c.Claims.Get(string(nodeClaim.UID))
-	machine := claim.GetMachine()
+func (c *CloudProvider) tellStuck(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) {
 	since := machine.GetDeletedAt()
 	if since == nil || c.Clock.Since(since.AsTime()) < stuckAfter {
 		return

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/timestamppb"
 	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
@@ -88,6 +89,39 @@ func TestDeleteWaitsUntilTheClaimHasTheMachineThatItAdopts(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, provider.Delete(w.Context(), nodeClaim))
 	assert.Equal(t, 1, w.Agent.Calls("ReleaseClaim"))
+}
+
+func TestDeleteSaysWhatTheClaimThatAdoptsWaitsFor(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	config := w.CloudProvider.Config
+	config.Claims = showing{w.Claims, &agentv1alpha1.Claim{
+		Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, AdoptMachine: machine.GetName(), NodeGroupId: machine.GetNodeGroupId(),
+		CreatedAt: timestamppb.New(w.clock.Now()), Message: "the MachineDeployment is paused",
+	}}
+	provider := cloudprovider.New(config)
+	w.clock.Step(time.Minute)
+	require.NoError(t, provider.Delete(w.Context(), nodeClaim))
+	assert.Empty(t, w.Recorder.Reasons(), "that takes a moment")
+	w.clock.Step(5 * time.Minute)
+	require.NoError(t, provider.Delete(w.Context(), nodeClaim))
+	require.Equal(t, []string{"AdoptionPending"}, w.Recorder.Reasons())
+	for _, part := range []string{machine.GetName(), "the MachineDeployment is paused"} {
+		assert.Contains(t, w.Recorder.Messages()[0], part)
+	}
+}
+
+func TestAMachineWithoutAClaimThatDoesNotGoSaysWhyOnItsNodeClaim(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	w.Agent.HoldDeletion(w.Cluster, machine.GetName(), "WaitingForInfrastructureDeletion", "volume vol-7 is in use")
+	w.clock.Step(time.Minute)
+	require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	assert.Empty(t, w.Recorder.Reasons(), "that takes a while")
+	w.clock.Step(5 * time.Minute)
+	require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	require.Equal(t, []string{"MachineDeletionStuck"}, w.Recorder.Reasons())
+	for _, part := range []string{machine.GetName(), "WaitingForInfrastructureDeletion", "vol-7 is in use"} {
+		assert.Contains(t, w.Recorder.Messages()[0], part)
+	}
 }
 
 func TestDeleteWaitsWhileTheMachineCannotBeAdopted(t *testing.T) {
@@ -219,7 +253,7 @@ func TestAnAdoptionThatTheLedgerRefusedIsNotTakenForARelease(t *testing.T) {
 			refused := &agentv1alpha1.Claim{
 				Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, Reason: reason, AdoptMachine: machine.GetName(), NodeGroupId: machine.GetNodeGroupId(),
 			}
-			finder := unclaimed.New(w.clock, w.Client, showing{w.Claims, refused}, w.Cluster, shimtest.Timeout)
+			finder := unclaimed.New(w.clock, w.Kube, w.Client, showing{w.Claims, refused}, w.Cluster, shimtest.Timeout)
 			found, err := finder.Of(w.Context(), nodeClaim)
 			require.NoError(t, err)
 			assert.Equal(t, machine.GetName(), found.GetName())
@@ -313,6 +347,33 @@ func (a adopting) ListMachines(
 	return a.MachineServiceClient.ListMachines(ctx, request, options...)
 }
 
+func TestOnlyMachinesOfNodeClaimsAreRemembered(t *testing.T) {
+	w, nodeClaim, _ := leftBehind(t)
+	var lost []string
+	for range 5 { // the node group replaces it each time
+		machines, err := w.Unclaimed.All(w.Context())
+		require.NoError(t, err)
+		require.Len(t, machines, 1)
+		lost = append(lost, machines[0].GetProviderId())
+		w.Agent.LoseMachine(w.Cluster, machines[0].GetName())
+		w.clock.Step(time.Minute)
+	}
+	machines, err := w.Unclaimed.All(w.Context())
+	require.NoError(t, err)
+	require.NotContains(t, lost, machines[0].GetProviderId())
+
+	of := func(providerID string) error {
+		asked := nodeClaim.DeepCopy()
+		asked.Status.ProviderID = providerID
+		machine, err := w.Unclaimed.Of(w.Context(), asked)
+		require.Nil(t, machine)
+		return err
+	}
+	require.Equal(t, nodeClaim.Status.ProviderID, lost[0])
+	require.NoError(t, of(lost[0]), "it is gone, and the NodeClaim can end")
+	require.ErrorIs(t, of(lost[1]), unclaimed.ErrUnknownMachine, "no NodeClaim had it")
+}
+
 func TestAMachineThatIsAdoptedMeanwhileIsNotMissed(t *testing.T) {
 	for name, isThere := range map[string]func(*environment, *cloudprovider.CloudProvider, string) bool{
 		"by List": func(w *environment, provider *cloudprovider.CloudProvider, id string) bool {
@@ -334,7 +395,7 @@ func TestAMachineThatIsAdoptedMeanwhileIsNotMissed(t *testing.T) {
 			}}
 			config := w.CloudProvider.Config
 			config.Claims = showing{w.Claims, nil}
-			config.Unclaimed = unclaimed.New(w.clock, &client, w.Claims, w.Cluster, shimtest.Timeout)
+			config.Unclaimed = unclaimed.New(w.clock, w.Kube, &client, w.Claims, w.Cluster, shimtest.Timeout)
 			assert.True(t, isThere(w, cloudprovider.New(config), machine.GetProviderId()))
 		})
 	}

@@ -304,7 +304,8 @@ func priceOf(source *agentv1alpha1.NodeGroup) (float64, error) {
 	return price, nil
 }
 
-// hash covers everything that is passed to core.
+// hash covers everything that is passed to core, or decides about it, other than what [Conditions]
+// decides.
 func (g *Group) hash() uint64 {
 	sum := fnv.New64a()
 	write := func(parts ...string) {
@@ -313,7 +314,7 @@ func (g *Group) hash() uint64 {
 			_, _ = sum.Write([]byte{0})
 		}
 	}
-	write(g.ID, g.InstanceType, g.Zone, g.CapacityType, fmt.Sprint(g.Price, g.Left))
+	write(g.ID, g.InstanceType, g.Zone, g.CapacityType, fmt.Sprint(g.Price, g.Left, g.PriceRefused != ""))
 	for _, key := range slices.Sorted(maps.Keys(g.Labels)) {
 		write(key, g.Labels[key])
 	}

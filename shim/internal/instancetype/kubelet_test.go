@@ -205,6 +205,29 @@ func TestEstimatesCanBeRuledOut(t *testing.T) {
 	}
 }
 
+// The catalogue builds the instance types of all node classes with one cache.
+func TestARefusedPriceIsNotTakenOverByANodeClassThatAcceptsIt(t *testing.T) {
+	view, err := instancetype.NewView(&v1alpha1.ClusterAPINodeClassSpec{Price: v1alpha1.PricePolicy{WhenUnknown: v1alpha1.UnknownPriceUnavailable}})
+	require.NoError(t, err)
+	from := func(kind agentv1alpha1.SourceKind) change {
+		return func(g *agentv1alpha1.NodeGroup) {
+			g.Sources = map[string]*agentv1alpha1.ValueSource{"price": {Kind: kind}}
+		}
+	}
+	listed := group(t, "b", price(0.2), from(agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST))
+	for name, changes := range map[string][]change{"there is room": nil, "there is no room": {full}} {
+		estimated := group(t, "a", append(changes, price(0.1), from(agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE))...)
+		built := instancetype.Built{}
+		cost := func(first *instancetype.Group) float64 {
+			price, ok := instancetype.Build([]*instancetype.Group{first, listed}, asSaid, nil, built)[0].OfferingPrice("z1", "on-demand")
+			require.True(t, ok)
+			return price
+		}
+		assert.InDelta(t, 0.2, cost(view.Of(estimated)), 0, name)
+		assert.InDelta(t, 0.1, cost(estimated), 0, name)
+	}
+}
+
 func TestVolumeLimitsAreTheLeastThatIsKnown(t *testing.T) {
 	limits := func(limits map[string]int32) change {
 		return func(g *agentv1alpha1.NodeGroup) { g.AttachableVolumes = limits }

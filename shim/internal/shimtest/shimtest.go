@@ -143,7 +143,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *E
 	w.Catalogue = catalogue.New(s.clock, w.NodeGroups, w.Kube, s.ttl)
 	w.Catalogue.OfferFullReservations = s.offerFull
 	require.NoError(tb, w.Catalogue.Watch(w.Context(), informersOf(tb, w.Kube)))
-	w.Unclaimed = unclaimed.New(s.clock, w.Client, w.Claims, w.Cluster, Timeout)
+	w.Unclaimed = unclaimed.New(s.clock, w.Kube, w.Client, w.Claims, w.Cluster, Timeout)
 	w.CloudProvider = cloudprovider.New(cloudprovider.Config{
 		Cluster: w.Cluster, Kube: w.Kube, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue,
 		Unclaimed: w.Unclaimed, Recorder: w.Recorder, Static: staticpool.New(w.Kube, w.Recorder, s.ttl),

@@ -4,8 +4,11 @@
 // Core deletes a NodeClaim without capacity at once, and replaces a NodeClaim of a static NodePool
 // as soon as it is deleted. During such a loop there is always a NodeClaim without a provider ID,
 // and core plans nothing while there is one. Core has no hook for this. Therefore the client with
-// which its controllers write refuses to create such NodeClaims for a while. Core treats that like
-// any other failed write and retries later.
+// which its controllers write refuses for a while to create such NodeClaims for the controller that
+// replaces them. That controller treats the refusal like any other failed write and retries later.
+//
+// Replacements of drifted or unhealthy Nodes are not refused: core has tainted the Node by then, and
+// a failed write ends its pass of disruption for all NodePools, without removing the taint.
 package staticpool
 
 import (
@@ -21,8 +24,10 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	static "sigs.k8s.io/karpenter/pkg/controllers/static/provisioning"
 	"sigs.k8s.io/karpenter/pkg/events"
 	"sigs.k8s.io/karpenter/pkg/metrics"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
 )
 
 // putOffTotal counts the refused creations.
@@ -79,8 +84,12 @@ func (g *Gate) static(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*karpv1
 	return nodePool, nil
 }
 
-// Client returns a client that refuses to create NodeClaims of a static NodePool while the gate is
-// closed for it. Everything else is passed to kube.
+// replicas is the name of core's controller that creates the NodeClaims that are missing in a static
+// NodePool. Core passes it in the context.
+var replicas = (&static.Controller{}).Name()
+
+// Client returns a client that refuses to create missing NodeClaims of a static NodePool while the
+// gate is closed for it. Everything else is passed to kube.
 func (g *Gate) Client(kube client.Client) client.Client { return &gated{Client: kube, gate: g} }
 
 type gated struct {
@@ -90,7 +99,7 @@ type gated struct {
 }
 
 func (c *gated) Create(ctx context.Context, object client.Object, options ...client.CreateOption) error {
-	if nodeClaim, is := object.(*karpv1.NodeClaim); is {
+	if nodeClaim, is := object.(*karpv1.NodeClaim); is && injection.GetControllerName(ctx) == replicas {
 		nodePool := nodeClaim.Labels[karpv1.NodePoolLabelKey]
 		if why, closed := c.gate.closed.Get(nodePool); closed {
 			putOffTotal.Inc(map[string]string{metrics.NodePoolLabel: nodePool})

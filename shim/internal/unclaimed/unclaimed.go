@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"strings"
 	"sync"
 	"time"
@@ -18,7 +19,9 @@ import (
 	"golang.org/x/sync/singleflight"
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/utils/clock"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/events"
 
@@ -41,6 +44,7 @@ type Claims interface {
 // Finder finds Machines without a claim. It is safe for concurrent use.
 type Finder struct {
 	clock   clock.PassiveClock
+	kube    client.Reader
 	agent   *agentclient.Client
 	claims  Claims
 	cluster *agentv1alpha1.ClusterRef
@@ -50,14 +54,14 @@ type Finder struct {
 	mu       sync.Mutex
 	machines []*agentv1alpha1.Machine
 	readAt   time.Time
-	groups   map[string]string // node groups of all Machines seen since the process began, by provider ID
+	groups   map[string]string // node groups of Machines seen since the process began, by provider ID; see [Finder.forget]
 }
 
-// New returns a Finder. timeout bounds each call to the agent.
+// New returns a Finder. kube reads NodeClaims from a cache. timeout bounds each call to the agent.
 func New(
-	clk clock.PassiveClock, agent *agentclient.Client, claims Claims, cluster *agentv1alpha1.ClusterRef, timeout time.Duration,
+	clk clock.PassiveClock, kube client.Reader, agent *agentclient.Client, claims Claims, cluster *agentv1alpha1.ClusterRef, timeout time.Duration,
 ) *Finder {
-	return &Finder{clock: clk, agent: agent, claims: claims, cluster: cluster, timeout: timeout, groups: map[string]string{}}
+	return &Finder{clock: clk, kube: kube, agent: agent, claims: claims, cluster: cluster, timeout: timeout, groups: map[string]string{}}
 }
 
 // All returns the Machines of the Cluster that have a provider ID, claimed or not. The list may be
@@ -129,15 +133,44 @@ func (f *Finder) list(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listing the machines: %w", err)
 	}
+	machines := response.GetMachines()
+	if f.add(machines, readAt) > 2*len(machines) {
+		return machines, f.forget(ctx)
+	}
+	return machines, nil
+}
+
+// add stores a listing, and returns the number of Machines whose node groups are remembered.
+func (f *Finder) add(machines []*agentv1alpha1.Machine, readAt time.Time) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.machines, f.readAt = response.GetMachines(), readAt
-	for _, machine := range f.machines {
+	f.machines, f.readAt = machines, readAt
+	for _, machine := range machines {
 		if id := machine.GetProviderId(); id != "" {
 			f.groups[id] = machine.GetNodeGroupId()
 		}
 	}
-	return f.machines, nil
+	return len(f.groups)
+}
+
+// forget removes the node groups of Machines that are neither in the last listing nor named by a
+// NodeClaim: [Finder.Of] is only asked about NodeClaims.
+func (f *Finder) forget(ctx context.Context) error {
+	nodeClaims := &karpv1.NodeClaimList{}
+	if err := f.kube.List(ctx, nodeClaims, client.UnsafeDisableDeepCopy); err != nil {
+		return fmt.Errorf("listing the NodeClaims: %w", err)
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	kept := sets.New[string]()
+	for _, machine := range f.machines {
+		kept.Insert(machine.GetProviderId())
+	}
+	for i := range nodeClaims.Items {
+		kept.Insert(nodeClaims.Items[i].Status.ProviderID)
+	}
+	maps.DeleteFunc(f.groups, func(providerID, _ string) bool { return !kept.Has(providerID) })
+	return nil
 }
 
 // ErrUnknownMachine means that a NodeClaim never had a claim and that the agent reports no Machine

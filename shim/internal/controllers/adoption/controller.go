@@ -69,6 +69,7 @@ const (
 // Claims is a mirror of the shim's claims.
 type Claims interface {
 	claimsource.Claims
+	claimsource.Synced
 	State() agentclient.State
 }
 
@@ -132,8 +133,8 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) {
 		return reconcile.Result{}, nil
 	}
-	if !c.claims.State().Synced {
-		return reconcile.Result{RequeueAfter: soon}, nil
+	if !c.claims.State().Synced { // the source of all NodeClaims follows
+		return reconcile.Result{}, nil
 	}
 	if nodeClaim.DeletionTimestamp.IsZero() && v1alpha1.ReturnsMachine(nodeClaim) {
 		c.sawToIt(nodeClaim.UID)
@@ -187,7 +188,7 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	}
 	if node != nil {
 		if err := c.protect(ctx, node, policy); err != nil {
-			return reconcile.Result{}, client.IgnoreNotFound(err)
+			return nodeGone(err)
 		}
 	}
 	if wasAdopted(nodeClaim) {
@@ -315,7 +316,7 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	}
 	if node != nil {
 		if err := c.protect(ctx, node, v1alpha1.AdoptionPolicy{}); err != nil {
-			return reconcile.Result{}, client.IgnoreNotFound(err)
+			return nodeGone(err)
 		}
 	}
 	c.recorder.Publish(c.machines.Unknown(nodeClaim))
@@ -417,11 +418,20 @@ func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 		}))
 		node.Annotations = lo.Assign(node.Annotations, map[string]string{v1alpha1.NodeGroupAnnotation: group})
 		if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
-			return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("completing Node %s: %w", node.Name, err))
+			return nodeGone(fmt.Errorf("completing Node %s: %w", node.Name, err))
 		}
 	}
 	c.sawToIt(nodeClaim.UID)
 	return reconcile.Result{}, nil
+}
+
+// nodeGone handles an error of a write to a NodeClaim's Node. If the Node no longer exists, the
+// NodeClaim is handled again, as one without a Node: the end of a Node does not trigger that.
+func nodeGone(err error) (reconcile.Result, error) {
+	if apierrors.IsNotFound(err) {
+		return reconcile.Result{RequeueAfter: soon}, nil
+	}
+	return reconcile.Result{}, err
 }
 
 // facts returns the labels of a node group's Nodes, with the Node's own values if it has any. node
@@ -492,6 +502,7 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		Named(name).
 		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.cloudProvider))).
 		WatchesRawSource(claimsource.NodeClaims(c.claims)).
+		WatchesRawSource(claimsource.AllNodeClaims(c.claims, c.kube)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }

@@ -3,7 +3,9 @@ package adoption_test
 import (
 	"context"
 	"errors"
+	"net/http"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -14,11 +16,18 @@ import (
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 	clocktesting "k8s.io/utils/clock/testing"
 	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/cache/informertest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
 
@@ -323,6 +332,34 @@ func TestNothingIsSettledWhileTheAgentIsSilent(t *testing.T) {
 	assert.NotNil(t, e.claim(left))
 }
 
+// The manager's cache never reports a NodeClaim here: the controller is triggered by the claims alone.
+func TestAllNodeClaimsAreHandledOnceTheClaimsAreKnown(t *testing.T) {
+	e := setUp(t)
+	mirror := e.Client.MirrorClaims(e.Cluster, v1alpha1.Holder)
+	controller := adoption.New(e.Kube, e.CloudProvider, e.CloudProvider, mirror, e.Unclaimed, e.Client, e.Cluster, e.Recorder)
+	left := e.left("left")
+	result, err := controller.Reconcile(e.Context(), left.DeepCopy())
+	require.NoError(t, err)
+	require.Zero(t, result, "or each of thousands is handled once a second for as long as the agent is away")
+
+	m, err := manager.New(&rest.Config{}, manager.Options{
+		Metrics:        metricsserver.Options{BindAddress: "0"},
+		Controller:     config.Controller{SkipNameValidation: new(true)},
+		NewCache:       func(*rest.Config, cache.Options) (cache.Cache, error) { return &informertest.FakeInformers{}, nil },
+		NewClient:      func(*rest.Config, client.Options) (client.Client, error) { return e.Kube, nil },
+		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return e.Kube.RESTMapper(), nil },
+	})
+	require.NoError(t, err)
+	require.NoError(t, controller.Register(e.Context(), m))
+	ctx, cancel := context.WithCancel(e.Context())
+	var running sync.WaitGroup
+	t.Cleanup(func() { cancel(); running.Wait() })
+	running.Go(func() { assert.NoError(t, m.Start(ctx)) })
+	running.Go(func() { _ = mirror.Run(ctx) })
+	e.Eventually(controller.Settled, "it is handled")
+	assert.Equal(t, e.machine.GetName(), e.claim(left).GetAdoptMachine())
+}
+
 // Until all NodeClaims are handled, core plans and disrupts nothing in the whole cluster.
 func TestOneNodeClaimThatCannotBeAdoptedDoesNotHoldUpTheOthers(t *testing.T) {
 	for name, tc := range map[string]struct {
@@ -374,6 +411,41 @@ func TestOneNodeClaimThatCannotBeAdoptedDoesNotHoldUpTheOthers(t *testing.T) {
 			e.Eventually(e.controller.Settled, "the others are not held up")
 			require.Contains(t, e.Recorder.Reasons(), tc.event)
 			assert.Contains(t, strings.Join(e.Recorder.Messages(), "\n"), tc.what)
+		})
+	}
+}
+
+// Nothing triggers the controller for a NodeClaim whose Node is gone.
+func TestANodeThatVanishesDoesNotHoldUpThePlanning(t *testing.T) {
+	for name, tc := range map[string]struct {
+		patch      int // before which the Node vanishes
+		providerID string
+	}{
+		"before it is protected":           {patch: 1},
+		"before its adoption is completed": {patch: 2},
+		"and its machine is not known":     {patch: 1, providerID: "fake:///default/workload/elsewhere"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			e.machine.ProviderId = lo.CoalesceOrEmpty(tc.providerID, e.machine.GetProviderId())
+			nodeClaim := e.left("left")
+			node := e.join(nodeClaim)
+			patches := 0
+			e.use(interceptor.NewClient(e.Kube, interceptor.Funcs{
+				Patch: func(ctx context.Context, c client.WithWatch, o client.Object, patch client.Patch, opts ...client.PatchOption) error {
+					if _, is := o.(*corev1.Node); is {
+						if patches++; patches == tc.patch {
+							require.NoError(t, c.Delete(ctx, node.DeepCopy()))
+						}
+					}
+					return c.Patch(ctx, o, patch, opts...)
+				},
+			}), e.CloudProvider)
+			e.start()
+			require.Positive(t, e.reconcile(nodeClaim).RequeueAfter, "it is handled again")
+			require.False(t, e.Exists(node))
+			e.reconcile(nodeClaim)
+			e.Eventually(e.controller.Settled, "it has no Node")
 		})
 	}
 }

@@ -93,8 +93,9 @@ type Controller struct {
 	unclaimed     *unclaimed.Finder
 	timeout       time.Duration
 
-	mu   sync.Mutex
-	told map[types.UID]string // the machine's progress in the last event, by NodeClaim
+	mu     sync.Mutex
+	told   map[types.UID]string    // the machine's progress in the last event, by NodeClaim
+	looked map[types.UID]time.Time // when the controller first looked at a launched NodeClaim that is not registered
 }
 
 // New returns the controller. kube reads from a cache with an index on Nodes' spec.providerID; live
@@ -107,6 +108,7 @@ func New(
 	return &Controller{
 		clock: clk, kube: kube, live: live, cloudProvider: cloudProvider, claims: claims, groups: groups, agent: agent, cluster: cluster,
 		recorder: recorder, unclaimed: finder, timeout: timeout, told: map[types.UID]string{},
+		looked: map[types.UID]time.Time{},
 	}
 }
 
@@ -122,6 +124,9 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return reconcile.Result{}, nil // Core is still requesting a machine, and has its own timeout.
 	}
 	registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue()
+	if !registered {
+		c.looksAt(nodeClaim)
+	}
 	if !c.claims.State().Synced {
 		return c.wait(ctx, nodeClaim)
 	}

@@ -85,6 +85,7 @@ func (c *Controller) forget(uid types.UID) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.told, uid)
+	delete(c.looked, uid)
 }
 
 // whereabouts describes the machine's progress, with the reason that the infrastructure or the

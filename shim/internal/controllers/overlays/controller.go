@@ -5,6 +5,9 @@
 // only on a change of an overlay, a NodePool or a node class, and every six hours. Until then,
 // offerings of a new node group, or offerings that another label now distinguishes, would lack
 // their overlays.
+//
+// Core's own controller runs beside this one, and the evaluation that ends last counts. It may have
+// read older offerings. Therefore this controller evaluates a second time some seconds later.
 package overlays
 
 import (
@@ -13,9 +16,11 @@ import (
 	"hash/fnv"
 	"io"
 	"slices"
+	"time"
 
 	"github.com/samber/lo"
 	"k8s.io/client-go/util/workqueue"
+	"k8s.io/utils/clock"
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
@@ -28,7 +33,11 @@ import (
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
 )
 
-const name = "nodeoverlay.refresh"
+const (
+	name = "nodeoverlay.refresh"
+	// again is the time until the second evaluation. It exceeds the duration of one that was running.
+	again = 10 * time.Second
+)
 
 // Catalogue notifies of its changes.
 type Catalogue interface {
@@ -42,32 +51,50 @@ type Core interface {
 
 // Controller triggers core's overlay controller.
 type Controller struct {
+	clock         clock.PassiveClock
 	kube          client.Client
 	cloudProvider cloudprovider.CloudProvider
 	catalogue     Catalogue
 	core          Core
-	applied       uint64 // hash of the offerings that overlays were last applied to; used by one goroutine at a time
+
+	// Used by one goroutine at a time.
+	applied uint64    // hash of the offerings that overlays were last applied to
+	first   time.Time // when they were applied for the first time; zero once they were a second time
 }
 
 // New returns the controller. cloudProvider must be the one without overlays applied.
-func New(kube client.Client, cloudProvider cloudprovider.CloudProvider, catalogue Catalogue, core Core) *Controller {
-	return &Controller{kube: kube, cloudProvider: cloudProvider, catalogue: catalogue, core: core}
+func New(clk clock.PassiveClock, kube client.Client, cloudProvider cloudprovider.CloudProvider, catalogue Catalogue, core Core) *Controller {
+	return &Controller{clock: clk, kube: kube, cloudProvider: cloudProvider, catalogue: catalogue, core: core}
 }
 
-// Reconcile makes core apply all overlays if there are offerings that core has not seen.
+// Reconcile makes core apply all overlays if there are offerings that core has not seen, and once
+// more after that.
 func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
 	offered, err := c.offered(ctx)
-	if err != nil || offered == c.applied {
+	if err != nil {
 		return reconcile.Result{}, err
+	}
+	second := offered == c.applied
+	if second {
+		if c.first.IsZero() {
+			return reconcile.Result{}, nil
+		}
+		if left := again - c.clock.Since(c.first); left > 0 {
+			return reconcile.Result{RequeueAfter: left}, nil
+		}
 	}
 	result, err := c.core.Reconcile(ctx, reconcile.Request{})
 	if err != nil || result.Requeue { //nolint:staticcheck // that is how core says that it lost a race
 		return reconcile.Result{Requeue: result.Requeue}, err //nolint:staticcheck // the same
 	}
-	c.applied = offered
 	log.FromContext(ctx).V(1).Info("applied node overlays to what the node groups offer now")
-	return reconcile.Result{}, nil
+	if second {
+		c.first = time.Time{}
+		return reconcile.Result{}, nil
+	}
+	c.applied, c.first = offered, c.clock.Now()
+	return reconcile.Result{RequeueAfter: again}, nil
 }
 
 // offered returns a hash of what identifies offerings to core, over all NodePools.

@@ -15,6 +15,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
@@ -42,8 +43,9 @@ const (
 	// resync is well below the 2 minutes after which core's garbage collection checks provider IDs
 	// again.
 	resync = 30 * time.Second
-	// notLaunched is the interval for a NodeClaim whose launch core has not recorded yet.
-	notLaunched = time.Second
+	// soon is the interval for a NodeClaim whose launch core has not recorded yet, or whose machine
+	// another NodeClaim is about to leave.
+	soon        = time.Second
 	concurrency = 100
 )
 
@@ -89,7 +91,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return reconcile.Result{RequeueAfter: resync}, nil
 	case !current.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue(), current.Status.ProviderID == "":
 		// Core is about to write the placeholder, over any current value.
-		return reconcile.Result{RequeueAfter: notLaunched}, nil
+		return reconcile.Result{RequeueAfter: soon}, nil
 	case current.Status.ProviderID != c.placeholder(current.UID):
 		return c.refuse(ctx, current, fmt.Sprintf("The NodeClaim has provider ID %s, but its machine has %s.",
 			current.Status.ProviderID, providerID)), nil
@@ -98,12 +100,16 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	if len(others) > 0 {
-		// Core's bookkeeping breaks if two NodeClaims share a provider ID.
-		return c.refuse(ctx, current, fmt.Sprintf("NodeClaim %s already has the provider ID %s of this NodeClaim's machine.",
-			others[0].Name, providerID)), nil
+	if len(others) == 0 {
+		return c.patch(ctx, current, providerID)
 	}
-	return c.patch(ctx, current, providerID)
+	// Core's bookkeeping breaks if two NodeClaims share a provider ID.
+	staying, stays := lo.Find(others, func(other *karpv1.NodeClaim) bool { return other.DeletionTimestamp.IsZero() })
+	if !stays { // a hand-over: core has not ended the other NodeClaim yet
+		return reconcile.Result{RequeueAfter: soon}, nil
+	}
+	return c.refuse(ctx, current, fmt.Sprintf("NodeClaim %s already has the provider ID %s of this NodeClaim's machine.",
+		staying.Name, providerID)), nil
 }
 
 // providerID returns the provider ID of the machine of a claim that has not ended.

@@ -223,6 +223,30 @@ func TestOneRealIDNeverGoesToTwoNodeClaims(t *testing.T) {
 	assert.Contains(t, w.Recorder.Messages()[0], owner.Name)
 }
 
+// The agent hands a Machine without a Node over to another claim as soon as its own is released, and
+// core needs another five seconds to end the NodeClaim.
+func TestAMachineThatIsHandedOverWaitsForTheEndOfItsNodeClaim(t *testing.T) {
+	w, recorded, reconcile := setUp(t)
+	leaving := w.Launched("leaving", func(nc *karpv1.NodeClaim) {
+		nc.Finalizers, nc.Status.ProviderID = []string{karpv1.TerminationFinalizer}, machineID
+	})
+	require.NoError(t, w.Kube.Delete(w.Context(), leaving))
+	nodeClaim := w.Launched("claim")
+	w.Provision(nodeClaim, machineID)
+	before := shimtest.Metric(t, "karpenter_capi_provider_id_conflicts_total", nil)
+	assert.LessOrEqual(t, reconcile(nodeClaim).RequeueAfter, time.Second, "its Node cannot be registered before")
+	assert.InDelta(t, before, shimtest.Metric(t, "karpenter_capi_provider_id_conflicts_total", nil), 0, "that is no conflict")
+	assert.Empty(t, w.Recorder.Reasons())
+	assert.Empty(t, recorded.sent, "two NodeClaims never have the ID")
+
+	w.Get(leaving)
+	leaving.Finalizers = nil
+	w.Update(leaving)
+	reconcile(nodeClaim)
+	w.Get(nodeClaim)
+	assert.Equal(t, machineID, nodeClaim.Status.ProviderID)
+}
+
 func TestAnIDThatIsNotTheNodeClaimsOwnPlaceholderStays(t *testing.T) {
 	for _, id := range []string{"sim:///2", "capi-claim://default/workload/somebody-else"} {
 		w, recorded, reconcile := setUp(t)

@@ -1,0 +1,69 @@
+package failedmachine
+
+import (
+	"context"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/lifecycle"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+)
+
+// holdFor is how long after the controller first looked at a NodeClaim core may not delete it yet.
+// By then core's cache has what the controller wrote, and a write that was lost was repeated.
+const holdFor = 2 * look
+
+// lifecycleController is the name of core's controller that deletes NodeClaims without a Node. Core
+// passes it in the context.
+var lifecycleController = (&lifecycle.Controller{}).Name()
+
+// Client returns a client for core's controllers, with which core does not give up a launched
+// NodeClaim before this process has looked at it. Everything else is passed to kube.
+//
+// Core counts from a time that this controller advances while the agent waits for the machine. That
+// time is old if no process was the leader for long. Core's first pass would then delete every
+// NodeClaim that waits for its Node, even if the Node has joined meanwhile. Core treats the refusal
+// like any other failed write, and retries after a second.
+func (c *Controller) Client(kube client.Client) client.Client {
+	return &holding{Client: kube, controller: c}
+}
+
+type holding struct {
+	client.Client
+
+	controller *Controller
+}
+
+func (h *holding) Delete(ctx context.Context, object client.Object, options ...client.DeleteOption) error {
+	if nodeClaim, is := object.(*karpv1.NodeClaim); is && injection.GetControllerName(ctx) == lifecycleController && h.controller.holds(nodeClaim) {
+		return apierrors.NewTooManyRequests(
+			fmt.Sprintf("NodeClaim %s is not given up before it is known whether its machine comes", nodeClaim.Name), 1)
+	}
+	return h.Client.Delete(ctx, object, options...)
+}
+
+// holds reports whether core may not give up the NodeClaim yet.
+func (c *Controller) holds(nodeClaim *karpv1.NodeClaim) bool {
+	conditions := nodeClaim.StatusConditions()
+	if !conditions.Get(karpv1.ConditionTypeLaunched).IsTrue() || conditions.Get(karpv1.ConditionTypeRegistered).IsTrue() ||
+		v1alpha1.ReturnsMachine(nodeClaim) {
+		return false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	first, looked := c.looked[nodeClaim.UID]
+	return !looked || c.clock.Since(first) < holdFor
+}
+
+// looksAt records that the controller looks at a launched NodeClaim.
+func (c *Controller) looksAt(nodeClaim *karpv1.NodeClaim) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if _, looked := c.looked[nodeClaim.UID]; !looked {
+		c.looked[nodeClaim.UID] = c.clock.Now()
+	}
+}

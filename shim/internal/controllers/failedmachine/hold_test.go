@@ -1,0 +1,98 @@
+package failedmachine_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/lifecycle"
+	"sigs.k8s.io/karpenter/pkg/controllers/state"
+	"sigs.k8s.io/karpenter/pkg/state/nodepoolhealth"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// core returns core's own controller of NodeClaims, as it begins in a process that becomes the
+// leader now.
+func (e *env) core() *lifecycle.Controller {
+	cluster := state.NewCluster(e.clock, e.Kube, e.CloudProvider)
+	return lifecycle.NewController(e.clock, e.controller.Client(e.Kube), e.CloudProvider, e.Recorder, cluster, nodepoolhealth.NewState(), nil)
+}
+
+// leaderless returns a launched NodeClaim after 20 minutes in which nothing ran.
+func (e *env) leaderless() *karpv1.NodeClaim {
+	e.t.Helper()
+	nodeClaim := e.Launched("claim", unregistered)
+	_, err := e.core().Reconcile(e.Context(), nodeClaim)
+	require.NoError(e.t, err)
+	e.Get(nodeClaim)
+	e.clock.Step(20 * time.Minute)
+	return nodeClaim
+}
+
+func TestCoreDoesNotGiveUpWhatWaitsForItsMachineAfterATimeWithoutALeader(t *testing.T) {
+	e := setUp(t, manual())
+	nodeClaim := e.leaderless()
+	stale := nodeClaim.DeepCopy()
+	core := e.core()
+	_, err := core.Reconcile(e.Context(), stale.DeepCopy())
+	require.True(t, apierrors.IsTooManyRequests(err), err)
+	require.True(t, e.Exists(nodeClaim), "core runs before this controller")
+
+	e.reconcile(nodeClaim)
+	_, err = core.Reconcile(e.Context(), stale.DeepCopy())
+	require.True(t, apierrors.IsTooManyRequests(err), err)
+	require.True(t, e.Exists(nodeClaim), "core's cache lags behind")
+
+	for range 10 {
+		e.reconcile(nodeClaim)
+		e.Get(nodeClaim)
+		_, err = core.Reconcile(e.Context(), nodeClaim)
+		require.NoError(t, err)
+		require.True(t, e.Exists(nodeClaim))
+		e.clock.Step(10 * time.Minute)
+	}
+}
+
+func TestCoreGivesUpWhatTheAgentDoesNotWaitForAMinuteLater(t *testing.T) {
+	e := setUp(t, manual())
+	nodeClaim := e.leaderless()
+	e.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "the MachineDeployment is paused", time.Time{})
+	e.Eventually(func() bool {
+		group, _ := e.NodeGroups.Get("default/a")
+		return !group.GetAvailability().GetAvailable()
+	}, "the mirror shows it")
+	core := e.core()
+	e.reconcile(nodeClaim)
+	_, err := core.Reconcile(e.Context(), nodeClaim.DeepCopy())
+	require.True(t, apierrors.IsTooManyRequests(err), err)
+	e.clock.Step(time.Minute)
+	_, err = core.Reconcile(e.Context(), nodeClaim.DeepCopy())
+	require.NoError(t, err)
+	assert.False(t, e.Exists(nodeClaim))
+}
+
+// Core launches it and counts from its creation, in one pass.
+func TestCoreDoesNotGiveUpWhatItLaunchesLate(t *testing.T) {
+	e := setUp(t, manual())
+	nodeClaim := e.NodeClaim("claim", func(nc *karpv1.NodeClaim) {
+		nc.CreationTimestamp = metav1.NewTime(e.clock.Now().Add(-20 * time.Minute))
+		nc.StatusConditions() // as old as the NodeClaim
+	})
+	e.Create(nodeClaim)
+	core := e.core()
+	_, err := core.Reconcile(e.Context(), nodeClaim)
+	require.True(t, apierrors.IsTooManyRequests(err), err)
+	require.True(t, e.Exists(nodeClaim))
+	require.True(t, nodeClaim.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue())
+	e.Eventually(func() bool { _, known := e.Claims.Get(string(nodeClaim.UID)); return known }, "the mirror knows the claim")
+	e.reconcile(nodeClaim)
+	e.Get(nodeClaim)
+	_, err = core.Reconcile(e.Context(), nodeClaim)
+	require.NoError(t, err)
+	assert.True(t, e.Exists(nodeClaim))
+}
