@@ -213,9 +213,9 @@ func run(ctx context.Context) error {
 	clusterState := state.NewCluster(op.Clock, op.GetClient(), decorated, state.WithRepairPolicyMatcher(repairPolicies))
 	failed := failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
 		finder, opts.AgentTimeout)
-	coreClient := registration.PlanningClient(failed.Client(static.Client(op.GetClient())))
 	core := controllers.NewControllers(
-		ctx, op.Manager, op.Clock, coreClient, op.EventRecorder, decorated, undecorated, clusterState,
+		ctx, op.Manager, op.Clock, registration.PlanningClient(failed.Client(static.Client(op.GetClient()))), op.EventRecorder,
+		decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
 	)
 	op.WithControllers(ctx, core...)

@@ -82,7 +82,7 @@ func TestWhatCoresMainMakesAndPassesIsMadeAndPassed(t *testing.T) {
 		want := lo.Map(args, func(arg string, _ int) string { return names.Replace(arg) })
 		if function == "controllers.NewControllers" {
 			require.Equal(t, "op.GetClient()", want[3])
-			want[3] = "registration.PlanningClient(static.Client(op.GetClient()))"
+			want[3] = "registration.PlanningClient(failed.Client(static.Client(op.GetClient())))"
 			want = append(want, "controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue))")
 		}
 		assert.Equal(t, want, ours[function], function)
