@@ -779,7 +779,8 @@ const slowest = 32
 // now. Writes that will be followed by another back off exponentially, because each makes Cluster
 // API reconcile every Machine of the group. Assigning a Machine that has its provider ID is
 // deferred only briefly: once its Node has joined, no claim can have it. If that has already
-// happened in this group, every assignment is written at once.
+// happened in this group, every assignment is written at once. No write is deferred for longer because
+// the clock is set back to that of another API server.
 func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
 	clock := g.engine.Clock
 	switch {
@@ -794,18 +795,14 @@ func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Durati
 		g.wanted = clock.Now()
 	}
 	if d.Finishes(s.Ledger) {
-		return within(g.engine.Coalesce, g.engine.Coalesce-clock.Since(g.lastQuiet))
+		return lo.Clamp(g.engine.Coalesce-clock.Since(g.lastQuiet), 0, g.engine.Coalesce)
 	}
 	gather := g.engine.Coalesce
 	if !s.NewlyAssigned(d.Ledger, true) {
 		gather *= time.Duration(min(1<<min(g.unfinished, 16), slowest))
 	}
-	return within(gather, gather-clock.Since(g.wanted))
+	return lo.Clamp(gather-clock.Since(g.wanted), 0, gather)
 }
-
-// within returns the rest of a wait. It is never longer than the wait, although the clock may be set
-// back to that of another API server.
-func within(wait, rest time.Duration) time.Duration { return min(wait, max(0, rest)) }
 
 func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 	switch {
