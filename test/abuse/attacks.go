@@ -168,7 +168,7 @@ var attacks = []attack{
 	},
 	{
 		name:  "compressed answers",
-		about: "lists that ask for a compressed answer, of which nothing is read: the windows of 16 connections stay closed",
+		about: "requests for compressed lists on 16 connections whose windows stay closed, so that no answer is read",
 		run:   compressedAnswers,
 		must:  []string{codes.Unimplemented.String()}, may: []string{refused, closedByAgent, notConnected, "reset"},
 		// None is answered.

@@ -30,9 +30,9 @@ type Watches struct {
 	seldom map[string]*rate.Sometimes
 }
 
-// NewWatches returns watches of which none has failed. needed are the kinds without which nothing is
-// served, by the type of their objects, such as *v1beta2.Machine. The watches of other kinds are only
-// logged and counted when they fail.
+// NewWatches returns a Watches without any failure. Nothing can be served without the needed kinds,
+// which are named by the type of their objects, such as *v1beta2.Machine. Failures of other kinds are
+// only logged and counted.
 func NewWatches(needed []string, log logr.Logger) *Watches {
 	return &Watches{
 		needed: needed, log: log, failed: map[string]bool{}, seldom: map[string]*rate.Sometimes{},
