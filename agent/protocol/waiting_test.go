@@ -258,6 +258,21 @@ func TestSparesThatMakeRoomGoInOneWrite(t *testing.T) {
 	require.Len(t, d.Ledger.Releasing, 8)
 }
 
+// Cluster API has not looked for the booting Machine's Node, and the user's Machine is younger.
+func TestAMachineWithoutANodeMakesRoomBeforeTheUsersDoes(t *testing.T) {
+	s := atRest(2, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 2, Pending: map[string]Assignment{"c": {}}}).
+		withClaim("c", v1alpha1.PhasePending, "").withMachine("booting", "", func(m *clusterv1.Machine) {
+		m.Spec.ProviderID = "sim://booting"
+		m.Annotations = map[string]string{clusterv1.DeleteMachineAnnotation: ""}
+	}).withMachine("of the user", "", node)
+	s.Machines[1].CreationTimestamp = metav1.NewTime(s.Now.Add(time.Second))
+	s.Group.Max, s.SpareSince = new(int32(2)), s.Now.Add(-time.Hour)
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	require.Contains(t, d.Ledger.Releasing, types.UID("booting"))
+	require.Len(t, d.Ledger.Releasing, 1)
+}
+
 // Removing a Machine orders no other one then.
 func TestAWaitDoesNotRestartForRoomThatIsNotMade(t *testing.T) {
 	for name, change := range map[string]func(*Snapshot){
@@ -346,6 +361,11 @@ func TestAClaimDoesNotWaitForEverForOtherMachines(t *testing.T) {
 	s.Now = s.Now.Add(6 * time.Minute)
 	s.Claims[0].Status.WaitingSince = new(metav1.NewTime(s.Now.Add(-5 * time.Minute)))
 	require.Contains(t, kinds(Decide(s)), Fail)
+
+	s.Deployment.Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(s.Now.Add(-5 * time.Minute)),
+	}}
+	require.NotContains(t, kinds(Decide(s)), Fail, "it did not wait for Machines while the group was paused")
 }
 
 func TestAClaimOfAPausedGroupDoesNotFail(t *testing.T) {

@@ -562,6 +562,7 @@ func TestNoCertificateIsOfTheOnboardingOfClustersWithoutOne(t *testing.T) {
 	for _, path := range []string{"cluster/fleet/spoke/", "bootstrap/fleet/spoke/"} {
 		_, err := authorizer(t, "identities: []").FromChains(chain(t, "spiffe://karpenter-capi/"+path+v1alpha1.Offboarded))
 		require.ErrorContains(t, err, "stands for none", path)
+		require.NotEmpty(t, authz.NameIn(chain(t, "spiffe://karpenter-capi/"+path+v1alpha1.Offboarded)), "by which its calls are limited")
 	}
 }
 

@@ -489,6 +489,12 @@ var mutants = []mutant{
 	{name: "a Machine makes room before the claim has its time for the next one", test: "TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor", edits: []edit{
 		{"		release = release[:min(len(release), int(b.ready(n)))]\n", ""},
 	}},
+	{name: "a Machine of the user makes room before one without a Node", test: "TestAMachineWithoutANodeMakesRoomBeforeTheUsersDoes", edits: []edit{
+		{"		if HasNode(x) != HasNode(y) {\n", "		if false {\n"},
+	}},
+	{name: "a claim is impatient after a pause", test: "TestAClaimDoesNotWaitForEverForOtherMachines", edits: []edit{
+		{"began := latest(c.CreationTimestamp.Time, unpausedAt(s.Deployment.Status.Conditions))", "began := c.CreationTimestamp.Time"},
+	}},
 	{name: "spares that make room go one after another", test: "TestSparesThatMakeRoomGoInOneWrite", edits: []edit{
 		{"if n := b.waiting(); makesRoom && b.ready(n) < clamp(n) {", "if n := b.waiting(); makesRoom {"},
 	}},
