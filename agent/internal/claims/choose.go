@@ -67,14 +67,16 @@ func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Clust
 		var md clusterv1.MachineDeployment
 		key := types.NamespacedName{Namespace: r.Namespace, Name: name}
 		err := e.Client.Get(ctx, key, &md)
-		if apierrors.IsNotFound(err) && !chosen.none() {
-			continue // good enough for those that are only kept
-		}
-		if apierrors.IsNotFound(err) && lookups == maxLookups {
-			chosen.unseen++
-			continue
-		}
-		if apierrors.IsNotFound(err) {
+		// Another Cluster's are treated like those that do not exist, so that the answer tells a
+		// caller nothing about them.
+		if missing := apierrors.IsNotFound(err) || err == nil && md.Spec.ClusterName != cluster.Name; missing {
+			if !chosen.none() {
+				continue // good enough for those that are only kept
+			}
+			if lookups == maxLookups {
+				chosen.unseen++
+				continue
+			}
 			lookups++
 			err = e.Reader.Get(ctx, key, &md)
 		}

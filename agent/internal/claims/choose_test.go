@@ -3,6 +3,7 @@ package claims
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -69,6 +70,31 @@ func TestCandidatesThatWereMadeUpCostFewLiveReads(t *testing.T) {
 			require.ErrorAs(t, err, &unseen, "what was not looked for is not gone")
 			assert.Equal(t, 1000-maxLookups, unseen.Candidates)
 			assert.LessOrEqual(t, live.sum(), maxLookups+1, "%v", live)
+		})
+	}
+}
+
+// Otherwise a caller could find out which names the MachineDeployments of other Clusters have.
+func TestAnotherClustersNodeGroupsAreAnsweredLikeThoseThatDoNotExist(t *testing.T) {
+	theirs := groupOf("theirs", 0, nil)
+	theirs.Spec.ClusterName = "another"
+	for _, invented := range []int{0, maxLookups - 1, maxLookups, 2 * maxLookups} {
+		t.Run(fmt.Sprintf("behind %d that do not exist", invented), func(t *testing.T) {
+			answer := func(last string) (error, reads) {
+				e := quiet(engineWith(t, theirs.DeepCopy()))
+				live := reads{}
+				e.Reader = live.of(e.Reader)
+				r := ask("a", append(names("invented", invented), last)...)
+				r.ValidateOnly = true
+				_, err := e.Create(t.Context(), r)
+				require.Error(t, err)
+				return err, live
+			}
+			existing, read := answer("theirs")
+			missing, readToo := answer("absent")
+			assert.Equal(t, strings.ReplaceAll(missing.Error(), "absent", "theirs"), existing.Error())
+			assert.IsType(t, missing, existing)
+			assert.Equal(t, readToo, read)
 		})
 	}
 }
