@@ -118,7 +118,7 @@ func StaleToken(message string) error {
 }
 
 // SpokeMismatch means that a live set was read in another cluster than the one that made the
-// holder's claims.
+// holder's claims, or that sent the last set.
 func SpokeMismatch(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonSpokeMismatch, nil))
 }

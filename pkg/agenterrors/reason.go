@@ -22,7 +22,7 @@ const (
 	// incomplete view.
 	ReasonStaleToken Reason = "STALE_TOKEN"
 	// ReasonSpokeMismatch comes with FAILED_PRECONDITION: the live set was read in another cluster
-	// than the one that made the holder's claims.
+	// than the one that made the holder's claims, or that sent the last set.
 	ReasonSpokeMismatch Reason = "SPOKE_MISMATCH"
 
 	// ReasonUnauthenticated comes with UNAUTHENTICATED: the caller presented no usable identity.

@@ -105,6 +105,20 @@ var syncCases = []testCase{
 		require.Less(s, s.mustGet("alive").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
 	}},
 
+	{"sync.first-spoke", fault(), "refuses another cluster's set where the first one's had no claims", func(s *suite) {
+		_, err := s.sync(s.list(holder, false).GetToken())
+		require.NoError(s, err)
+		s.eventually("the other cluster's set is refused", func() error {
+			_, err := s.syncFrom("another-spoke", s.list(holder, false).GetToken(), "not-here")
+			if !agenterrors.IsSpokeMismatch(err) {
+				return fmt.Errorf("the answer is %w", err)
+			}
+			return nil
+		})
+		_, err = s.sync(s.list(holder, false).GetToken())
+		require.NoError(s, err)
+	}},
+
 	{"sync.registered", fault(), "keeps a claim whose Node was registered, until it is released", func(s *suite) {
 		id := s.group(deployment("workers"))
 		claim := s.running("registered", id)

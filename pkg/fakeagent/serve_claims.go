@@ -321,7 +321,7 @@ func (s claimService) SyncClaims(
 	}
 	set := a.liveSet(request, alive)
 	if set.foreign() {
-		return nil, agenterrors.SpokeMismatch("spoke_id: the live set was read in another cluster than the one that made the claims")
+		return nil, agenterrors.SpokeMismatch("spoke_id: the live set was read in another cluster than the one that made the claims or sent the last set")
 	}
 	set.noteNodes()
 	if reports {

@@ -17,10 +17,15 @@ type liveSet struct {
 	// matched reports whether one of the claims is in the set. own and others report whether a
 	// claim that is not in the set was made by the set's cluster, or by another one.
 	matched, own, others bool
+	// known is the cluster of the last set that was accepted, "" if there was none.
+	known string
 }
 
 func (a *Agent) liveSet(request *agentv1alpha1.SyncClaimsRequest, alive map[string]struct{}) *liveSet {
 	s := &liveSet{spoke: request.GetSpokeId(), alive: alive, nodes: request.GetNodes()}
+	if c := a.clusters[keyOf(request.GetCluster())]; c != nil && c.shim != nil && request.GetHolder() == shimHolder {
+		s.known = c.shim.spokeID
+	}
 	for _, c := range a.claims[keyOf(request.GetCluster())] {
 		if c.live() && c.holder == request.GetHolder() {
 			s.claims = append(s.claims, c)
@@ -43,8 +48,10 @@ func (a *Agent) liveSet(request *agentv1alpha1.SyncClaimsRequest, alive map[stri
 
 func (s *liveSet) has(c *claim) bool { _, ok := s.alive[c.id]; return ok }
 
-// foreign reports whether the set is unrelated to the existing claims.
-func (s *liveSet) foreign() bool { return s.spoke != "" && !s.matched && !s.own && s.others }
+// foreign reports whether the set is unrelated to the existing claims and to the last set.
+func (s *liveSet) foreign() bool {
+	return s.spoke != "" && s.spoke != s.known && !s.matched && !s.own && (s.others || s.known != "")
+}
 
 // speaksFor reports whether the set's cluster made the claim.
 func (s *liveSet) speaksFor(c *claim) bool {

@@ -25,7 +25,7 @@ import (
 // kubeconfig of the second one: with the identity that it finds there, which is the second spoke's,
 // and with its own, with which only the live set of NodeClaims gives it away.
 func TestAShimWithTheKubeconfigOfAnotherSpokeHarmsNeither(t *testing.T) {
-	figure := shows(t, "a shim with the kubeconfig of another spoke is refused, and neither spoke loses anything")
+	figure := shows(t, "a shim with the kubeconfig of another spoke is refused, gets no machine, and neither spoke loses anything")
 	if testing.Short() {
 		t.Skip("not in the short run: it takes two spokes of its own")
 	}
@@ -79,9 +79,32 @@ func TestAShimWithTheKubeconfigOfAnotherSpokeHarmsNeither(t *testing.T) {
 		told, err := eventsAbout(ctx, second.source.Spoke, "ClusterAPINodeClass", "move", "LiveSetRefused")
 		return lo.Ternary(len(told) > 0, "", "the node class to say it, too"), err
 	})
+	// A Node for this pod would join the first spoke.
+	second.scale(t, 2, 1)
+	refused := func(ctx context.Context) (*karpenterv1.NodeClaim, error) {
+		var nodeClaims karpenterv1.NodeClaimList
+		err := second.source.Spoke.List(ctx, &nodeClaims)
+		found, _ := lo.Find(nodeClaims.Items, func(nc karpenterv1.NodeClaim) bool {
+			return lo.FromPtr(nc.StatusConditions().Get(karpenterv1.ConditionTypeLaunched)).Reason == "AgentRefused"
+		})
+		return lo.EmptyableToPtr(found), err
+	}
+	var waiting *karpenterv1.NodeClaim
+	poll(t, 2*time.Minute, func(ctx context.Context) (string, error) {
+		var err error
+		waiting, err = refused(ctx)
+		return lo.Ternary(waiting != nil, "", "the NodeClaim of another pod to say that the agent refuses the shim"), err
+	})
 	throughout(t, 3*syncInterval, time.Second, func() {
 		require.Empty(t, unharmed())
 	})
+	second.scale(t, 1, 1)
+	require.NoError(t, client.IgnoreNotFound(second.source.Spoke.Delete(t.Context(), waiting)))
+	poll(t, time.Minute, func(ctx context.Context) (string, error) {
+		still, err := refused(ctx)
+		return lo.Ternary(still == nil, "", "the NodeClaim that was not launched to go"), err
+	})
+	require.Empty(t, unharmed())
 	stop()
 
 	for spoke := range before {

@@ -110,9 +110,13 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	shownClaims := newCache(o, machineview.EqualClaims)
 	held := newCache(o, nodegroupview.EqualHeld)
 
-	var groups *nodegroupview.View
+	var (
+		groups *nodegroupview.View
+		keeper *spokes.Spokes
+	)
 	engine := claims.New(claims.Config{
 		ReportsNodes: authz.ReportsNodes,
+		SpokeOf:      func(cluster types.NamespacedName) string { return keeper.SpokeID(cluster) },
 		Name:         o.InstanceName,
 		Indexes:      claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, NotEnded: hub.NotEndedClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
@@ -186,7 +190,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		return nil, fmt.Errorf("making the client of the Spokes: %w", err)
 	}
 	var shownClusters *fleet.Fleet
-	keeper := spokes.New(spokes.Config{
+	keeper = spokes.New(spokes.Config{
 		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: clock.RealClock{}, Log: c.Log.WithName("spokes"),
 		Changed:      func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
 		AgentVersion: version.Version(), APIVersion: server.APIVersion, Recorder: a.manager.GetEventRecorder("capi-agent"),

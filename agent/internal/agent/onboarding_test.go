@@ -632,6 +632,38 @@ func TestASpokeShowsItsShim(t *testing.T) {
 	require.Len(t, list.Items, 1)
 }
 
+// A shim with the certificate of one cluster and the kubeconfig of another sends a set in which no claim
+// of this Cluster is.
+func TestOneClusterIsAClustersSpokeUntilAnotherIsOnboarded(t *testing.T) {
+	t.Parallel()
+	o := newOnboarded(t)
+	sync := func(shim *client.Client, spoke string) error {
+		list, err := shim.Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: o.ref(), Holder: "karpenter"})
+		require.NoError(t, err)
+		_, err = shim.Claims.SyncClaims(t.Context(), &agentv1alpha1.SyncClaimsRequest{
+			Cluster: o.ref(), Holder: "karpenter", Token: list.GetToken(), SpokeId: spoke,
+		})
+		return err
+	}
+	recorded := func() string {
+		var spoke v1alpha1.Spoke
+		require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &spoke))
+		return spoke.Status.SpokeID
+	}
+	shim := o.enrolled(false)
+	require.NoError(t, sync(shim[0], "first"))
+	err := sync(shim[0], "second")
+	require.True(t, agenterrors.IsSpokeMismatch(err), "%v", err)
+	require.ErrorContains(t, err, "delete the Cluster's Spoke, or onboard the cluster again")
+	require.Equal(t, "first", recorded())
+	require.NoError(t, sync(shim[0], "first"))
+
+	shim = o.enrolled(true)
+	require.Empty(t, recorded())
+	require.NoError(t, sync(shim[0], "second"))
+	require.Equal(t, "second", recorded())
+}
+
 func TestUninstallTakesOnboardingsOff(t *testing.T) {
 	t.Parallel()
 	o := newOnboarded(t)
@@ -818,6 +850,35 @@ func TestASilentSpokeIsNotConnected(t *testing.T) {
 	shown("capi_agent_spoke_connected", 0)
 	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1"})
 	require.Equal(t, v1alpha1.SynchronizedReason, connected().Reason)
+}
+
+// Claims and Machines are written when another cluster is recorded. A caller may name another one each
+// time.
+func TestAnotherClusterIsRecordedOnlyNowAndThen(t *testing.T) {
+	t.Parallel()
+	namespace := plane.Namespace(t)
+	cluster := capitest.NewCluster(namespace, "spoke")
+	plane.Create(t, cluster)
+	now := clocktesting.NewFakeClock(time.Now())
+	keeper := spokes.New(spokes.Config{
+		Client: plane.Client, Namespaces: []string{namespace}, Clock: now, Serves: func(types.NamespacedName) bool { return true },
+	})
+	key := kubeclient.ObjectKeyFromObject(cluster)
+	require.Empty(t, keeper.SpokeID(key))
+	for _, note := range []struct {
+		spoke, recorded string
+		after           time.Duration
+	}{
+		{spoke: "first", recorded: "first"},
+		{spoke: "second", recorded: "first", after: time.Minute},
+		{spoke: "first", recorded: "first", after: time.Minute},
+		{spoke: "second", recorded: "first", after: time.Minute},
+		{spoke: "second", recorded: "second", after: 5 * time.Minute},
+	} {
+		now.Step(note.after)
+		keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1", SpokeID: note.spoke})
+		require.Equal(t, note.recorded, keeper.SpokeID(key))
+	}
 }
 
 // Each agent also shows the shims that call the other agents, and a watcher receives each change

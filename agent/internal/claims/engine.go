@@ -87,6 +87,10 @@ type Config struct {
 	// ReportsNodes reports whether a holder reports the Cluster's Nodes with its live sets. Nil means
 	// that none does.
 	ReportsNodes func(holder string) bool
+	// SpokeOf returns the id of the cluster whose shim last synchronized the claims of a Cluster, ""
+	// if none is known. Sets of other clusters are refused, unless they have claims of the Cluster. It
+	// applies to holders that report Nodes, and must not block. Nil means that none is known.
+	SpokeOf func(cluster types.NamespacedName) string
 	// Clock is the source of time. Nil means the real clock.
 	Clock clock.Clock
 	// SpareGrace is how long an unclaimed Machine is kept for the next claim. Zero means one

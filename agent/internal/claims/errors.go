@@ -33,18 +33,27 @@ var (
 	ErrRestoring = errors.New("the Cluster was moved or restored, and the state of its claims is still being reconstructed; retry")
 )
 
-// ForeignSpokeError means that a live set was read in another cluster than the one that the
-// holder's claims were made from, and holds none of these claims.
+// ForeignSpokeError means that a live set was read in another cluster than the one that the holder's
+// claims come from.
 type ForeignSpokeError struct {
-	// Spoke is where the set was read. Recorded is where claims were made.
+	// Spoke is where the set was read. Recorded is where claims were made, or where the shim ran
+	// that last synchronized them.
 	Spoke, Recorded string
+	// ByClaims means that Recorded is known from claims that exist.
+	ByClaims bool
 }
 
 func (e *ForeignSpokeError) Error() string {
-	return fmt.Sprintf("spoke_id: the live set was read in the cluster whose namespace kube-system has the UID %s, and holds none of the claims, "+
-		"which were made from the one with the UID %s; nothing is collected. Check the kubeconfig and the Cluster's name of the shim that sends "+
-		"the set. If the cluster was built anew, release the old claims, or set spec.spoke of the MachineClaims to the new UID",
-		e.Spoke, e.Recorded)
+	const (
+		from    = "spoke_id: the live set was read in the cluster whose namespace kube-system has the UID %s, "
+		correct = "Check the kubeconfig and the Cluster's name of the shim that sends the set. If the cluster was built anew, "
+	)
+	if e.ByClaims {
+		return fmt.Sprintf(from+"and holds none of the claims, which were made from the one with the UID %s. Nothing is collected. "+
+			correct+"release the old claims, or set spec.spoke of the MachineClaims to the new UID", e.Spoke, e.Recorded)
+	}
+	return fmt.Sprintf(from+"but the shim of this Cluster last ran in the one with the UID %s. Nothing is collected. "+
+		correct+"delete the Cluster's Spoke, or onboard the cluster again", e.Spoke, e.Recorded)
 }
 
 // EndedError means that a claim id has ended, or is being released, and can never be used again.

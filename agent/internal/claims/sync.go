@@ -65,6 +65,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 		return SyncResult{}, err
 	}
 	set := newLiveSet(r, claims)
+	set.known = e.spokeOf(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Holder)
 	if err := set.foreign(); err != nil {
 		e.warnCluster(ctx, r, err)
 		return SyncResult{}, err
@@ -167,6 +168,8 @@ type liveSet struct {
 	// that the set's cluster made some.
 	others string
 	own    bool
+	// known is the cluster whose live set was accepted last, "" if it is not known.
+	known string
 }
 
 func newLiveSet(r SyncRequest, claims []v1alpha1.MachineClaim) *liveSet {
@@ -189,12 +192,26 @@ func newLiveSet(r SyncRequest, claims []v1alpha1.MachineClaim) *liveSet {
 	return s
 }
 
-// foreign returns a [*ForeignSpokeError] if the set is unrelated to the existing claims.
-func (s *liveSet) foreign() error {
-	if s.Spoke == "" || s.matched || s.own || s.others == "" {
-		return nil
+// spokeOf returns the cluster that a holder's claims of a Cluster come from, "" if it is not known.
+func (e *Engine) spokeOf(cluster types.NamespacedName, holder string) string {
+	if e.SpokeOf == nil || e.ReportsNodes == nil || !e.ReportsNodes(holder) {
+		return ""
 	}
-	return &ForeignSpokeError{Spoke: s.Spoke, Recorded: s.others}
+	return e.SpokeOf(cluster)
+}
+
+// foreign returns a [*ForeignSpokeError] if the set is unrelated to the existing claims and to the
+// last set.
+func (s *liveSet) foreign() error {
+	switch {
+	case s.Spoke == "" || s.Spoke == s.known || s.matched || s.own:
+		return nil
+	case s.others != "":
+		return &ForeignSpokeError{Spoke: s.Spoke, Recorded: s.others, ByClaims: true}
+	case s.known != "":
+		return &ForeignSpokeError{Spoke: s.Spoke, Recorded: s.known}
+	}
+	return nil
 }
 
 // covers reports whether the claim belongs to the set's cluster. A claim without a recorded
@@ -228,10 +245,12 @@ func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 }
 
 // noteOwner records on a claim of the live set which cluster it belongs to, and that its owner
-// exists.
+// exists. Another cluster is recorded once it is the known one. That changes only now and then,
+// whatever a caller sends, and each change writes all claims and their Machines.
 func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 	var notes []note
-	record, back := s.Spoke != "" && c.Spec.Spoke != s.Spoke, c.Status.Reason == protocol.ReasonOwnerMissing
+	record := s.Spoke != "" && c.Spec.Spoke != s.Spoke && (c.Spec.Spoke == "" || s.known == "" || s.known == s.Spoke)
+	back := c.Status.Reason == protocol.ReasonOwnerMissing
 	if record || back {
 		notes = append(notes, note{of: c, write: func(ctx context.Context) error {
 			if record {

@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	testclock "k8s.io/utils/clock/testing"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -133,6 +134,79 @@ func TestALiveSetCollectsOnlyWhatItsClusterMade(t *testing.T) {
 			}
 		})
 	}
+}
+
+// The sets of another cluster than the shim's are refused, also where no claim exists.
+func TestOnlyTheClusterOfTheShimIsSynchronized(t *testing.T) {
+	for _, test := range []struct {
+		name    string
+		known   string
+		claims  []string
+		set     SyncRequest
+		refused string // what the error names
+	}{
+		{name: "nothing is known", set: SyncRequest{Spoke: elsewhere}},
+		{name: "the shim's own cluster", known: spoke, set: SyncRequest{Spoke: spoke}},
+		{name: "another cluster", known: spoke, set: SyncRequest{Spoke: elsewhere}, refused: "delete the Cluster's Spoke"},
+		{
+			name: "another cluster, where claims exist", known: spoke, claims: []string{spoke},
+			set: SyncRequest{Spoke: elsewhere}, refused: "release the old claims",
+		},
+		{
+			name: "the shim's own cluster, where another made claims before it was known", known: spoke, claims: []string{elsewhere},
+			set: SyncRequest{Spoke: spoke},
+		},
+		{
+			name: "another cluster, which has made claims before", known: spoke, claims: []string{elsewhere},
+			set: SyncRequest{Spoke: elsewhere},
+		},
+		{
+			name: "a cluster that was restored elsewhere", known: spoke, claims: []string{spoke},
+			set: SyncRequest{Spoke: elsewhere, LiveIDs: []string{"a"}},
+		},
+		{name: "a caller that names no cluster", known: spoke, set: SyncRequest{}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			e, round := syncing(t, nil, test.claims...)
+			e.ReportsNodes = func(of string) bool { return of == holder }
+			e.SpokeOf = func(cluster types.NamespacedName) string {
+				require.Equal(t, types.NamespacedName{Namespace: namespace, Name: clusterName}, cluster)
+				return test.known
+			}
+			_, err := round(test.set)
+			if test.refused == "" {
+				require.NoError(t, err)
+				return
+			}
+			var foreign *ForeignSpokeError
+			require.ErrorAs(t, err, &foreign)
+			require.ErrorContains(t, err, elsewhere)
+			require.ErrorContains(t, err, spoke)
+			require.ErrorContains(t, err, test.refused)
+		})
+	}
+	t.Run("a holder that reports no Nodes", func(t *testing.T) {
+		e, round := syncing(t, nil)
+		e.ReportsNodes = func(string) bool { return false }
+		e.SpokeOf = func(types.NamespacedName) string { return spoke }
+		_, err := round(SyncRequest{Spoke: elsewhere})
+		require.NoError(t, err)
+	})
+}
+
+// A caller that names another cluster with each set makes the agent write nothing each time.
+func TestAnotherClusterIsRecordedOnceItIsKnown(t *testing.T) {
+	e, round := syncing(t, nil, spoke)
+	known := spoke
+	e.ReportsNodes = func(string) bool { return true }
+	e.SpokeOf = func(types.NamespacedName) string { return known }
+	_, err := round(SyncRequest{Spoke: elsewhere, LiveIDs: []string{"a"}})
+	require.NoError(t, err)
+	require.Equal(t, spoke, claimNamed(t, e, "a").Spec.Spoke)
+	known = elsewhere
+	_, err = round(SyncRequest{Spoke: elsewhere, LiveIDs: []string{"a"}})
+	require.NoError(t, err)
+	require.Equal(t, elsewhere, claimNamed(t, e, "a").Spec.Spoke)
 }
 
 // The reason why a claim is kept is written once, and removed when its owner is back.

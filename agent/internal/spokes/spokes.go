@@ -174,9 +174,6 @@ func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboardi
 		case cluster.Labels[v1alpha1.OnboardingLabel] != onboarding:
 			return ErrEnded
 		}
-		if err := s.adopt(cluster, spoke); err != nil {
-			return err
-		}
 		switch e := spoke.Spec.Enrollment; {
 		case e != nil && e.Onboarding == onboarding && e.PublicKey == publicKey:
 			return nil
@@ -188,10 +185,35 @@ func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboardi
 		case spoke.Labels[v1alpha1.OnboardingLabel] != onboarding:
 			return ErrNotExpected
 		}
+		if err := s.clearSpokeID(ctx, spoke); err != nil {
+			return err
+		}
+		if err := s.adopt(cluster, spoke); err != nil {
+			return err
+		}
 		spoke.Spec.Enrollment = &v1alpha1.Enrollment{Onboarding: onboarding, PublicKey: publicKey, Time: metav1.NewTime(s.Clock.Now())}
 		// The update fails if another actor has changed the Spoke.
 		return wrapped(s.Client.Update(ctx, spoke))
 	})
+}
+
+// clearSpokeID forgets which cluster the shim runs in: another one may have been onboarded.
+func (s *Spokes) clearSpokeID(ctx context.Context, spoke *v1alpha1.Spoke) error {
+	if spoke.Status.SpokeID == "" {
+		return nil
+	}
+	before := spoke.DeepCopy()
+	spoke.Status.SpokeID = ""
+	optimistic := client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})
+	if err := s.Client.Status().Patch(ctx, spoke, optimistic); err != nil {
+		return wrapped(err)
+	}
+	key := client.ObjectKeyFromObject(spoke)
+	s.mu.Lock()
+	delete(s.noted, key)
+	s.mu.Unlock()
+	s.see(spoke)
+	return nil
 }
 
 // Issued describes a certificate that was issued for a Cluster.
@@ -278,7 +300,8 @@ func (s *Spokes) due(key types.NamespacedName, contact Contact, now time.Time) b
 	defer s.mu.Unlock()
 	last, known := s.noted[key]
 	least := noteInterval
-	if last.contact != contact {
+	// Another cluster is recorded no more often than the time, because claims are rewritten then.
+	if last.contact != contact && last.contact.SpokeID == contact.SpokeID {
 		least = newsInterval
 	}
 	if known && now.Sub(last.at) < least {
@@ -342,6 +365,13 @@ func (s *Spokes) Status(cluster types.NamespacedName) (v1alpha1.SpokeStatus, boo
 	defer s.mu.Unlock()
 	status, known := s.seen[cluster]
 	return status, known
+}
+
+// SpokeID returns the id of the cluster whose shim last synchronized a Cluster's claims, "" if none
+// has since the Cluster was onboarded, or if the agent does not know yet.
+func (s *Spokes) SpokeID(cluster types.NamespacedName) string {
+	status, _ := s.Status(cluster)
+	return status.SpokeID
 }
 
 func (s *Spokes) see(spoke *v1alpha1.Spoke) {

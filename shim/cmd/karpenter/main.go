@@ -183,7 +183,10 @@ func run(ctx context.Context) error {
 		}
 	}
 
-	var adopting *adoption.Controller // which needs the provider
+	var ( // which need the provider
+		adopting  *adoption.Controller
+		claimSync *claimsync.Controller
+	)
 	static := staticpool.New(op.GetClient(), op.EventRecorder, opts.UnavailableOfferingTTL)
 	finder := unclaimed.New(op.Clock, op.GetClient(), agent, claims, cluster, opts.AgentTimeout)
 	provider := cloudprovider.New(cloudprovider.Config{
@@ -196,6 +199,7 @@ func run(ctx context.Context) error {
 		Unclaimed: finder,
 		Static:    static,
 		Settled:   func() bool { return adopting.Settled() },
+		Refused:   func() error { return claimSync.Refused() },
 		Recorder:  op.EventRecorder,
 		Timeout:   opts.AgentTimeout,
 		Clock:     op.Clock,
@@ -226,7 +230,7 @@ func run(ctx context.Context) error {
 	if err := op.Add(resumed); err != nil {
 		return fmt.Errorf("adding to the manager: %w", err)
 	}
-	claimSync := claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
+	claimSync = claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
 		opts.ClaimSyncInterval, opts.AgentTimeout)
 	op.WithControllers(ctx,
 		claimSync,

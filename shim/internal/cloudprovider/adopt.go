@@ -28,6 +28,9 @@ var errNoNodeGroup = errors.New("it belongs to no node group; label its MachineD
 // be adopted until something changes. Any other error says nothing about the Machine, and the call
 // should be retried.
 func IsAdoptionRefused(err error) bool {
+	if agenterrors.IsSpokeMismatch(err) {
+		return false
+	}
 	return errors.Is(err, errNoNodeGroup) || agenterrors.IsRefused(err) || agenterrors.IsNoRoom(err) || agenterrors.IsEnded(err) ||
 		agenterrors.IsTooMany(err) || agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) != agenterrors.ReasonClusterNotFound
 }
@@ -129,6 +132,9 @@ func (c *CloudProvider) request(
 
 // send creates a claim. If it loses a race in the hub, send retries a few times without delay.
 func (c *CloudProvider) send(ctx context.Context, request *agentv1alpha1.CreateClaimRequest) (*agentv1alpha1.Claim, error) {
+	if err := c.Refused(); err != nil {
+		return nil, fmt.Errorf("the agent refuses the live sets of this cluster: %w", err)
+	}
 	for attempt := 1; ; attempt++ {
 		response, err := c.Client.Claims.CreateClaim(ctx, request)
 		if err == nil || !agenterrors.IsConflict(err) || attempt == conflictAttempts {

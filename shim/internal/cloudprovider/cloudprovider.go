@@ -84,6 +84,10 @@ type Config struct {
 	// Settled reports whether every NodeClaim that existed when this process became active has been
 	// checked for adoption. Until then nothing is planned or disrupted.
 	Settled func() bool
+	// Refused returns why the agent accepts no live set of this cluster, nil if it does or is not
+	// known to refuse. Until it accepts one, no claim is created: the machine would join the cluster
+	// whose identity the shim has.
+	Refused func() error
 	// TracerProvider traces Create and Delete. Nil disables tracing.
 	TracerProvider trace.TracerProvider
 	// Clock measures how long node groups have been gone and Machines have been deleting.

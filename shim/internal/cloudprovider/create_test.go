@@ -205,6 +205,7 @@ func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 			err: agenterrors.TooManyClaims("the Cluster has 20 claims, its limit", time.Minute), reason: cloudprovider.ReasonTooManyClaims,
 		},
 		"FAILED_PRECONDITION":   {err: rejected(agenterrors.ReasonNotOpen)},
+		"SPOKE_MISMATCH":        {err: agenterrors.SpokeMismatch("elsewhere"), reason: cloudprovider.ReasonAgentRefused},
 		"ABORTED, claim ended":  {err: agenterrors.ClaimEnded(&agentv1alpha1.Claim{Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED})},
 		"ABORTED, conflict":     {err: agenterrors.Conflict("again"), reason: cloudprovider.ReasonClaimConflict},
 		"NOT_FOUND, candidates": {err: rejected(agenterrors.ReasonNodeGroupNotFound), reason: cloudprovider.ReasonNodeGroupsNotFound},
@@ -230,6 +231,19 @@ func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 			assertCreateError(t, err, c.reason)
 		})
 	}
+}
+
+// The shim has the identity of another cluster's, whose machine it would get.
+func TestNothingIsClaimedWhileTheLiveSetsOfThisClusterAreRefused(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	w.Refused.Store(new(agenterrors.SpokeMismatch("spoke_id: elsewhere")))
+	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("claim"))
+	assertCreateError(t, err, cloudprovider.ReasonAgentRefused)
+	require.ErrorContains(t, err, "spoke_id: elsewhere")
+	assert.Zero(t, w.Agent.Calls("CreateClaim"))
+	w.Refused.Store(nil)
+	_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("claim"))
+	require.NoError(t, err)
 }
 
 func TestALostRaceInTheHubIsRepeatedAtOnce(t *testing.T) {

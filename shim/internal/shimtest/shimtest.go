@@ -79,6 +79,8 @@ type Env struct {
 	Recorder *Recorder
 	// Unsettled makes the CloudProvider wait for adoption.
 	Unsettled atomic.Bool
+	// Refused is the agent's error if it refuses the live sets of this cluster.
+	Refused atomic.Pointer[error]
 	// Clock is the clock of [WithClock].
 	Clock clock.Clock
 
@@ -148,6 +150,12 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *E
 		Cluster: w.Cluster, Kube: w.Kube, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue,
 		Unclaimed: w.Unclaimed, Recorder: w.Recorder, Static: staticpool.New(w.Kube, w.Recorder, s.ttl),
 		Timeout: Timeout, Clock: s.clock, RepairAfter: 20 * time.Minute, Settled: func() bool { return !w.Unsettled.Load() },
+		Refused: func() error {
+			if refused := w.Refused.Load(); refused != nil {
+				return *refused
+			}
+			return nil
+		},
 	})
 
 	ctx, cancel := context.WithCancel(w.Context())

@@ -793,8 +793,21 @@ var mutants = []mutant{
 	{name: "collection by the set of another cluster", edits: []edit{
 		{"	case !s.covers(c) && c.Spec.Spoke != \"\":\n", "	case false:\n"},
 		{"	case !s.covers(c):\n", "	case false:\n"},
-		{"s.Spoke == \"\" || s.matched || s.own || s.others == \"\" {", "true {"},
+		{"	case s.Spoke == \"\" || s.Spoke == s.known || s.matched || s.own:\n", "	case true:\n"},
 	}},
+	{name: "the first set of another cluster is accepted", test: "TestOnlyTheClusterOfTheShimIsSynchronized", edits: []edit{
+		{"	case s.known != \"\":\n", "	case false:\n"},
+	}},
+	{name: "another cluster is recorded with each set", test: "TestAnotherClusterIsRecordedOnceItIsKnown", edits: []edit{
+		{" && (c.Spec.Spoke == \"\" || s.known == \"\" || s.known == s.Spoke)\n", "\n"},
+	}},
+	{
+		name: "another Cluster's node groups are told apart from names that do not exist",
+		test: "TestAnotherClustersNodeGroupsAreAnsweredLikeThoseThatDoNotExist",
+		edits: []edit{
+			{"apierrors.IsNotFound(err) || err == nil && md.Spec.ClusterName != cluster.Name; missing {\n", "apierrors.IsNotFound(err); missing {\n"},
+		},
+	},
 	{name: "collection of claims whose Nodes were registered", edits: []edit{
 		{"	case running || c.Status.NodeRegisteredAt != nil:\n", "	case running && false:\n"},
 	}},

@@ -129,7 +129,7 @@ type ClaimServiceClient interface {
 	// |---|---|---|
 	// | a field is malformed, or the token was not issued by ListClaims for this Cluster and holder | INVALID_ARGUMENT | get a new token |
 	// | the token is too old, or was issued by an agent whose view was not complete | FAILED_PRECONDITION | get a new token |
-	// | all of the holder's claims were created from another cluster than spoke_id (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | an administrator has to connect the right cluster, or transfer the claims to this one |
+	// | all of the holder's claims were created from another cluster than spoke_id, or there are none and the Cluster's shim sent its last set from another one (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | create no claims; an administrator has to connect the right cluster, or transfer the claims to this one |
 	// | the identity may not act for this Cluster or as this holder, or this holder may not report Nodes | PERMISSION_DENIED | use the right identity; leave the Nodes out |
 	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND) | NOT_FOUND | call the agent of the hub that has it |
 	// | the Cluster is paused, so a missing claim may be moving to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and the state of its claims is not known yet | UNAVAILABLE | retry later, with a new token |
@@ -325,7 +325,7 @@ type ClaimServiceServer interface {
 	// |---|---|---|
 	// | a field is malformed, or the token was not issued by ListClaims for this Cluster and holder | INVALID_ARGUMENT | get a new token |
 	// | the token is too old, or was issued by an agent whose view was not complete | FAILED_PRECONDITION | get a new token |
-	// | all of the holder's claims were created from another cluster than spoke_id (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | an administrator has to connect the right cluster, or transfer the claims to this one |
+	// | all of the holder's claims were created from another cluster than spoke_id, or there are none and the Cluster's shim sent its last set from another one (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | create no claims; an administrator has to connect the right cluster, or transfer the claims to this one |
 	// | the identity may not act for this Cluster or as this holder, or this holder may not report Nodes | PERMISSION_DENIED | use the right identity; leave the Nodes out |
 	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND) | NOT_FOUND | call the agent of the hub that has it |
 	// | the Cluster is paused, so a missing claim may be moving to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and the state of its claims is not known yet | UNAVAILABLE | retry later, with a new token |

@@ -19,6 +19,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/awslabs/operatorpkg/reconciler"
@@ -85,6 +86,7 @@ type Controller struct {
 	asked         chan event.GenericEvent
 	interval      time.Duration
 	timeout       time.Duration
+	refused       atomic.Pointer[error]
 }
 
 // New returns the controller. live reads from the API server. A round runs at each interval and
@@ -110,6 +112,16 @@ func (c *Controller) Soon() {
 	case c.asked <- event.GenericEvent{}:
 	default: // a round is requested already
 	}
+}
+
+// Refused returns the agent's error if it refuses this cluster's live sets, because the shim has the
+// identity of another cluster's. It is nil if the last set was accepted, and while the agent has not
+// answered yet. It is safe for concurrent use.
+func (c *Controller) Refused() error {
+	if refused := c.refused.Load(); refused != nil {
+		return *refused
+	}
+	return nil
 }
 
 // Reconcile runs one round. After an error the next round follows with backoff and begins with a
@@ -163,10 +175,12 @@ func (c *Controller) sync(ctx context.Context) error {
 	response, err := c.agent.SyncClaims(ctx, request)
 	if err != nil {
 		if agenterrors.IsSpokeMismatch(err) {
+			c.refused.Store(&err)
 			c.announce(ctx, "LiveSetRefused", "The agent refuses the live set of this cluster: "+status.Convert(err).Message())
 		}
 		return fmt.Errorf("sending the live set: %w", err)
 	}
+	c.refused.Store(nil)
 	collectedTotal.Add(float64(len(response.GetCollectedClaimIds())), nil)
 	unknownClaims.Set(float64(len(response.GetUnknownClaimIds())), nil)
 	if collected := response.GetCollectedClaimIds(); len(collected) > 0 {

@@ -407,6 +407,12 @@ func TestAShimOfAnotherClusterReleasesNothing(t *testing.T) {
 	assert.True(t, agenterrors.IsSpokeMismatch(err), "%v", err)
 	assert.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, phase(w, theirs))
 	assert.Contains(t, w.Recorder.Reasons(), "LiveSetRefused")
+	assert.True(t, agenterrors.IsSpokeMismatch(c.Refused()), "%v", c.Refused())
+
+	require.NoError(t, w.Kube.Delete(w.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem}}))
+	w.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem, UID: shimtest.SpokeID}})
+	sync(t, w, c)
+	require.NoError(t, c.Refused())
 }
 
 // A cluster restored from a backup has lost NodeClaims whose Nodes come back without being
