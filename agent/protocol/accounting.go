@@ -351,7 +351,7 @@ func (b *books) adopt() {
 		case c.Spec.AdoptAboveMinSize:
 			b.d.Refused[id] = eligibility.Refusal{
 				NodeGroup: b.Deployment.Name, Reason: eligibility.NotAdoptable, Message: fmt.Sprintf(
-					"Machine %s is one of the user's, who has no more than the min size %d; lower metadata.annotations[%s]",
+					"Machine %s belongs to the floor, which is at the min size %d already; lower metadata.annotations[%s]",
 					m.Name, b.next.Min, clusterv1.AutoscalerMinSizeAnnotation),
 			}
 		case b.room(b.d.Replicas):
@@ -461,7 +461,7 @@ func (b *books) coverShortage() {
 func (b *books) unfit(free []*clusterv1.Machine) string {
 	for _, mark := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation, v1alpha1.NodeRegisteredAtAnnotation} {
 		if _, set := b.Deployment.Spec.Template.Annotations[mark]; set {
-			return fmt.Sprintf("no claim may have a Machine with the annotation %s; take it off the MachineDeployment's template", mark)
+			return fmt.Sprintf("a Machine with the annotation %s cannot be claimed; remove the annotation from the MachineDeployment's template", mark)
 		}
 	}
 	waiting := b.waitingClaims()

@@ -122,7 +122,7 @@ func (s *Snapshot) actOnForeign(d *Decision) {
 		if c.Status.Machine != nil {
 			m = s.machine(c.Status.Machine.UID)
 		}
-		const gone = "its MachineDeployment was deleted; one of another Cluster has its name now"
+		const gone = "its MachineDeployment was deleted; a MachineDeployment of another Cluster has its name now"
 		switch {
 		case c.Status.Phase == "":
 			s.moveOn(d, c, ReasonNodeGroupGone, gone)
@@ -156,7 +156,7 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, entry Ass
 	case entry.UID != "" && m != nil && Alive(m) && !HasFinalizer(m) && ClaimOf(m) == "" && !had:
 		d.Actions = append(d.Actions, Action{Kind: Bind, Claim: c, Group: s.Deployment.UID, Machine: m})
 	case c.Spec.Adopt != "" && entry.UID == "":
-		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")
+		d.end(c, ReasonMachineLost, "the Machine to adopt was deleted before it was adopted")
 	case c.Status.Phase == v1alpha1.PhasePending && entry.UID == "" && s.checkDeadlines(d, c, nil):
 		// It waited long enough.
 	case c.Status.Phase == "":

@@ -120,7 +120,7 @@ type ActionKind string
 
 const (
 	// MarkEntered records on the claim that its replica is accounted for.
-	MarkEntered ActionKind = "mark-entered"
+	MarkEntered ActionKind = "mark-admitted"
 	// Bind moves the claim from Pending to Bound and then labels its Machine.
 	Bind ActionKind = "bind"
 	// Fail gives up a claim's Machine: the agent itself releases the claim.
@@ -148,9 +148,9 @@ const (
 	// NoteMachine copies provider ID and Node name to the claim, for users.
 	NoteMachine ActionKind = "note-machine"
 	// BeginDelete adds the finalizer to the Machine and deletes it.
-	BeginDelete ActionKind = "hold"
+	BeginDelete ActionKind = "begin-delete"
 	// RemoveFinalizer removes the finalizer.
-	RemoveFinalizer ActionKind = "let-go"
+	RemoveFinalizer ActionKind = "remove-finalizer"
 	// Return takes the label off a Machine that its claim has returned, and marks the Machine as
 	// one of the floor's.
 	Return ActionKind = "return"
@@ -169,9 +169,7 @@ const (
 
 // Reasons of claims, as reported in [v1alpha1.MachineClaimStatus].
 const (
-	ReasonCreated           = "Created"
 	ReasonWaitingForMachine = "WaitingForMachine"
-	ReasonMoved             = "Moved"
 	ReasonBound             = "Bound"
 	ReasonNodeJoined        = "NodeJoined"
 	ReasonReleaseRequested  = "ReleaseRequested"

@@ -20,7 +20,7 @@ import (
 
 // errSilent ends a stream that received nothing, not even heartbeats, for [missedHeartbeats]
 // intervals.
-var errSilent = errors.New("the agent's stream went silent: three heartbeats are missing")
+var errSilent = errors.New("the agent's stream went silent: no heartbeat within three intervals")
 
 // errEnded ends a stream that the agent closed without an error.
 var errEnded = errors.New("the agent ended the stream")

@@ -222,7 +222,7 @@ func (a *Agent) adoptable(g *group, name string, aboveMin bool) (*machine, error
 	case !m.owned && g.spares() <= 0:
 		return refuse("is promised to another claim")
 	case atMin && aboveMin:
-		return refuse(fmt.Sprintf("is one of the user's, who has no more than the min size %d", g.described.GetMinSize()))
+		return refuse(fmt.Sprintf("belongs to the floor, which is at the min size %d already", g.described.GetMinSize()))
 	case atMin && g.described.MaxSize != nil && g.replicas() >= g.described.GetMaxSize():
 		return nil, agenterrors.Rejected(a.now(), agenterrors.Rejection{
 			NodeGroup: g.id, Reason: agenterrors.ReasonNoRoom,

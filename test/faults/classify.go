@@ -27,7 +27,7 @@ const (
 	ReplicasRaised    Class = "replicas raised, claims entered"
 	SpareEntered      Class = "claims entered without a raise"
 	AdoptEntered      Class = "claim entered for an existing Machine"
-	ClaimEntered      Class = "claim marked as entered"
+	ClaimEntered      Class = "claim marked as admitted"
 	ClaimExplained    Class = "claim's wait explained"
 	MachineNamed      Class = "Machine named in the ledger"
 	ClaimBound        Class = "claim Bound"

@@ -82,7 +82,7 @@ func serve(ctx context.Context, o *options.Options) error {
 	if o.InstanceName == "" {
 		name, err := os.Hostname()
 		if err != nil {
-			return fmt.Errorf("finding the host's name, which --instance-name replaces: %w", err)
+			return fmt.Errorf("reading the host name (or set --instance-name): %w", err)
 		}
 		o.InstanceName = name
 	}

@@ -35,9 +35,9 @@ func newOnboard() *cobra.Command {
 	command := &cobra.Command{
 		Use:   "onboard [flags] NAMESPACE/CLUSTER",
 		Short: "Onboard a Cluster, so that its shim gets its certificates from the agent",
-		Long: `Onboards a Cluster: writes a new onboarding on it (the label agent.karpenter.cluster.x-k8s.io/onboarding), and makes the secret
-that its shim gets its first certificate with. The shim makes its own key in the spoke, and renews its certificate from then on. Without
---spoke-kubeconfig and --cluster-resource-set the secret is printed, to be applied to the spoke:
+		Long: `Onboards a Cluster: labels it with a new onboarding id (agent.karpenter.cluster.x-k8s.io/onboarding), and creates the secret with
+which its shim obtains its first certificate. The shim generates its own key in the spoke, and renews its certificate from then on.
+Without --spoke-kubeconfig and --cluster-resource-set the secret is printed, to be applied to the spoke:
 
   capi-agent onboard team-a/production | kubectl --context spoke apply -f -
 

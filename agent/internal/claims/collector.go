@@ -42,8 +42,8 @@ const (
 var (
 	ledgerDescription = prometheus.NewDesc("capi_agent_ledger_machines",
 		"Machines of a node group by owner, according to its ledger: floor (owned by the user), spare (not claimed), pending (admitted claims "+
-			"without an assigned Machine), named (assigned to a claim, not bound yet), releasing (being removed, replica held), "+
-			"given_back (being removed, replica removed).",
+			"without an assigned Machine), assigned (to a claim, not bound yet), releasing (being removed, replica held), "+
+			"replica_removed (being removed, replica removed).",
 		[]string{namespaceLabel, deploymentLabel, "part"}, nil)
 	replicasDescription = prometheus.NewDesc("capi_agent_node_group_replicas",
 		"spec.replicas of the MachineDeployment of a node group that has a ledger.", []string{namespaceLabel, deploymentLabel}, nil)
@@ -194,18 +194,18 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 // parts counts the Machines of the ledger by owner. Bound claims are not in the ledger.
 func parts(l *protocol.Ledger) map[string]int64 {
 	parts := map[string]int64{
-		"floor": int64(l.Floor), "spare": int64(l.Spare), "pending": 0, "named": 0, "releasing": 0, "given_back": 0,
+		"floor": int64(l.Floor), "spare": int64(l.Spare), "pending": 0, "assigned": 0, "releasing": 0, "replica_removed": 0,
 	}
 	for _, entry := range l.Pending {
 		if entry.UID == "" {
 			parts["pending"]++
 		} else {
-			parts["named"]++
+			parts["assigned"]++
 		}
 	}
 	for _, r := range l.Releasing {
 		if r.Decremented {
-			parts["given_back"]++
+			parts["replica_removed"]++
 		} else {
 			parts["releasing"]++
 		}

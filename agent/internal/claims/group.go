@@ -130,7 +130,7 @@ func (g *group) awaitEntry(ctx context.Context, claimID string) (*eligibility.Re
 	case o := <-done:
 		return o.refusal, o.err
 	case <-ctx.Done():
-		err := fmt.Errorf("waiting for the claim to be entered: %w", ctx.Err())
+		err := fmt.Errorf("waiting for the claim to be admitted: %w", ctx.Err())
 		g.answerThese(claimID, []chan outcome{done}, outcome{err: err})
 		return nil, err
 	}
@@ -232,7 +232,7 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 	g.engine.spawn(func() {
 		defer end()
 		if _, err := g.engine.perform(ctx, s, []protocol.Action{entered}); err != nil {
-			log.FromContext(ctx).V(1).Info("the claim is marked as entered by a step", "claim", c.Spec.ClaimID, "cause", err.Error())
+			log.FromContext(ctx).V(1).Info("the claim is marked as admitted by a step", "claim", c.Spec.ClaimID, "cause", err.Error())
 		}
 	})
 	return true
@@ -359,7 +359,7 @@ func (g *group) kick(ctx context.Context) { //nolint:contextcheck // a run serve
 		ctx := g.context()
 		requeueAfter, err := g.run(ctx)
 		if err != nil {
-			log.FromContext(ctx).V(1).Info("node group not brought forward; it is tried again", "cause", err.Error())
+			log.FromContext(ctx).V(1).Info("reconciling the node group failed; it is retried", "cause", err.Error())
 			requeueAfter = cmp.Or(requeueAfter, failedDelay)
 		}
 		if requeueAfter > 0 {

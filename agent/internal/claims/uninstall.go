@@ -180,7 +180,7 @@ func underWay(s *protocol.Snapshot) string {
 	}
 	switch {
 	case n > 0:
-		return fmt.Sprintf("waiting for %d releases", n)
+		return fmt.Sprintf("claims that are still being released: %d", n)
 	case pausedByAgent(s.Deployment), slices.ContainsFunc(s.Sets, func(set *clusterv1.MachineSet) bool { return pausedByAgent(set) }):
 		return "waiting for Cluster API to observe a pause"
 	}

@@ -291,8 +291,8 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.DurationVar(&o.FailureCoolDown, "failure-cool-down", o.FailureCoolDown,
 		"How long a node group refuses claims after a failure, at most --tombstone-retention. 0 disables the cool-down.")
 	flags.BoolVar(&o.PublishNodePools, "publish-node-pools", o.PublishNodePools,
-		"Publish the NodePools and NodeClasses of NodePoolSets to the spokes, and show the status of the spokes' NodePools. Takes the "+
-			"CustomResourceDefinition of NodePoolSets, and a shim with --published-node-pools.")
+		"Publish the NodePools and NodeClasses of NodePoolSets to the spokes, and show the status of the spokes' NodePools. Requires "+
+			"the CustomResourceDefinition of NodePoolSets, and shims with --published-node-pools.")
 	flags.StringVar(&o.PriceList, "price-list", o.PriceList,
 		"ConfigMap with the price list under the key prices.yaml, as `namespace/name`. Reloaded when it changes. If empty, there is no price list.")
 	flags.StringVar(&o.PriceCurrency, "price-currency", o.PriceCurrency,
@@ -310,8 +310,8 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.DurationVar(&o.ShutdownGracePeriod, "shutdown-grace-period", o.ShutdownGracePeriod,
 		"How long calls in flight may take to finish at shutdown.")
 	flags.DurationVar(&o.MaxConnectionAge, "max-connection-age", o.MaxConnectionAge,
-		"After what time a connection ends, give or take a tenth. Its client then chooses among the agents again, so clients are spread over all "+
-			"agents this long after a roll. At least 1m.")
+		"Maximum age of a connection, give or take a tenth. Its client then chooses an agent anew, so clients are spread over all agents "+
+			"again this long after a rollout. At least 1m.")
 	flags.BoolVar(&o.GRPCReflection, "grpc-reflection", o.GRPCReflection,
 		"Serve gRPC reflection, with which grpcurl and other tools learn the API from the agent, to every caller with a valid certificate.")
 	o.addLimitFlags(flags)

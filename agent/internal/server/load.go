@@ -19,8 +19,8 @@ import (
 var (
 	callerLabels     = []string{"namespace", "cluster", "role"}
 	callsDescription = prometheus.NewDesc("capi_agent_caller_calls_total",
-		"Calls of a Cluster's own shim, including refused calls. The series with an empty cluster count the calls of all other callers, by the role "+
-			"that may do most of those that they have (none: no role).", callerLabels, nil)
+		"Calls of a Cluster's own shim, including refused calls. The series with an empty cluster count the calls of all other callers, by the "+
+			"caller's most privileged role (none: no role).", callerLabels, nil)
 	refusedDescription = prometheus.NewDesc("capi_agent_caller_refused_calls_total",
 		"Calls counted in capi_agent_caller_calls_total that were refused because of a limit or a missing permission.", callerLabels, nil)
 	hubRequestsDescription = prometheus.NewDesc("capi_agent_caller_hub_requests_total",

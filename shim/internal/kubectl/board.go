@@ -197,7 +197,7 @@ func (b *board) seeGroup(g *agentv1alpha1.NodeGroup) []change {
 	case before != nil && was.GetAvailable() && !is.GetAvailable(), before == nil && !is.GetAvailable():
 		changes = append(changes, change{"NodeGroup", g.GetId(), "takes no claims: " + joined(explain.Word(is.GetReason()), is.GetMessage())})
 	case before != nil && !was.GetAvailable() && is.GetAvailable():
-		changes = append(changes, change{"NodeGroup", g.GetId(), "takes claims again"})
+		changes = append(changes, change{"NodeGroup", g.GetId(), "accepts claims again"})
 	}
 	return changes
 }

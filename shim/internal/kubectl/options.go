@@ -78,7 +78,7 @@ func (o *Options) complete(flags *pflag.FlagSet) error {
 	switch o.Output {
 	case formatText, formatWide, formatJSON, formatYAML:
 	default:
-		errs = append(errs, fmt.Errorf("--output %q is none of wide, json and yaml", o.Output))
+		errs = append(errs, fmt.Errorf("--output must be wide, json or yaml, not %q", o.Output))
 	}
 	for name, value := range map[string]string{"cluster": o.Cluster, "shim": o.Shim} {
 		if _, _, err := split(value); value != "" && err != nil {

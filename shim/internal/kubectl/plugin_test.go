@@ -535,7 +535,7 @@ func TestThePlugin(t *testing.T) {
 		for args, says := range map[string]string{
 			"why pod none": "there is no Pod default/none", "why node none": "there is no Node none", "why machine none": "reports no Machine none",
 			"why nodeclaim none": "there is no NodeClaim none", "why deployment web": "is not a kind", "why web": "names no object",
-			"groups -o table": "none of wide, json and yaml", "why pod web --cluster=x": "write namespace/name",
+			"groups -o table": "must be wide, json or yaml", "why pod web --cluster=x": "write namespace/name",
 		} {
 			_, err := w.run(strings.Fields(args)...)
 			require.ErrorContains(t, err, says, args)

@@ -161,7 +161,7 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 		"Deprecated: has no effect. The agent alone decides whether a machine failed: see its --failure-reasons.")
 	fs.DurationVar(&o.NodeRepairAfter, "node-repair-after", 30*time.Minute,
 		"How long a Node may be unhealthy before Karpenter replaces it, with the feature gate NodeRepair. The default exceeds the usual "+
-			"timeouts of MachineHealthChecks, so that a Cluster with one is repaired by that.")
+			"timeouts of MachineHealthChecks, so that a MachineHealthCheck, if there is one, acts first.")
 	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second,
 		"How long the offerings of a node group are unavailable after the agent refused a claim there without naming a retry time, and those of a "+
 			"NodePool after every node group refused its NodeClaim.")

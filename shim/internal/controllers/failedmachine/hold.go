@@ -41,7 +41,7 @@ type holding struct {
 func (h *holding) Delete(ctx context.Context, object client.Object, options ...client.DeleteOption) error {
 	if nodeClaim, is := object.(*karpv1.NodeClaim); is && injection.GetControllerName(ctx) == lifecycleController && h.controller.holds(nodeClaim) {
 		return apierrors.NewTooManyRequests(
-			fmt.Sprintf("NodeClaim %s is not given up before it is known whether its machine comes", nodeClaim.Name), 1)
+			fmt.Sprintf("NodeClaim %s is kept until the agent reports whether its machine will join", nodeClaim.Name), 1)
 	}
 	return h.Client.Delete(ctx, object, options...)
 }

@@ -108,9 +108,6 @@ const (
 var ruleNames = strings.Fields(`seq released-together test-template anchor test-pause late-forget tombstone live-after-ledger check-ledger
 	test-machine test-sizes test-entry`)
 
-// RuleNames returns the names of all rules.
-func RuleNames() []string { return ruleNames }
-
 // ParseRules parses comma-separated names of rules.
 func ParseRules(text string) (Rule, error) {
 	var r Rule
