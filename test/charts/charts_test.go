@@ -894,8 +894,14 @@ func render(t *testing.T, c chart, values string, more ...string) []*unstructure
 	if err != nil {
 		t.Fatalf("helm template: %v\n%s", err, stderr)
 	}
+	return decoded(t, stdout)
+}
+
+// decoded returns the objects of a manifest.
+func decoded(t *testing.T, manifest string) []*unstructured.Unstructured {
+	t.Helper()
 	var objects []*unstructured.Unstructured
-	decoder := yaml.NewYAMLOrJSONDecoder(strings.NewReader(stdout), 4096)
+	decoder := yaml.NewYAMLOrJSONDecoder(strings.NewReader(manifest), 4096)
 	for {
 		object := &unstructured.Unstructured{}
 		if err := decoder.Decode(object); errors.Is(err, io.EOF) {
