@@ -55,9 +55,9 @@ type Stats struct {
 	// CertificateNotAfter and AuthoritiesNotAfter are when the current certificate and the first of
 	// the current authorities expire. They are zero if there are none.
 	CertificateNotAfter, AuthoritiesNotAfter time.Time
-	// CertificateNotBefore is when the validity of the current certificate begins. It is zero if
-	// there is none.
-	CertificateNotBefore time.Time
+	// CertificateNotBefore and AuthoritiesNotBefore are when the validity of these two certificates
+	// begins. They are zero if there are none.
+	CertificateNotBefore, AuthoritiesNotBefore time.Time
 	// CertificateErrors and AuthoritiesErrors count how often the content could not be read or
 	// used.
 	CertificateErrors, AuthoritiesErrors int64
@@ -163,13 +163,14 @@ func (f *Follower) readCertificate() {
 
 // readAuthorities must be called with f.mu held.
 func (f *Follower) readAuthorities() {
-	pool, notAfter, err := loadAuthorities(f.files.CAFile)
+	pool, first, err := loadAuthorities(f.files.CAFile)
 	f.log(err, f.authoritiesError, "authorities", f.files.CAFile)
 	if f.authoritiesError = err; err != nil {
 		f.stats.AuthoritiesErrors++
 		return
 	}
-	f.authorities, f.stats.AuthoritiesNotAfter = pool, notAfter
+	f.authorities = pool
+	f.stats.AuthoritiesNotBefore, f.stats.AuthoritiesNotAfter = first.NotBefore, first.NotAfter
 }
 
 // log reports when files become unusable, or usable again.
@@ -191,38 +192,38 @@ func loadCertificate(certFile, keyFile string) (*tls.Certificate, error) {
 	return &certificate, nil
 }
 
-func loadAuthorities(file string) (*x509.CertPool, time.Time, error) {
+func loadAuthorities(file string) (*x509.CertPool, *x509.Certificate, error) {
 	content, err := os.ReadFile(file) //nolint:gosec // The operator names the file.
 	if err != nil {
-		return nil, time.Time{}, fmt.Errorf("certificate authorities %s cannot be used: %w", file, err)
+		return nil, nil, fmt.Errorf("certificate authorities %s cannot be used: %w", file, err)
 	}
 	pool, first, err := parseAuthorities(content)
 	if err != nil {
-		return nil, time.Time{}, fmt.Errorf("certificate authorities %s cannot be used: %w", file, err)
+		return nil, nil, fmt.Errorf("certificate authorities %s cannot be used: %w", file, err)
 	}
 	return pool, first, nil
 }
 
-// parseAuthorities returns the certificates in PEM data, and when the first of them expires. Other
-// PEM blocks are skipped.
-func parseAuthorities(content []byte) (*x509.CertPool, time.Time, error) {
+// parseAuthorities returns the certificates in PEM data, and the first of them to expire. Other PEM
+// blocks are skipped.
+func parseAuthorities(content []byte) (*x509.CertPool, *x509.Certificate, error) {
 	pool := x509.NewCertPool()
-	var first time.Time
+	var first *x509.Certificate
 	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
 		if block.Type != "CERTIFICATE" {
 			continue
 		}
 		certificate, err := x509.ParseCertificate(block.Bytes)
 		if err != nil {
-			return nil, time.Time{}, err
+			return nil, nil, err
 		}
 		pool.AddCert(certificate)
-		if first.IsZero() || certificate.NotAfter.Before(first) {
-			first = certificate.NotAfter
+		if first == nil || certificate.NotAfter.Before(first.NotAfter) {
+			first = certificate
 		}
 	}
-	if first.IsZero() {
-		return nil, time.Time{}, errors.New("there is no certificate in it")
+	if first == nil {
+		return nil, nil, errors.New("there is no certificate in it")
 	}
 	return pool, first, nil
 }

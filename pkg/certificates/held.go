@@ -88,7 +88,7 @@ func (h *Held) Hold(p PEM) error {
 	}
 	h.certificate, h.authorities = certificate, authorities
 	h.stats.CertificateNotBefore, h.stats.CertificateNotAfter = certificate.Leaf.NotBefore, certificate.Leaf.NotAfter
-	h.stats.AuthoritiesNotAfter = first
+	h.stats.AuthoritiesNotBefore, h.stats.AuthoritiesNotAfter = first.NotBefore, first.NotAfter
 	return nil
 }
 

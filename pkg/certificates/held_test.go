@@ -56,7 +56,9 @@ func TestHeldAnswersWhatToDoUntilItHoldsSomething(t *testing.T) {
 	authorities, err := h.Authorities()
 	require.NoError(t, err)
 	require.NotNil(t, authorities)
-	require.Equal(t, certificates.Stats{CertificateNotBefore: end.Add(-time.Hour), CertificateNotAfter: end, AuthoritiesNotAfter: end}, h.Stats())
+	require.Equal(t, certificates.Stats{
+		CertificateNotBefore: end.Add(-time.Hour), CertificateNotAfter: end, AuthoritiesNotBefore: end.Add(-time.Hour), AuthoritiesNotAfter: end,
+	}, h.Stats())
 
 	_, err = certificates.NewHeld(nil).Certificate()
 	require.Error(t, err)

@@ -17,7 +17,9 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 	admissionv1 "k8s.io/api/admissionregistration/v1"
+	appsv1 "k8s.io/api/apps/v1"
 	autoscalingv1 "k8s.io/api/autoscaling/v1"
+	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -187,6 +189,95 @@ func TestTheAgentIsConfinedInEveryVersion(t *testing.T) {
 				refuses(t, err, tc.says)
 			})
 		}
+	}
+}
+
+// The feature gate PodDeletionCostManagement brings the right to patch every pod of the spoke.
+func TestTheShimIsConfinedToTheDeletionCostOfPods(t *testing.T) {
+	h := theHub(t)
+	r := release{"karpenter-pods", "karpenter-pods"}
+	h.namespaces(t, "pods")
+	h.install(t, r, chartPath(t, charts[1]), "--set", "crds.install=false,agent.address=agent.example:8443,"+
+		"cluster.namespace=team-a,cluster.name=production,settings.featureGates.PodDeletionCostManagement=true")
+	const owner = "example.com/owner"
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: "pods", Name: "pod", Labels: map[string]string{owner: "team"}, Annotations: map[string]string{owner: "team"},
+			Finalizers: []string{"example.com/keep"},
+		},
+		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "c", Image: "registry.example/app:v1"}}},
+	}
+	require.NoError(t, h.admin.Create(t.Context(), pod))
+	patch := func(c client.Client, patch string) error {
+		object := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name}}
+		return c.Patch(t.Context(), object, client.RawPatch(types.StrategicMergePatchType, []byte(patch)), client.DryRunAll)
+	}
+	annotate := func(key, value string) string { return fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, key, value) }
+	const image = `{"spec":{"containers":[{"name":"c","image":"registry.example/other:v1"}]}}`
+	// The API server has added the first two.
+	const tolerations = `{"spec":{"tolerations":[
+		{"key":"node.kubernetes.io/not-ready","operator":"Exists","effect":"NoExecute","tolerationSeconds":300},
+		{"key":"node.kubernetes.io/unreachable","operator":"Exists","effect":"NoExecute","tolerationSeconds":300},
+		{"operator":"Exists"}]}}`
+	shim := h.as(t, r.user(), "system:serviceaccounts", "system:serviceaccounts:"+r.namespace)
+	eventually(t, func(c *assert.CollectT) {
+		refuses(c, patch(shim, image), "pods."+r.name)
+		require.NoError(c, patch(shim, `{}`)) // RBAC refused as well before
+	})
+
+	const onlyTheCost, metadata = "metadata.annotations: the shim changes only the deletion cost", "metadata: the shim changes no labels"
+	require.NoError(t, h.admin.Patch(t.Context(), pod, client.RawPatch(types.MergePatchType, []byte(annotate(corev1.PodDeletionCost, `"1"`)))))
+	for name, tc := range map[string]struct{ patch, says string }{
+		"another cost":          {annotate(corev1.PodDeletionCost, `"-7"`), ""},
+		"no cost":               {annotate(corev1.PodDeletionCost, "null"), ""},
+		"no annotations":        {`{"metadata":{"annotations":null}}`, onlyTheCost},
+		"another's annotation":  {annotate("example.com/note", `"x"`), onlyTheCost},
+		"a changed annotation":  {annotate(owner, `"x"`), onlyTheCost},
+		"a removed annotation":  {annotate(owner, "null"), onlyTheCost},
+		"an image":              {image, "spec: the shim does not change the spec of a pod"},
+		"a deadline":            {`{"spec":{"activeDeadlineSeconds":1}}`, "spec: the shim does not change the spec of a pod"},
+		"a toleration":          {tolerations, "spec: the shim does not change the spec of a pod"},
+		"a label":               {`{"metadata":{"labels":{"example.com/note":"x"}}}`, metadata},
+		"a removed label":       {fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, owner), metadata},
+		"a finalizer":           {`{"metadata":{"finalizers":["example.com/other"]}}`, metadata},
+		"the removed finalizer": {`{"metadata":{"$deleteFromPrimitiveList/finalizers":["example.com/keep"]}}`, metadata},
+		"an owner": {
+			`{"metadata":{"ownerReferences":[{"apiVersion":"v1","kind":"ConfigMap","name":"n","uid":"u"}]}}`, metadata,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			refuses(t, patch(shim, tc.patch), tc.says)
+			refuses(t, patch(h.tool(t), tc.patch), "")
+		})
+	}
+	t.Run("a replacement and a status are not granted", func(t *testing.T) {
+		require.NoError(t, h.admin.Get(t.Context(), client.ObjectKeyFromObject(pod), pod))
+		refuses(t, shim.Update(t.Context(), pod, client.DryRunAll), `cannot update resource "pods"`)
+		err := shim.Status().Patch(t.Context(), pod, client.RawPatch(types.MergePatchType, []byte(`{"status":{"reason":"x"}}`)), client.DryRunAll)
+		refuses(t, err, `cannot patch resource "pods/status"`)
+	})
+}
+
+// Without the right, there is nothing to confine.
+func TestTheShimIsConfinedWhereItMayPatchPods(t *testing.T) {
+	for set, confined := range map[string]bool{
+		"settings.featureGates.PodDeletionCostManagement=false":                               false,
+		"settings.featureGates.PodDeletionCostManagement=true":                                true,
+		"settings.featureGates.PodDeletionCostManagement=true,admission=null":                 true, // the values of an older release
+		"settings.featureGates.PodDeletionCostManagement=true,admission.confineShim=false":    false,
+		"settings.featureGates.PodDeletionCostManagement=true,rbac.create=false":              false,
+		"settings.featureGates.PodDeletionCostManagement=true,serviceAccount.name=of-another": true,
+	} {
+		t.Run(set, func(t *testing.T) {
+			objects := render(t, charts[1], filepath.Join(chartPath(t, charts[1]), "ci", "defaults-values.yaml"), "--set", set)
+			policies := of[admissionv1.ValidatingAdmissionPolicy](t, objects, "ValidatingAdmissionPolicy")
+			require.Len(t, policies, lo.Ternary(confined, 1, 0))
+			require.Len(t, of[admissionv1.ValidatingAdmissionPolicyBinding](t, objects, "ValidatingAdmissionPolicyBinding"), len(policies))
+			for _, policy := range policies {
+				account := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.ServiceAccountName
+				require.Contains(t, policy.Spec.MatchConditions[0].Expression, "'system:serviceaccount:karpenter:"+account+"'")
+			}
+		})
 	}
 }
 

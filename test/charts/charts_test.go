@@ -166,7 +166,66 @@ func TestAgentConfinedToNamespacesGetsNoClusterWideRights(t *testing.T) {
 		}
 	}
 	namespaces := lo.Map(of[rbacv1.Role](t, objects, "Role"), func(r rbacv1.Role, _ int) string { return r.Namespace })
-	require.ElementsMatch(t, []string{"team-a", "team-b"}, namespaces)
+	require.ElementsMatch(t, []string{"team-a", "team-b", charts[0].namespace}, namespaces)
+	for _, role := range of[rbacv1.Role](t, objects, "Role") {
+		if role.Namespace == charts[0].namespace {
+			require.Equal(t, []string{"configmaps", "events"}, lo.FlatMap(role.Rules, func(r rbacv1.PolicyRule, _ int) []string { return r.Resources }))
+			require.Equal(t, []string{"capi-agent-policy"}, role.Rules[0].ResourceNames)
+		}
+	}
+}
+
+// A stolen certificate is denied while the pods keep running: they watch the policy's ConfigMap from their
+// start, and nothing of its content is in their template.
+func TestTheFirstDenialChangesTheConfigMapAlone(t *testing.T) {
+	const name = "capi-agent-policy"
+	deny := `policy.deny=[{"id":"spiffe://karpenter-capi/cluster/team-a/production","issuedBefore":"2026-11-20T12:00:00Z"}]`
+	for _, values := range []string{"defaults", "confined", "volume"} {
+		t.Run(values, func(t *testing.T) {
+			file := filepath.Join(chartPath(t, charts[0]), "ci", values+"-values.yaml")
+			before, after := render(t, charts[0], file), render(t, charts[0], file, "--set-json", deny)
+			policies := lo.Map([][]*unstructured.Unstructured{before, after}, func(objects []*unstructured.Unstructured, _ int) string {
+				configMap, found := lo.Find(of[corev1.ConfigMap](t, objects, "ConfigMap"), func(m corev1.ConfigMap) bool { return m.Name == name })
+				require.True(t, found)
+				return strings.TrimSpace(configMap.Data["policy.yaml"])
+			})
+			require.Equal(t, "identities: []", policies[0], "the agent refuses an empty text")
+			require.Contains(t, policies[1], "deny:")
+			others := func(objects []*unstructured.Unstructured) []*unstructured.Unstructured {
+				return lo.Reject(objects, func(o *unstructured.Unstructured, _ int) bool {
+					return o.GetKind() == "ConfigMap" && o.GetName() == name
+				})
+			}
+			require.Equal(t, others(before), others(after))
+
+			args := of[appsv1.Deployment](t, before, "Deployment")[0].Spec.Template.Spec.Containers[0].Args
+			require.Contains(t, args, "--policy="+charts[0].namespace+"/"+name)
+			require.True(t, lo.ContainsBy(of[rbacv1.Role](t, before, "Role"), func(r rbacv1.Role) bool {
+				return r.Namespace == charts[0].namespace && slices.Equal(r.Rules[0].ResourceNames, []string{name})
+			}))
+		})
+	}
+}
+
+// The agent accepts one policy. Another one of --policy would silently take effect instead of the chart's.
+func TestAnotherPolicyThanTheChartsNeedsNull(t *testing.T) {
+	defaults := filepath.Join(chartPath(t, charts[0]), "ci", "defaults-values.yaml")
+	for _, set := range []string{
+		"extraArgs={--policy-file=/etc/policy/policy.yaml}", "extraArgs={--policy=team-a/policy}", "extraArgs={--policy,team-a/policy}",
+		"extraEnv[0].name=CAPI_AGENT_POLICY,extraEnv[0].value=team-a/policy", "extraEnv[0].name=CAPI_AGENT_POLICY_FILE,extraEnv[0].value=file",
+	} {
+		t.Run(set, func(t *testing.T) {
+			_, stderr, err := helm(t, "template", charts[0].release, chartPath(t, charts[0]), "--set", set)
+			require.Error(t, err)
+			require.Contains(t, stderr, "set policy to null")
+
+			objects := render(t, charts[0], defaults, "--set", "policy=null,"+set)
+			args := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.Containers[0].Args
+			require.NotContains(t, args, "--policy="+charts[0].namespace+"/capi-agent-policy")
+			require.Empty(t, of[corev1.ConfigMap](t, objects, "ConfigMap"))
+			require.Empty(t, of[rbacv1.Role](t, objects, "Role"))
+		})
+	}
 }
 
 // A policy that omits a destination would cut the shim off.
@@ -553,7 +612,7 @@ func TestAgentMayReadQuotasWhereverItsClustersAre(t *testing.T) {
 	}))
 	confined := render(t, charts[0], filepath.Join(root(t), "deploy/charts/agent/ci/confined-values.yaml"))
 	for _, role := range of[rbacv1.Role](t, confined, "Role") {
-		require.True(t, readsQuotas(role.Rules), role.Namespace)
+		require.Equal(t, role.Namespace != charts[0].namespace, readsQuotas(role.Rules), role.Namespace)
 	}
 }
 
@@ -561,9 +620,9 @@ func TestAgentMayReadQuotasWhereverItsClustersAre(t *testing.T) {
 func TestAgentWithoutPricingValues(t *testing.T) {
 	values := filepath.Join(t.TempDir(), "values.yaml")
 	require.NoError(t, os.WriteFile(values, []byte("pricing: null\n"), 0o600))
-	require.Empty(t, of[rbacv1.Role](t, render(t, charts[0], values), "Role"))
+	require.Empty(t, of[rbacv1.Role](t, render(t, charts[0], values, "--set", "policy=null"), "Role"))
 
-	require.NoError(t, os.WriteFile(values, []byte("pricing: {list: 1e3/0123}\n"), 0o600))
+	require.NoError(t, os.WriteFile(values, []byte("pricing: {list: 1e3/0123}\npolicy: null\n"), 0o600))
 	roles := of[rbacv1.Role](t, render(t, charts[0], values), "Role")
 	require.Len(t, roles, 1, "names that look like numbers stay names")
 	require.Equal(t, "1e3", roles[0].Namespace)
@@ -835,8 +894,14 @@ func render(t *testing.T, c chart, values string, more ...string) []*unstructure
 	if err != nil {
 		t.Fatalf("helm template: %v\n%s", err, stderr)
 	}
+	return decoded(t, stdout)
+}
+
+// decoded returns the objects of a manifest.
+func decoded(t *testing.T, manifest string) []*unstructured.Unstructured {
+	t.Helper()
 	var objects []*unstructured.Unstructured
-	decoder := yaml.NewYAMLOrJSONDecoder(strings.NewReader(stdout), 4096)
+	decoder := yaml.NewYAMLOrJSONDecoder(strings.NewReader(manifest), 4096)
 	for {
 		object := &unstructured.Unstructured{}
 		if err := decoder.Decode(object); errors.Is(err, io.EOF) {

@@ -133,7 +133,7 @@ func (h *hub) installClusterAPI(top string) error {
 		return err
 	}
 	var crds []*apiextensionsv1.CustomResourceDefinition
-	for _, kind := range []string{"machinedeployments", "machinesets", "machines"} {
+	for _, kind := range []string{"clusters", "machinedeployments", "machinesets", "machines"} {
 		content, err := os.ReadFile(filepath.Join(top, "bin", "capi-core-manifests", "crds", "cluster.x-k8s.io_"+kind+".yaml"))
 		if err != nil {
 			return fmt.Errorf("run make tools: %w", err)
@@ -153,7 +153,8 @@ func (h *hub) serveConversion(webhooks envtest.WebhookInstallOptions) error {
 	capiconversion.SetAPIVersionGetter(func(_ context.Context, kind schema.GroupKind) (string, error) { return kind.Group + "/v1", nil })
 	scheme, registry := hubScheme(), conversion.NewRegistry()
 	for kind, converterFor := range map[string]func(*runtime.Scheme) (conversion.Converter, error){
-		"MachineDeployment": capiconversion.MachineDeployment, "MachineSet": capiconversion.MachineSet, "Machine": capiconversion.Machine,
+		"Cluster": capiconversion.Cluster, "MachineDeployment": capiconversion.MachineDeployment,
+		"MachineSet": capiconversion.MachineSet, "Machine": capiconversion.Machine,
 	} {
 		converter, err := converterFor(scheme)
 		if err != nil {

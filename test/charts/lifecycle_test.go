@@ -470,30 +470,44 @@ func (h *hub) pendingPod(t *testing.T, name string) {
 // stop ends it, and fails the test if it was refused anything.
 func (h *hub) runShim(t *testing.T, r release) (stop func()) {
 	t.Helper()
+	return h.runPod(t, r, "karpenter", strings.NewReplacer(), "1000").stop
+}
+
+// pod is a process that runs in place of a pod.
+type pod struct {
+	// stop ends it, and fails the test if it was refused anything.
+	stop func()
+	// log returns what it has logged.
+	log func() string
+}
+
+// runPod starts a binary as the pod of a release's Deployment, and waits until it is ready. files replaces
+// the names of mounted files in its arguments, and resource is the value of the kubelet's variables.
+func (h *hub) runPod(t *testing.T, r release, binary string, files *strings.Replacer, resource string) pod {
+	t.Helper()
 	deployment := &appsv1.Deployment{}
 	require.NoError(t, h.admin.Get(t.Context(), client.ObjectKey{Namespace: r.namespace, Name: r.name}, deployment))
-	pod := deployment.Spec.Template.Spec
-	container := pod.Containers[0]
-	kubeconfig := h.accountsKubeconfig(t, r.namespace, pod.ServiceAccountName)
+	spec := deployment.Spec.Template.Spec
+	container := spec.Containers[0]
+	kubeconfig := h.accountsKubeconfig(t, r.namespace, spec.ServiceAccountName)
+	args := lo.Map(container.Args, func(arg string, _ int) string { return files.Replace(arg) })
 
 	_ = os.Getenv("TESTED_BINARIES") // tells the test cache that the binary's sources are an input
-	log, err := os.Create(filepath.Join(t.TempDir(), "karpenter.log"))
+	log, err := os.Create(filepath.Join(t.TempDir(), binary+".log"))
 	require.NoError(t, err)
-	process := exec.Command(filepath.Join(root(t), "bin", "karpenter"), container.Args...)
+	process := exec.Command(filepath.Join(root(t), "bin", binary), args...)
 	process.Stdout, process.Stderr = log, log
 	process.Env = append(os.Environ(), "KUBECONFIG="+kubeconfig)
-	health := ""
 	for _, variable := range container.Env {
 		value := variable.Value
 		if variable.ValueFrom != nil { // the kubelet's
-			value = "1000"
-		}
-		if variable.Name == "HEALTH_PROBE_PORT" {
-			health = value
+			value = resource
 		}
 		process.Env = append(process.Env, variable.Name+"="+value)
 	}
-	require.NoError(t, process.Start(), "run make bin/karpenter")
+	health, found := lo.Find(container.Ports, func(p corev1.ContainerPort) bool { return p.Name == container.ReadinessProbe.HTTPGet.Port.StrVal })
+	require.True(t, found)
+	require.NoError(t, process.Start(), "run make bin/"+binary)
 	ended := make(chan error, 1)
 	go func() { ended <- process.Wait() }()
 	output := func() string {
@@ -502,7 +516,7 @@ func (h *hub) runShim(t *testing.T, r release) (stop func()) {
 		return string(content)
 	}
 	stopped := false
-	stop = func() {
+	stop := func() {
 		if stopped {
 			return
 		}
@@ -514,17 +528,17 @@ func (h *hub) runShim(t *testing.T, r release) (stop func()) {
 			assert.NotContains(t, strings.ToLower(line), "forbidden")
 		}
 		if t.Failed() {
-			t.Logf("karpenter's log:\n%s", lo.Substring(output(), -20000, 20000))
+			t.Logf("%s's log:\n%s", binary, lo.Substring(output(), -20000, 20000))
 		}
 	}
 	t.Cleanup(stop)
 	eventually(t, func(c *assert.CollectT) {
-		response, err := http.Get("http://127.0.0.1:" + health + "/readyz")
+		response, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d%s", health.ContainerPort, container.ReadinessProbe.HTTPGet.Path))
 		require.NoError(c, err)
 		require.NoError(c, response.Body.Close())
 		require.Equal(c, http.StatusOK, response.StatusCode)
 	})
-	return stop
+	return pod{stop, output}
 }
 
 // accountsKubeconfig writes a kubeconfig with a token of a service account.

@@ -45,8 +45,8 @@ var (
 )
 
 // Draw plots a dashboard during the recording as PNG. It returns the titles of the panels without a
-// value: nothing of what they show happened.
-func (r *Recording) Draw(ctx context.Context, d Dashboard, out io.Writer) (empty []string, err error) {
+// value, and of those of counters with no other value than zero: nothing of what they show happened.
+func (r *Recording) Draw(ctx context.Context, d Dashboard, out io.Writer) (empty, zero []string, err error) {
 	rows := lo.Max(lo.Map(d.Panels, func(p Panel, _ int) int { return p.GridPos.Y + p.GridPos.H }))
 	width, height := columns*column+2*margin, vg.Length(rows+1)*line+3*margin
 	canvas := vgimg.NewWith(vgimg.UseWH(width, height), vgimg.UseDPI(dots), vgimg.UseBackgroundColor(color.White))
@@ -57,24 +57,26 @@ func (r *Recording) Draw(ctx context.Context, d Dashboard, out io.Writer) (empty
 		area := draw.Canvas{Canvas: canvas, Rectangle: vg.Rectangle{
 			Min: vg.Point{X: left, Y: top - vg.Length(p.GridPos.H)*line}, Max: vg.Point{X: left + vg.Length(p.GridPos.W)*column, Y: top},
 		}}
-		shown, err := r.panel(ctx, p, area)
-		if err != nil {
-			return nil, fmt.Errorf("%s: the panel %q: %w", d.Name, p.Title, err)
+		if p.Type == "row" {
+			write(area, p.Title, 11, ink, vg.Point{X: area.Min.X, Y: area.Min.Y + 5})
+			continue
 		}
-		if !shown {
+		shown, err := r.panel(ctx, p, area)
+		switch {
+		case err != nil:
+			return nil, nil, fmt.Errorf("%s: the panel %q: %w", d.Name, p.Title, err)
+		case len(shown) == 0:
 			empty = append(empty, p.Title)
+		case p.counts() && lo.EveryBy(shown, func(s named) bool { return peak(s) == 0 }):
+			zero = append(zero, p.Title)
 		}
 	}
 	_, err = vgimg.PngCanvas{Canvas: canvas}.WriteTo(out)
-	return empty, err
+	return empty, zero, err
 }
 
-// panel draws one panel. It returns false if that has no value.
-func (r *Recording) panel(ctx context.Context, p Panel, area draw.Canvas) (shown bool, err error) {
-	if p.Type == "row" {
-		write(area, p.Title, 11, ink, vg.Point{X: area.Min.X, Y: area.Min.Y + 5})
-		return true, nil
-	}
+// panel draws one panel. It returns the series that have a value.
+func (r *Recording) panel(ctx context.Context, p Panel, area draw.Canvas) ([]named, error) {
 	frame := draw.Crop(area, 3, -3, 3, -3)
 	frame.StrokeLines(draw.LineStyle{Color: faint, Width: .7}, []vg.Point{
 		frame.Min, {X: frame.Max.X, Y: frame.Min.Y}, frame.Max, {X: frame.Min.X, Y: frame.Max.Y}, frame.Min,
@@ -84,7 +86,7 @@ func (r *Recording) panel(ctx context.Context, p Panel, area draw.Canvas) (shown
 	for _, target := range p.Targets {
 		matrix, err := r.during(ctx, target.Expr)
 		if err != nil {
-			return false, err
+			return nil, err
 		}
 		for _, series := range matrix {
 			name := target.legend(series.Metric.Get)
@@ -108,9 +110,9 @@ func (r *Recording) panel(ctx context.Context, p Panel, area draw.Canvas) (shown
 			write(inside, s.name+"   "+format(s.last(), p.unit()), 9, ink, vg.Point{X: inside.Min.X, Y: inside.Max.Y - vg.Length(i+1)*15})
 		}
 	default:
-		return true, r.lines(p, all, inside)
+		return all, r.lines(p, all, inside)
 	}
-	return len(all) > 0, nil
+	return all, nil
 }
 
 func labelValues(of labels.Labels) (values []string) {

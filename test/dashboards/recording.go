@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/prometheus/prometheus/model/labels"
@@ -138,7 +139,12 @@ func (r *Recording) all() monitoring.Series {
 
 // during returns the values of an expression during the recording.
 func (r *Recording) during(ctx context.Context, expr string) (promql.Matrix, error) {
-	query, err := r.engine.NewRangeQuery(ctx, r.all(), nil, selected.Replace(expr), r.From, r.To, Interval)
+	from := r.From
+	if strings.Contains(expr, " offset ") {
+		// Before, everything that the counters had at the first scrape would seem to have just happened.
+		from = from.Add(window)
+	}
+	query, err := r.engine.NewRangeQuery(ctx, r.all(), nil, selected.Replace(expr), from, r.To, Interval)
 	if err != nil {
 		return nil, err
 	}

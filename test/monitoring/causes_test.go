@@ -35,8 +35,15 @@ var causes = map[string]cause{
 		"agent/internal/claims/panics_test.go:TestAPanicCostsOneNodeGroupAlone",
 	},
 	"CapiAgentCertificateExpiring": {
+		// The issuer has a short life, and most of it is left.
 		`capi_agent_certificate_not_after_seconds{pod="a",certificate="server"} 600000x120
-		 capi_agent_certificate_not_after_seconds{pod="a",certificate="client-ca"} 10000000x120`,
+		 capi_agent_certificate_not_before_seconds{pod="a",certificate="server"} -7000000x120
+		 capi_agent_certificate_not_after_seconds{pod="b",certificate="server"} 7000000x120
+		 capi_agent_certificate_not_before_seconds{pod="b",certificate="server"} -600000x120
+		 capi_agent_certificate_not_after_seconds{pod="a",certificate="issuer"} 50000x120
+		 capi_agent_certificate_not_before_seconds{pod="a",certificate="issuer"} -36400x120
+		 capi_agent_certificate_not_after_seconds{pod="a",certificate="client-ca"} 10000000x120
+		 capi_agent_certificate_not_before_seconds{pod="a",certificate="client-ca"} -200000000x120`,
 		"agent/internal/server/requests_test.go:TestReplacedFilesShowInMetricsAndNotInLogs",
 	},
 	"CapiAgentCertificateUnusable": {
@@ -54,8 +61,18 @@ var causes = map[string]cause{
 		"agent/internal/agent/onboarding_test.go:TestCertificatesThatAreIssuedAndRefusedAreEventsAndCounted",
 	},
 	"CapiAgentSpokeCertificateExpiring": {
-		`capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="production"} 20000x120
-		 capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="staging"} 90000x120`,
+		// Certificates of ten minutes: one is not renewed, the other is. Of 24 hours, with 12 left. Of a
+		// year, with 20 days left.
+		`capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="production"} 7250x120
+		 capi_agent_spoke_certificate_not_before_seconds{pod="a",namespace="team-a",cluster="production"} 6530x120
+		 capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="staging"} 300+60x120
+		 capi_agent_spoke_certificate_not_before_seconds{pod="a",namespace="team-a",cluster="staging"} -420+60x120
+		 capi_agent_spoke_certificate_not_after_seconds{pod="b",namespace="team-a",cluster="staging"} 7200x120
+		 capi_agent_spoke_certificate_not_before_seconds{pod="b",namespace="team-a",cluster="staging"} 6480x120
+		 capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="daily"} 50000x120
+		 capi_agent_spoke_certificate_not_before_seconds{pod="a",namespace="team-a",cluster="daily"} -36400x120
+		 capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="by-hand"} 1735200x120
+		 capi_agent_spoke_certificate_not_before_seconds{pod="a",namespace="team-a",cluster="by-hand"} -29800800x120`,
 		"agent/internal/agent/onboarding_test.go:TestASilentSpokeIsNotConnected",
 	},
 	"CapiAgentSpokeSilent": {
@@ -77,15 +94,22 @@ var causes = map[string]cause{
 		"agent/internal/claims/metrics_test.go:TestAClaimsLifeIsMeasuredByCluster",
 	},
 	"CapiAgentClaimsSlow": {
-		`capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="1.28"} 0+8x120
-		 capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="5.12"} 0+10x120
-		 capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="+Inf"} 0+10x120`,
+		// All of staging's claims are within the objective, some nearly not.
+		`capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="2.56"} 0+98x120
+		 capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="5.12"} 0+100x120
+		 capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="+Inf"} 0+100x120
+		 capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="staging",le="1.28"} 0+98x120
+		 capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="staging",le="2.56"} 0+100x120
+		 capi_agent_claim_create_seconds_bucket{pod="a",namespace="team-a",cluster="staging",le="+Inf"} 0+100x120`,
 		"agent/internal/claims/metrics_test.go:TestAClaimsLifeIsMeasuredByCluster",
 	},
 	"CapiAgentMachinesSlow": {
-		`capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="32"} 0+5x120
+		`capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="64"} 0+8x120
 		 capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="128"} 0+10x120
-		 capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="+Inf"} 0+10x120`,
+		 capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="production",le="+Inf"} 0+10x120
+		 capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="staging",le="32"} 0+1x120
+		 capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="staging",le="64"} 0+10x120
+		 capi_agent_claim_bound_seconds_bucket{pod="a",namespace="team-a",cluster="staging",le="+Inf"} 0+10x120`,
 		"agent/internal/claims/metrics_test.go:TestAClaimsLifeIsMeasuredByCluster",
 	},
 	"CapiAgentClaimsFail": {
@@ -181,12 +205,18 @@ var causes = map[string]cause{
 		"shim/internal/controllers/claimsync/controller_test.go:TestNodeClaimsWithoutAClaimAreCounted",
 	},
 	"KarpenterCapiCertificateExpiring": {
-		`karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="client"} 20000x120`,
+		// Of ten minutes, and not renewed. The standby's is older.
+		`karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="client"} 7250x120
+		 karpenter_capi_agent_certificate_not_before_seconds{pod="a",certificate="client"} 6530x120
+		 karpenter_capi_agent_certificate_not_after_seconds{pod="b",certificate="client"} 7000x120
+		 karpenter_capi_agent_certificate_not_before_seconds{pod="b",certificate="client"} 6280x120`,
 		"shim/internal/connectivity/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
 	},
 	"KarpenterCapiAuthorityExpiring": {
 		`karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="agent-ca"} 600000x120
-		 karpenter_capi_agent_certificate_not_after_seconds{pod="b",certificate="agent-ca"} 0x120`,
+		 karpenter_capi_agent_certificate_not_before_seconds{pod="a",certificate="agent-ca"} -300000000x120
+		 karpenter_capi_agent_certificate_not_after_seconds{pod="b",certificate="agent-ca"} 0x120
+		 karpenter_capi_agent_certificate_not_before_seconds{pod="b",certificate="agent-ca"} 0x120`,
 		"shim/internal/connectivity/certificates_test.go:TestTheEndOfCertificatesIsAMetric",
 	},
 	"KarpenterCapiCertificateUnusable": {
@@ -248,6 +278,9 @@ const healthy = `
 	capi_agent_price_list_usable{pod="a"} 1x120
 	capi_agent_claim_panics_total{pod="a"} 0x120
 	capi_agent_certificate_not_after_seconds{pod="a",certificate="server"} 3000000x120
+	capi_agent_certificate_not_before_seconds{pod="a",certificate="server"} -4776000x120
+	capi_agent_certificate_not_after_seconds{pod="a",certificate="client-ca"} 50000x120
+	capi_agent_certificate_not_before_seconds{pod="a",certificate="client-ca"} -36400x120
 	capi_agent_certificate_reload_errors_total{pod="a",certificate="server"} 0x80 1x40
 	capi_agent_handshake_errors_total{pod="a",reason="closed"} 0+60x120
 	capi_agent_handshake_errors_total{pod="a",reason="expired"} 0x115 3x5
@@ -257,6 +290,9 @@ const healthy = `
 	capi_agent_certificate_requests_total{pod="a",purpose="renewal",result="failed"} 0x100 2x20
 	capi_agent_spoke_connected{pod="a",namespace="team-a",cluster="production"} 1x120
 	capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="production"} 50000x120
+	capi_agent_spoke_certificate_not_before_seconds{pod="a",namespace="team-a",cluster="production"} -36400x120
+	capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="staging"} 300+60x120
+	capi_agent_spoke_certificate_not_before_seconds{pod="a",namespace="team-a",cluster="staging"} -420+60x120
 	capi_agent_calls_refused_total{pod="a",reason="rate",method="CreateClaim"} 0+6x120
 	capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="production",result="durable"} 0+10x120
 	capi_agent_claim_creates_total{pod="a",namespace="team-a",cluster="production",result="refused"} 0+10x120
@@ -280,8 +316,10 @@ const healthy = `
 	karpenter_capi_agent_connected{pod="a",stream="claims"} 1x100 0x2 1x18
 	karpenter_capi_agent_connected{pod="b",stream="claims"} 0x100 1x20
 	karpenter_capi_claim_sync_last_success_timestamp_seconds{pod="a"} 0+60x120
-	karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="client"} 50000x120
-	karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="agent-ca"} 30000000x120
+	karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="client"} 300+60x120
+	karpenter_capi_agent_certificate_not_before_seconds{pod="a",certificate="client"} -420+60x120
+	karpenter_capi_agent_certificate_not_after_seconds{pod="a",certificate="agent-ca"} 50000x120
+	karpenter_capi_agent_certificate_not_before_seconds{pod="a",certificate="agent-ca"} -36400x120
 	karpenter_capi_agent_certificate_reload_errors_total{pod="a",certificate="client"} 0x120
 	karpenter_capi_agent_certificate_requests_total{pod="a",purpose="renewal",result="issued"} 0+1x120
 	karpenter_capi_claims_total{pod="a",result="claimed"} 0+10x120

@@ -77,7 +77,7 @@ type Query struct {
 
 // variables are what Grafana replaces in a query. Variables that select labels stay: they are in
 // strings.
-var variables = strings.NewReplacer("$__rate_interval", "5m", "$__range", "1h")
+var variables = strings.NewReplacer("$__rate_interval", "5m", "$__interval", "1m", "$__range", "1h")
 
 // Queries returns the queries of the charts' dashboards below a repository's root.
 func Queries(root string) ([]Query, error) {

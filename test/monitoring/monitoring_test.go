@@ -132,6 +132,23 @@ func TestServiceLevelsAreMeasuredByWhatExists(t *testing.T) {
 	require.Greater(t, indicators, 4)
 }
 
+// An alert at another duration than the objective's fires while the objective holds, or not at all.
+func TestAlertsOfDurationsFireAtTheObjective(t *testing.T) {
+	page, err := os.ReadFile(filepath.Join(root(t), "docs/slo.md"))
+	require.NoError(t, err)
+	objectives := duration.FindAllStringSubmatch(string(page), -1)
+	require.Len(t, objectives, 2)
+	for _, objective := range objectives {
+		share, seconds, edge, name := objective[1], objective[2], objective[3], objective[4]
+		require.Equal(t, seconds, edge, "the indicator's bucket")
+		alert, found := lo.Find(alerts(t), func(a monitoring.Alert) bool { return strings.EqualFold(a.Alert, name) })
+		require.True(t, found, name)
+		quantile := strings.TrimRight("0."+share, "0")
+		require.True(t, strings.HasPrefix(alert.Expr, "histogram_quantile("+quantile+", "), alert.Expr)
+		require.True(t, strings.HasSuffix(alert.Expr, " > "+seconds), alert.Expr)
+	}
+}
+
 // kube-state-metrics shows nothing for a path that does not exist, and says so in its log only.
 func TestKubeStateMetricsReadsFieldsThatExist(t *testing.T) {
 	var values struct {
@@ -230,6 +247,7 @@ func (s schema) at(path []string) (schema, bool) {
 var (
 	label      = regexp.MustCompile(`\$labels\.([a-z_]+)`)
 	expression = regexp.MustCompile("`([^`]*\\bby \\([^`]*)`")
+	duration   = regexp.MustCompile(`(?m)^\| (\d+) % of the claims .* within ([\d.]+) s \| .*le="([\d.]+)".*runbooks\.md#(\w+)\)`)
 )
 
 func alerts(t *testing.T) []monitoring.Alert {

@@ -23,6 +23,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
+// image is that of the examples. The chart's own tag, devel, is the same for every build: a node that has an
+// older one would keep it.
+const image = "registry.example.com/karpenter-capi:v0.1.0"
+
 // Each example is valid for its tool, and renders the shim's chart for the Cluster that the tool
 // inserts.
 func TestFleetExamples(t *testing.T) {
@@ -116,6 +120,7 @@ func TestFleetExamples(t *testing.T) {
 		}
 		shim := &appsv1.Deployment{}
 		require.NoError(t, spoke.client.Get(ctx, client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, shim))
+		require.Equal(t, image, shim.Spec.Template.Spec.Containers[0].Image)
 		require.Subset(t, shim.Spec.Template.Spec.Containers[0].Args, []string{"--cluster-namespace=team-a", "--cluster-name=production"})
 		pool := &unstructured.Unstructured{}
 		pool.SetAPIVersion("karpenter.sh/v1")
@@ -212,7 +217,7 @@ func rendersTheShim(t *testing.T, values string) {
 		var shim appsv1.Deployment
 		require.NoError(t, runtime.DefaultUnstructuredConverter.FromUnstructured(object.Object, &shim))
 		container := shim.Spec.Template.Spec.Containers[0]
-		require.Equal(t, "registry.example.com/karpenter-capi:devel", container.Image)
+		require.Equal(t, image, container.Image)
 		require.Subset(t, container.Args, []string{
 			"--cluster-namespace=team-a", "--cluster-name=production", "--agent-address=agent.example.com:8443",
 		})

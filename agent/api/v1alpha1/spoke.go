@@ -180,6 +180,9 @@ type SpokeCertificate struct {
 	// +optional
 	// +kubebuilder:validation:MaxLength=64
 	Serial string `json:"serial,omitempty"`
+	// notBefore is when its validity begins.
+	// +optional
+	NotBefore *metav1.Time `json:"notBefore,omitempty"`
 	// notAfter is when it expires.
 	// +optional
 	NotAfter *metav1.Time `json:"notAfter,omitempty"`

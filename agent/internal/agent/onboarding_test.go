@@ -619,6 +619,7 @@ func TestASpokeShowsItsShim(t *testing.T) {
 	require.Equal(t, "capi.agent.v1alpha1", spoke.Status.APIVersion)
 	require.NotEmpty(t, spoke.Status.Certificate.Serial)
 	require.Positive(t, time.Until(spoke.Status.Certificate.NotAfter.Time))
+	require.Positive(t, time.Since(spoke.Status.Certificate.NotBefore.Time))
 	require.NotEmpty(t, spoke.Spec.Enrollment.PublicKey)
 	require.Len(t, spoke.OwnerReferences, 1, "it goes with its Cluster")
 
@@ -835,12 +836,14 @@ func TestASilentSpokeIsNotConnected(t *testing.T) {
 		require.Fail(t, "there is no metric "+name)
 	}
 	until := now.Now().Add(time.Hour)
-	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1", NotAfter: until})
+	from := until.Add(-24 * time.Hour)
+	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1", NotBefore: from, NotAfter: until})
 	require.NoError(t, keeper.Look(t.Context()))
 	require.Equal(t, metav1.ConditionTrue, connected().Status)
 	shown("capi_agent_spoke_connected", 1)
 	shown("capi_agent_spoke_last_sync_timestamp_seconds", now.Now().Unix())
 	shown("capi_agent_spoke_certificate_not_after_seconds", until.Unix())
+	shown("capi_agent_spoke_certificate_not_before_seconds", from.Unix())
 	now.Step(14 * time.Minute)
 	require.NoError(t, keeper.Look(t.Context()))
 	require.Equal(t, metav1.ConditionTrue, connected().Status)

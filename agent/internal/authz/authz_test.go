@@ -80,6 +80,29 @@ func TestClusterIdentityMayActForItsClusterAlone(t *testing.T) {
 	require.Equal(t, []types.NamespacedName{spoke}, clusters)
 }
 
+// The chart passes an empty policy to agents that no policy was written for.
+func TestAnEmptyPolicyIsTheSameAsNone(t *testing.T) {
+	without, err := authz.New("karpenter-capi", nil, clocktesting.NewFakePassiveClock(now))
+	require.NoError(t, err)
+	for _, empty := range []string{"identities: []", "{}"} {
+		with := authorizer(t, empty)
+		for _, uri := range []string{
+			"spiffe://karpenter-capi/cluster/fleet/spoke", "spiffe://karpenter-capi/cluster/fleet/spoke/onboarding",
+			"spiffe://karpenter-capi/bootstrap/fleet/spoke/onboarding", "spiffe://karpenter-capi/team/observability",
+			"spiffe://karpenter-capi/cluster/fleet/spoke/" + v1alpha1.Offboarded, "spiffe://elsewhere/cluster/fleet/spoke",
+		} {
+			t.Run(empty+" "+uri, func(t *testing.T) {
+				chains := chain(t, uri)
+				chains[0] = append(chains[0], &x509.Certificate{Raw: []byte("authority"), NotAfter: now.Add(time.Hour)})
+				caller, err := with.FromChains(chains)
+				expected, expectedErr := without.FromChains(chains)
+				require.Equal(t, expected, caller)
+				require.Equal(t, expectedErr, err)
+			})
+		}
+	}
+}
+
 func TestRolesActAsTheirHoldersAlone(t *testing.T) {
 	a := authorizer(t, `
 identities:

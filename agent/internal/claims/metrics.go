@@ -85,13 +85,21 @@ func result(err error) string {
 // claim is durable.
 func observeCreate(c clock.Clock, begun time.Time, cluster types.NamespacedName, claim *v1alpha1.MachineClaim, err error) {
 	clusterSeries.note(cluster)
+	// A counter that appears with its first increment has no increase that a rule could see.
+	for _, result := range createResults {
+		createsTotal.WithLabelValues(cluster.Namespace, cluster.Name, result).Add(0)
+	}
 	createsTotal.WithLabelValues(cluster.Namespace, cluster.Name, createResult(err)).Inc()
 	if err != nil {
 		return
 	}
 	createSeconds.WithLabelValues(cluster.Namespace, cluster.Name).Observe(c.Since(begun).Seconds())
-	// A counter that appears with its first increment has no increase that a rule could see.
-	endedCounter(claim, protocol.ReasonMachineLost, "").Add(0)
+	for _, reason := range []string{
+		protocol.ReasonReleased, protocol.ReasonCancelled, protocol.ReasonHandedOver, protocol.ReasonReturned, protocol.ReasonLate,
+		protocol.ReasonMachineLost,
+	} {
+		endedCounter(claim, reason, "").Add(0)
+	}
 	for _, class := range failures.Final() {
 		endedCounter(claim, protocol.ReasonFailed, string(class)).Add(0)
 	}
@@ -100,17 +108,27 @@ func observeCreate(c clock.Clock, begun time.Time, cluster types.NamespacedName,
 	}
 }
 
+// These are the values of the label result of attempts to create a claim.
+const (
+	createDurable   = "durable"
+	createRefused   = "refused"
+	createCancelled = "cancelled"
+	createFailed    = "failed"
+)
+
+var createResults = []string{createDurable, createRefused, createCancelled, createFailed}
+
 // createResult returns the value of the label result.
 func createResult(err error) string {
 	switch {
 	case err == nil:
-		return "durable"
+		return createDurable
 	case isRefusal(err):
-		return "refused"
+		return createRefused
 	case errors.Is(err, context.Canceled):
-		return "cancelled"
+		return createCancelled
 	default:
-		return "failed"
+		return createFailed
 	}
 }
 

@@ -81,7 +81,12 @@ func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
 	require.NoError(t, err)
 	assert.InDelta(t, 1, measured(t, "capi_agent_claim_creates_total", with("result", "durable")), 0)
 	assert.InDelta(t, 1, measured(t, "capi_agent_claim_create_seconds", of), 0)
-	assert.Zero(t, measured(t, "capi_agent_claims_ended_total", with("reason", protocol.ReasonMachineLost)), "it increases from zero")
+	for _, result := range []string{"refused", "cancelled", "failed"} {
+		assert.Zero(t, measured(t, "capi_agent_claim_creates_total", with("result", result)), "it increases from zero")
+	}
+	for _, reason := range []string{protocol.ReasonMachineLost, protocol.ReasonReleased, protocol.ReasonCancelled} {
+		assert.Zero(t, measured(t, "capi_agent_claims_ended_total", with("reason", reason)), "it increases from zero")
+	}
 	for _, class := range []string{"Capacity", "Quota", "Configuration", "GivenUp", "TimedOut", "Reported"} {
 		assert.Zero(t, measured(t, "capi_agent_claims_ended_total", with("class", class)), "it increases from zero")
 	}

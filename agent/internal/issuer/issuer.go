@@ -101,11 +101,11 @@ func Open(files Files, c clock.PassiveClock) (*Authority, error) {
 // Close stops following the files.
 func (a *Authority) Close() { a.followed.Close() }
 
-// Stats returns when the authority's certificate expires, and how often its files could not be
-// used.
-func (a *Authority) Stats() (notAfter time.Time, errors int64) {
+// Stats returns when the validity of the authority's certificate begins and ends, and how often its
+// files could not be used.
+func (a *Authority) Stats() (notBefore, notAfter time.Time, errors int64) {
 	stats := a.followed.Stats()
-	return stats.CertificateNotAfter, stats.CertificateErrors
+	return stats.CertificateNotBefore, stats.CertificateNotAfter, stats.CertificateErrors
 }
 
 // signer returns the chain of the authority's certificate, and its key.

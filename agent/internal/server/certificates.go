@@ -253,7 +253,8 @@ func (s *Server) note(ctx context.Context, request *agentv1alpha1.SyncClaimsRequ
 		}
 	}
 	if chains := chainsOf(ctx); len(chains) > 0 {
-		contact.Serial, contact.NotAfter = chains[0][0].SerialNumber.Text(16), authz.ValidUntil(chains)
+		certificate := chains[0][0]
+		contact.Serial, contact.NotBefore, contact.NotAfter = certificate.SerialNumber.Text(16), certificate.NotBefore, authz.ValidUntil(chains)
 	}
 	s.config.Note(ctx, cluster, contact)
 }

@@ -249,33 +249,40 @@ func mutualTLS(followed *certificates.Follower) *tls.Config {
 
 func certificateMetrics(followed *certificates.Follower) []prometheus.Collector {
 	return append(
-		CertificateMetrics("server", func() (time.Time, int64) {
+		CertificateMetrics("server", func() (notBefore, notAfter time.Time, errors int64) {
 			stats := followed.Stats()
-			return stats.CertificateNotAfter, stats.CertificateErrors
+			return stats.CertificateNotBefore, stats.CertificateNotAfter, stats.CertificateErrors
 		}),
-		CertificateMetrics("client-ca", func() (time.Time, int64) {
+		CertificateMetrics("client-ca", func() (notBefore, notAfter time.Time, errors int64) {
 			stats := followed.Stats()
-			return stats.AuthoritiesNotAfter, stats.AuthoritiesErrors
+			return stats.AuthoritiesNotBefore, stats.AuthoritiesNotAfter, stats.AuthoritiesErrors
 		})...)
 }
 
-// CertificateMetrics returns metrics of a followed certificate: when it expires, and how often its
-// files could not be used.
-func CertificateMetrics(name string, stats func() (notAfter time.Time, errors int64)) []prometheus.Collector {
+// CertificateMetrics returns metrics of a followed certificate: when its validity begins and ends, and
+// how often its files could not be used.
+func CertificateMetrics(name string, stats func() (notBefore, notAfter time.Time, errors int64)) []prometheus.Collector {
 	labels := prometheus.Labels{"certificate": name}
 	return []prometheus.Collector{
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "capi_agent_certificate_not_before_seconds", ConstLabels: labels,
+			Help: "Start of the validity of the certificate in use, or of the first to expire if there are several, in seconds since 1970.",
+		}, func() float64 {
+			notBefore, _, _ := stats()
+			return float64(notBefore.Unix())
+		}),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "capi_agent_certificate_not_after_seconds", ConstLabels: labels,
 			Help: "Expiry of the certificate in use, or of the first to expire if there are several, in seconds since 1970.",
 		}, func() float64 {
-			notAfter, _ := stats()
+			_, notAfter, _ := stats()
 			return float64(notAfter.Unix())
 		}),
 		prometheus.NewCounterFunc(prometheus.CounterOpts{
 			Name: "capi_agent_certificate_reload_errors_total", ConstLabels: labels,
 			Help: "Number of times unusable files were read. The last usable files stay in use.",
 		}, func() float64 {
-			_, errors := stats()
+			_, _, errors := stats()
 			return float64(errors)
 		}),
 	}

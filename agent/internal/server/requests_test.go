@@ -241,6 +241,7 @@ func TestReplacedFilesShowInMetricsAndNotInLogs(t *testing.T) {
 	}
 	for _, of := range []string{"server", "client-ca"} {
 		require.InDelta(t, time.Now().Add(time.Hour).Unix(), metric("capi_agent_certificate_not_after_seconds", of), 120)
+		require.InDelta(t, time.Now().Add(-time.Minute).Unix(), metric("capi_agent_certificate_not_before_seconds", of), 120)
 	}
 	require.NoError(t, f.list(f.cluster()))
 	key, err := os.ReadFile(f.authority.Issue(t, t.TempDir(), f.authority).KeyFile)

@@ -15,14 +15,16 @@ var (
 			"minutes. Absent until the shim has a certificate of an onboarding or has called.", labels, nil)
 	lastSyncDescription = prometheus.NewDesc("capi_agent_spoke_last_sync_timestamp_seconds",
 		"Time of the last synchronization of claims by the Cluster's shim, in seconds since 1970, accurate to five minutes.", labels, nil)
+	certificateFromDescription = prometheus.NewDesc("capi_agent_spoke_certificate_not_before_seconds",
+		"Start of the validity of the certificate of the latest call by the Cluster's shim, in seconds since 1970.", labels, nil)
 	certificateDescription = prometheus.NewDesc("capi_agent_spoke_certificate_not_after_seconds",
 		"Expiry of the certificate of the latest call by the Cluster's shim, in seconds since 1970.", labels, nil)
 )
 
 // seen is what the metrics show of a Spoke.
 type seen struct {
-	connected                  *bool   // nil if the shim has never called
-	lastSync, certificateUntil float64 // zero if unknown
+	connected                                   *bool   // nil if the shim has never called
+	lastSync, certificateFrom, certificateUntil float64 // zero if unknown
 }
 
 func seenOf(status v1alpha1.SpokeStatus) seen {
@@ -32,6 +34,9 @@ func seenOf(status v1alpha1.SpokeStatus) seen {
 	}
 	if at := status.LastSyncTime; at != nil {
 		s.lastSync = float64(at.Unix())
+	}
+	if c := status.Certificate; c != nil && c.NotBefore != nil { // an older agent does not write it
+		s.certificateFrom = float64(c.NotBefore.Unix())
 	}
 	if c := status.Certificate; c != nil && c.NotAfter != nil {
 		s.certificateUntil = float64(c.NotAfter.Unix())
@@ -47,7 +52,7 @@ type collector struct{ *Spokes }
 
 // Describe implements [prometheus.Collector].
 func (collector) Describe(descriptions chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{connectedDescription, lastSyncDescription, certificateDescription} {
+	for _, d := range []*prometheus.Desc{connectedDescription, lastSyncDescription, certificateFromDescription, certificateDescription} {
 		descriptions <- d
 	}
 }
@@ -66,6 +71,9 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		}
 		if s.lastSync > 0 {
 			gauge(lastSyncDescription, s.lastSync)
+		}
+		if s.certificateFrom > 0 {
+			gauge(certificateFromDescription, s.certificateFrom)
 		}
 		if s.certificateUntil > 0 {
 			gauge(certificateDescription, s.certificateUntil)

@@ -49,9 +49,10 @@ type Contact struct {
 	// Version is the shim's user agent, and SpokeID the UID of its namespace kube-system. Either
 	// may be empty.
 	Version, SpokeID string
-	// Serial and NotAfter describe the shim's certificate. They are zero for a shim without one.
-	Serial   string
-	NotAfter time.Time
+	// Serial, NotBefore and NotAfter describe the shim's certificate. They are zero for a shim
+	// without one.
+	Serial              string
+	NotBefore, NotAfter time.Time
 }
 
 // Config configures [Spokes].
@@ -327,7 +328,9 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 	status.ShimVersion, status.SpokeID, status.Certificate = contact.Version, contact.SpokeID, nil
 	status.AgentVersion, status.APIVersion = s.AgentVersion, s.APIVersion
 	if !contact.NotAfter.IsZero() {
-		status.Certificate = &v1alpha1.SpokeCertificate{Serial: contact.Serial, NotAfter: new(metav1.NewTime(contact.NotAfter))}
+		status.Certificate = &v1alpha1.SpokeCertificate{
+			Serial: contact.Serial, NotBefore: new(metav1.NewTime(contact.NotBefore)), NotAfter: new(metav1.NewTime(contact.NotAfter)),
+		}
 	}
 	meta.SetStatusCondition(&status.Conditions, metav1.Condition{
 		Type: v1alpha1.ConnectedCondition, Status: metav1.ConditionTrue, Reason: v1alpha1.SynchronizedReason,

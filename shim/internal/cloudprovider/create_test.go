@@ -84,6 +84,9 @@ func TestAttemptsToClaimAreCountedByResult(t *testing.T) {
 	attempts := func(result string) float64 {
 		return shimtest.Metric(t, "karpenter_capi_claims_total", map[string]string{"result": result})
 	}
+	for _, result := range []string{"claimed", "no_capacity", "node_class_not_ready"} {
+		assert.GreaterOrEqual(t, attempts(result), 0.0, "it increases from zero")
+	}
 	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("first"))
 	require.NoError(t, err)
 	assert.Positive(t, attempts("claimed"))

@@ -116,11 +116,11 @@ func resultOf(err error) string {
 	var create *cloudprovider.CreateError
 	switch {
 	case err == nil:
-		return "claimed"
+		return resultClaimed
 	case cloudprovider.IsInsufficientCapacityError(err):
-		return "no_capacity"
+		return resultNoCapacity
 	case cloudprovider.IsNodeClassNotReadyError(err):
-		return "node_class_not_ready"
+		return resultNodeClassNotReady
 	case errors.As(err, &create):
 		return create.ConditionReason
 	}

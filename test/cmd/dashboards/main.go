@@ -98,16 +98,16 @@ func record(ctx context.Context, w *testenv.Env, recording *dashboards.Recording
 	return errors.Join(err, <-recorded)
 }
 
-// picture draws a dashboard. It fails if a panel is empty that should not be.
+// picture draws a dashboard. It fails if a panel is empty, or shows only zeros, that should not.
 func picture(ctx context.Context, recording *dashboards.Recording, d dashboards.Dashboard, file string) error {
 	out, err := os.Create(file)
 	if err != nil {
 		return err
 	}
-	empty, err := recording.Draw(ctx, d, out)
+	empty, zero, err := recording.Draw(ctx, d, out)
 	if err := errors.Join(err, out.Close()); err != nil {
 		return err
 	}
-	fmt.Printf("dashboards: %s, %d panels; nothing happened in: %s\n", file, len(d.Panels), strings.Join(empty, ", "))
-	return d.Missing(empty)
+	fmt.Printf("dashboards: %s, %d panels; nothing happened in: %s\n", file, len(d.Panels), strings.Join(append(empty, zero...), ", "))
+	return d.Missing(empty, zero)
 }

@@ -101,6 +101,23 @@ secret:
 {{- end }}
 {{- end }}
 
+{{/* The ConfigMap with the policy, or nothing if the agent is given another one. */}}
+{{- define "capi-agent.policyName" -}}
+{{- if not (kindIs "invalid" .Values.policy) }}
+{{- range .Values.extraArgs }}
+{{- if regexMatch "^--policy(-file)?(=|$)" (toString .) }}
+{{- fail (printf "extraArgs has %s: set policy to null, so that the chart does not pass a policy of its own" .) }}
+{{- end }}
+{{- end }}
+{{- range .Values.extraEnv }}
+{{- if has .name (list "CAPI_AGENT_POLICY" "CAPI_AGENT_POLICY_FILE") }}
+{{- fail (printf "extraEnv has %s: set policy to null, so that the chart does not pass a policy of its own" .name) }}
+{{- end }}
+{{- end }}
+{{- include "capi-agent.fullname" . }}-policy
+{{- end }}
+{{- end }}
+
 {{/* The secret with the authority that the agent issues certificates with, when it does. */}}
 {{- define "capi-agent.issuerSecretName" -}}
 {{- with .Values.onboarding }}

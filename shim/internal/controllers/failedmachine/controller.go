@@ -181,7 +181,7 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 			reason, message := verdict(now)
 			return c.giveUp(ctx, nodeClaim, reason, message)
 		case now.GetMachine().GetDeletedAt() != nil:
-			return c.giveUp(ctx, nodeClaim, "MachineDeleted", fmt.Sprintf(
+			return c.giveUp(ctx, nodeClaim, machineDeleted, fmt.Sprintf(
 				"Another actor deleted Machine %s in the hub before its Node was registered.", now.GetMachine().GetName()))
 		}
 		return reconcile.Result{RequeueAfter: look}, nil
@@ -218,7 +218,7 @@ func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (
 	case shared: // core would also drain the other NodeClaim's Node
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
-	return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The hub has no claim of this NodeClaim.")
+	return c.giveUp(ctx, nodeClaim, claimUnknown, "The hub has no claim of this NodeClaim.")
 }
 
 // shared reports whether another NodeClaim has the same provider ID and a live claim, as can happen

@@ -81,6 +81,10 @@ func (e *env) lose(nodeClaim *karpv1.NodeClaim) {
 }
 
 func TestAClaimThatEndsCostsItsNodeClaimAtOnce(t *testing.T) {
+	for _, reason := range []string{"MachineFailed", "MachineDeleted", "ClaimUnknown"} {
+		given := shimtest.Metric(t, "karpenter_capi_node_claims_given_up_total", map[string]string{"reason": reason})
+		assert.GreaterOrEqual(t, given, 0.0, "it increases from zero")
+	}
 	e := setUp(t)
 	nodeClaim := e.Launched("claim")
 	e.lose(nodeClaim)

@@ -19,3 +19,11 @@ var (
 		Help: "Number of times Karpenter's registration timeout was extended for a slow machine.",
 	}, nil, opmetrics.Alpha)
 )
+
+// A counter that appears with its first increment has no increase that a rule could see.
+func init() { //nolint:gochecknoinits // the registry is a global, too
+	for _, reason := range []string{machineFailed, machineDeleted, claimUnknown} {
+		givenUpTotal.Add(0, map[string]string{reasonLabel: reason})
+	}
+	extensionsTotal.Add(0, nil)
+}

@@ -142,8 +142,13 @@ func released(claim *agentv1alpha1.Claim) bool {
 	return phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING || phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
 }
 
-// machineFailed is the reason of events about a machine that the agent gave up.
-const machineFailed = "MachineFailed"
+// These are reasons for which a NodeClaim is given up. The others are those of claims that have ended.
+const (
+	// machineFailed is also the reason of events about a machine that the agent gave up.
+	machineFailed  = "MachineFailed"
+	machineDeleted = "MachineDeleted"
+	claimUnknown   = "ClaimUnknown"
+)
 
 // verdict returns why a released claim is of no use to its NodeClaim: the reason for the event, and
 // a sentence.
