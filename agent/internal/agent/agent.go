@@ -354,6 +354,7 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage
 		Scheme:                 scheme,
 		MapperProvider:         mapper,
 		Cache:                  caches,
+		NewCache:               hub.NewCache(c.Log.WithName("hub")),
 		Logger:                 c.Log,
 		Metrics:                metrics,
 		HealthProbeBindAddress: c.Options.HealthProbeBindAddress,
