@@ -34,6 +34,10 @@ var causes = map[string]cause{
 		`capi_agent_claim_panics_total{pod="a"} 0x115 1x5`,
 		"agent/internal/claims/panics_test.go:TestAPanicCostsOneNodeGroupAlone",
 	},
+	"CapiAgentPanicked": {
+		`capi_agent_panics_total{pod="a",confined_to="object"} 0x115 1x5`,
+		"agent/internal/hub/confined_test.go:TestAPanicInACacheCostsOneObjectAlone",
+	},
 	"CapiAgentCertificateExpiring": {
 		`capi_agent_certificate_not_after_seconds{pod="a",certificate="server"} 600000x120
 		 capi_agent_certificate_not_after_seconds{pod="a",certificate="client-ca"} 10000000x120`,
@@ -247,6 +251,7 @@ const healthy = `
 	capi_agent_policy_usable{pod="a"} 1x120
 	capi_agent_price_list_usable{pod="a"} 1x120
 	capi_agent_claim_panics_total{pod="a"} 0x120
+	capi_agent_panics_total{pod="a",confined_to="object"} 0x120
 	capi_agent_certificate_not_after_seconds{pod="a",certificate="server"} 3000000x120
 	capi_agent_certificate_reload_errors_total{pod="a",certificate="server"} 0x80 1x40
 	capi_agent_handshake_errors_total{pod="a",reason="closed"} 0+60x120
