@@ -34,6 +34,10 @@ var causes = map[string]cause{
 		`capi_agent_claim_panics_total{pod="a"} 0x115 1x5`,
 		"agent/internal/claims/panics_test.go:TestAPanicCostsOneNodeGroupAlone",
 	},
+	"CapiAgentPanicked": {
+		`capi_agent_panics_total{pod="a",confined_to="object"} 0x115 1x5`,
+		"agent/internal/hub/confined_test.go:TestAPanicInACacheCostsOneObjectAlone",
+	},
 	"CapiAgentCertificateExpiring": {
 		// The issuer has a short life, and most of it is left.
 		`capi_agent_certificate_not_after_seconds{pod="a",certificate="server"} 600000x120
@@ -277,6 +281,7 @@ const healthy = `
 	capi_agent_policy_usable{pod="a"} 1x120
 	capi_agent_price_list_usable{pod="a"} 1x120
 	capi_agent_claim_panics_total{pod="a"} 0x120
+	capi_agent_panics_total{pod="a",confined_to="object"} 0x120
 	capi_agent_certificate_not_after_seconds{pod="a",certificate="server"} 3000000x120
 	capi_agent_certificate_not_before_seconds{pod="a",certificate="server"} -4776000x120
 	capi_agent_certificate_not_after_seconds{pod="a",certificate="client-ca"} 50000x120

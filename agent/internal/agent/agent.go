@@ -41,6 +41,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroupview"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodepools"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
@@ -132,7 +133,9 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		},
 	})
 	if c.Registerer != nil {
-		for _, collector := range []prometheus.Collector{engine.Collector(), budget.Collector(), watches.Collector()} {
+		for _, collector := range []prometheus.Collector{
+			panics.Collector(c.Log, engine.Collector()), panics.Collector(c.Log, budget.Collector()), watches.Collector(),
+		} {
 			if err := c.Registerer.Register(collector); err != nil {
 				return nil, fmt.Errorf("registering the metrics of the claims and the watches: %w", err)
 			}
@@ -206,7 +209,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		return nil, fmt.Errorf("adding the keeper of Spokes: %w", err)
 	}
 	if c.Registerer != nil {
-		if err := c.Registerer.Register(keeper.Collector()); err != nil {
+		if err := c.Registerer.Register(panics.Collector(c.Log, keeper.Collector())); err != nil {
 			return nil, fmt.Errorf("registering the Spokes' metrics: %w", err)
 		}
 	}
@@ -355,6 +358,7 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage
 		Scheme:                 scheme,
 		MapperProvider:         mapper,
 		Cache:                  caches,
+		NewCache:               hub.NewCache(c.Log.WithName("hub")),
 		Logger:                 c.Log,
 		Metrics:                metrics,
 		HealthProbeBindAddress: c.Options.HealthProbeBindAddress,

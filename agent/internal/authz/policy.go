@@ -16,6 +16,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"sigs.k8s.io/yaml"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
 // PolicyKey is the key that holds the policy in its ConfigMap.
@@ -157,16 +159,19 @@ type PolicyFile struct {
 	// Interval is how often the file is read. Zero means every five seconds.
 	Interval time.Duration
 
-	path        string
-	trustDomain string
-	log         logr.Logger
-	content     []byte
-	current     atomic.Pointer[Policy]
+	path    string
+	parse   func(content []byte) (*Policy, error)
+	log     logr.Logger
+	content []byte
+	current atomic.Pointer[Policy]
 }
 
 // LoadPolicyFile reads a policy file, which must be valid for the trust domain.
 func LoadPolicyFile(path, trustDomain string, log logr.Logger) (*PolicyFile, error) {
-	f := &PolicyFile{path: path, trustDomain: trustDomain, log: log.WithValues("file", path)}
+	f := &PolicyFile{
+		path: path, log: log.WithValues("file", path),
+		parse: func(content []byte) (*Policy, error) { return ParsePolicy(content, trustDomain) },
+	}
 	if err := f.load(); err != nil {
 		return nil, err
 	}
@@ -204,7 +209,11 @@ func (f *PolicyFile) load() error {
 	if f.current.Load() != nil && bytes.Equal(content, f.content) {
 		return nil
 	}
-	policy, err := ParsePolicy(content, f.trustDomain)
+	var policy *Policy
+	err = panics.Confined(f.log, panics.Objects, "the policy file is not used because of a bug in the agent", func() (err error) {
+		policy, err = f.parse(content)
+		return err
+	})
 	if err != nil {
 		return fmt.Errorf("policy file %s: %w", f.path, err)
 	}

@@ -47,6 +47,7 @@ type engine struct {
 	released map[string]claims.ReleaseOptions
 	refuse   map[int]error // of the nth call to Create
 	calls    int
+	panics   map[string]bool // calls of Create, as "create 1", and of Release, as "release <ID>"
 	whole    error
 }
 
@@ -58,12 +59,18 @@ func (e *engine) Create(_ context.Context, r claims.Request) (*v1alpha1.MachineC
 		return nil, err
 	}
 	e.made[r.ID] = r
+	if e.panics[fmt.Sprintf("create %d", e.calls)] {
+		panic("a bug")
+	}
 	return &v1alpha1.MachineClaim{}, nil
 }
 
 func (e *engine) Release(_ context.Context, key claims.Key, o claims.ReleaseOptions) (*v1alpha1.MachineClaim, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if e.panics["release "+key.ID] {
+		panic("a bug")
+	}
 	e.released[key.ID] = o
 	return &v1alpha1.MachineClaim{}, nil
 }
@@ -281,6 +288,35 @@ func TestAnIncreaseThatFailsLeavesNoClaims(t *testing.T) {
 		require.Contains(t, f.engine.released, id)
 	}
 	require.Zero(t, f.target())
+}
+
+// Claims are made and released in goroutines of their own.
+func TestAPanicCostsOneCallAlone(t *testing.T) {
+	f := newFixture(t)
+	f.engine.panics = map[string]bool{"create 2": true}
+	require.ErrorContains(t, f.increase(3), "a bug")
+	require.Zero(t, f.target())
+	require.ElementsMatch(t, slices.Collect(maps.Keys(f.engine.made)), slices.Collect(maps.Keys(f.engine.released)),
+		"also the one whose making panicked: it may exist")
+
+	require.NoError(t, f.increase(3))
+	var ids []string
+	for id := range f.engine.made {
+		if _, released := f.engine.released[id]; !released {
+			f.show(id, bound, machine("test://"+id, "node-"+id))
+			ids = append(ids, id)
+		}
+	}
+	require.Len(t, ids, 3)
+	f.engine.panics = map[string]bool{"release " + ids[0]: true}
+	nodes := []autoscaler.Node{{ProviderID: "test://" + ids[0]}, {ProviderID: "test://" + ids[1]}}
+	require.ErrorContains(t, f.Delete(t.Context(), spoke, group, nodes), "a bug")
+	require.NotContains(t, f.engine.released, ids[0])
+	require.Contains(t, f.engine.released, ids[1])
+	require.Equal(t, 2, f.target())
+	f.engine.panics = nil
+	require.NoError(t, f.Delete(t.Context(), spoke, group, nodes[:1]))
+	require.Contains(t, f.engine.released, ids[0])
 }
 
 func TestRequestsThatMakeNoSense(t *testing.T) {

@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
 // maxIncrease is the maximum number of nodes that one call adds. By default, the cluster-autoscaler
@@ -65,9 +66,12 @@ func (s *Scaler) Increase(ctx context.Context, name types.NamespacedName, id str
 			if running.Err() != nil {
 				return running.Err()
 			}
-			_, err := s.config.Engine.Create(running, claims.Request{
-				Namespace: name.Namespace, Cluster: name.Name, ID: claim, Holder: Holder, DisplayName: "cluster-autoscaler",
-				Candidates: []string{deployment}, Holders: own, RequestID: origin.RequestID, TraceID: origin.TraceID,
+			err := confined(running, func() error {
+				_, err := s.config.Engine.Create(running, claims.Request{
+					Namespace: name.Namespace, Cluster: name.Name, ID: claim, Holder: Holder, DisplayName: "cluster-autoscaler",
+					Candidates: []string{deployment}, Holders: own, RequestID: origin.RequestID, TraceID: origin.TraceID,
+				})
+				return err
 			})
 			if !isRefusal(err) {
 				mu.Lock()
@@ -83,6 +87,12 @@ func (s *Scaler) Increase(ctx context.Context, name types.NamespacedName, id str
 	}
 	s.note(name, id, ids, false)
 	return nil
+}
+
+// confined turns a panic into an error of the call: its claims are made and released in other
+// goroutines, whose panics an errgroup does not recover.
+func confined(ctx context.Context, do func() error) error {
+	return panics.Confined(log.FromContext(ctx), panics.Calls, "a call failed because of a bug in the agent", do)
 }
 
 // isRefusal reports whether an error means that the claim was not created.
@@ -188,8 +198,11 @@ func (s *Scaler) release(ctx context.Context, name types.NamespacedName, group s
 	work.SetLimit(atOnce)
 	for _, id := range ids {
 		work.Go(func() error {
-			_, err := s.config.Engine.Release(ctx, claims.Key{Namespace: name.Namespace, Cluster: name.Name, ID: id},
-				claims.ReleaseOptions{Reason: why, Holders: own})
+			err := confined(ctx, func() error {
+				_, err := s.config.Engine.Release(ctx, claims.Key{Namespace: name.Namespace, Cluster: name.Name, ID: id},
+					claims.ReleaseOptions{Reason: why, Holders: own})
+				return err
+			})
 			mu.Lock()
 			defer mu.Unlock()
 			if err != nil {

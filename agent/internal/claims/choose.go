@@ -12,6 +12,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -116,7 +117,7 @@ func (e *Engine) refusalOrBug(
 		refusal, err = e.refusal(ctx, r, cluster, md)
 		return err
 	})
-	if _, panicked := errors.AsType[*panicError](err); panicked {
+	if _, panicked := errors.AsType[*panics.Error](err); panicked {
 		return &eligibility.Refusal{
 			NodeGroup: md.Name, Reason: eligibility.Invalid,
 			Message: "an internal error of the agent, please report it: the agent's log has this node group's name and a stack trace",

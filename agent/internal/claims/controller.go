@@ -19,6 +19,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -154,7 +155,7 @@ func (g *group) planLocked(ctx context.Context) (*protocol.Decision, error) {
 		keepClaimed(s, d)
 		return nil
 	})
-	if bug, panicked := errors.AsType[*panicError](err); panicked {
+	if bug, panicked := errors.AsType[*panics.Error](err); panicked {
 		return &protocol.Decision{RequeueAfter: g.notePanic(bug)}, nil
 	}
 	// A lagging cache must not restart the grace period of a spare. A cache that shows a later

@@ -24,6 +24,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -76,7 +77,7 @@ type group struct {
 	spareSeq   int64     // the ledger's seq when the spare was first seen
 	panics     int       // number of runs in a row that panicked
 	resting    time.Time // until when the group is left alone after a panic
-	panicked   *panicError
+	panicked   *panics.Error
 	wrote      int64 // seq of the ledger that this process wrote last
 	// writtenFrom is the first seq of the unbroken series of ledgers by this process that ends with
 	// wrote.
@@ -216,7 +217,7 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 		s, in, err = g.enterOnly(ctx, md, c)
 		return err
 	})
-	if bug, panicked := errors.AsType[*panicError](err); panicked {
+	if bug, panicked := errors.AsType[*panics.Error](err); panicked {
 		g.notePanic(bug)
 	}
 	if err != nil {
@@ -422,7 +423,7 @@ func (g *group) guardedSteps(ctx context.Context) (requeueAfter time.Duration, e
 		requeueAfter, err = g.steps(ctx)
 		return err
 	})
-	if bug, panicked := errors.AsType[*panicError](err); panicked {
+	if bug, panicked := errors.AsType[*panics.Error](err); panicked {
 		return g.notePanic(bug), err
 	}
 	g.panics = 0

@@ -2,31 +2,17 @@ package claims
 
 import (
 	"context"
-	"fmt"
-	"runtime/debug"
 	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
-// panicError is the error of work that panicked because of a bug. The stack is in the log.
-type panicError struct{ value any }
-
-func (e *panicError) Error() string {
-	return fmt.Sprintf("an internal error of the agent, please report it: panic: %v", e.value)
-}
-
-// recovered runs work on one node group and turns a panic into an error, because one group's
+// recovered runs work on one node group and turns a panic into a [*panics.Error], because one group's
 // objects must not end the process that serves all others. The context's logger names the group.
-func recovered(ctx context.Context, do func() error) (err error) {
-	defer func() {
-		if value := recover(); value != nil {
-			err = &panicError{value: value}
-			panicsTotal.Inc()
-			log.FromContext(ctx).Error(err, "work on a node group panicked", "stack", string(debug.Stack()))
-		}
-	}()
-	return do()
+func recovered(ctx context.Context, do func() error) error {
+	return panics.Confined(log.FromContext(ctx), panicsTotal, "work on a node group panicked", do)
 }
 
 // panicBackoff returns how much longer a group whose step panicked is left alone, and why; zero
@@ -41,7 +27,7 @@ func (g *group) panicBackoff() (time.Duration, error) {
 
 // notePanic leaves the group alone after a panic. The time grows with the number of panics in a
 // row. lock is held.
-func (g *group) notePanic(err *panicError) time.Duration {
+func (g *group) notePanic(err *panics.Error) time.Duration {
 	g.panicked = err
 	g.panics++
 	pause := min(time.Second<<min(g.panics-1, 10), longestRetry)

@@ -27,6 +27,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
 // maxNote is the maximum length of an event's text about a problem. The API server accepts 1024
@@ -184,7 +186,7 @@ func (f *Follower[T]) load(ctx context.Context) error {
 		return nil
 	}
 	f.read, f.version = true, version
-	content, err := f.parse(configMap)
+	content, err := f.parse(ctx, configMap)
 	if err != nil {
 		f.usable.Set(0)
 		f.problem = fmt.Sprintf("the %s in ConfigMap %s cannot be used: %v", f.What, f.Name, err)
@@ -214,12 +216,16 @@ func (f *Follower[T]) use(content *T) {
 	}
 }
 
-func (f *Follower[T]) parse(configMap *corev1.ConfigMap) (*T, error) {
+func (f *Follower[T]) parse(ctx context.Context, configMap *corev1.ConfigMap) (*T, error) {
 	content, present := configMap.Data[f.Key]
 	if !present {
 		return nil, fmt.Errorf("data[%s]: is missing", f.Key)
 	}
-	parsed, err := f.Parse([]byte(content))
+	var parsed *T
+	err := panics.Confined(log.FromContext(ctx), panics.Objects, "the "+f.What+" is not used because of a bug in the agent", func() (err error) {
+		parsed, err = f.Parse([]byte(content))
+		return err
+	}, "configMap", f.Name.String())
 	if err != nil {
 		return nil, fmt.Errorf("data[%s]: %w", f.Key, err)
 	}

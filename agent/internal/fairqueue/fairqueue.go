@@ -5,7 +5,10 @@ package fairqueue
 import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
 // Owner returns the Cluster that a request is about. It is called under the queue's lock, so it
@@ -50,12 +53,23 @@ func (*turns) Touch(reconcile.Request) {}
 
 // Push implements [workqueue.Queue].
 func (t *turns) Push(request reconcile.Request) {
-	owner := t.of(request)
+	owner := t.ownerOf(request)
 	if len(t.waiting[owner]) == 0 {
 		t.next = append(t.next, owner)
 	}
 	t.waiting[owner] = append(t.waiting[owner], request)
 	t.len++
+}
+
+// ownerOf survives a panic. The queue would be left with a request that it neither hands out nor
+// accepts again.
+func (t *turns) ownerOf(request reconcile.Request) types.NamespacedName {
+	owner := types.NamespacedName{Namespace: request.Namespace}
+	_ = panics.Confined(log.Log, panics.Objects, "a request waits its turn as if its Cluster were unknown because of a bug in the agent", func() error {
+		owner = t.of(request)
+		return nil
+	}, "object", request.String())
+	return owner
 }
 
 // Len implements [workqueue.Queue].

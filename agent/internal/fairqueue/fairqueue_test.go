@@ -89,3 +89,26 @@ func TestARequestIsHandedOutOnceAtATime(t *testing.T) {
 	require.ElementsMatch(t, []string{"a-2", "b-1"}, both)
 	require.Equal(t, 1, queue.NumRequeues(request("b-1")))
 }
+
+// The owner is looked up within the queue, which has noted the request by then.
+func TestARequestWhoseOwnerPanicsIsHandedOut(t *testing.T) {
+	queue := fairqueue.New(func(r reconcile.Request) types.NamespacedName {
+		if r.Name == "broken" {
+			panic("a bug")
+		}
+		return types.NamespacedName{Namespace: r.Namespace, Name: "a"}
+	})("test", workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](time.Millisecond, time.Second))
+	t.Cleanup(queue.ShutDown)
+	for range 2 {
+		for _, name := range []string{"1", "broken", "2"} {
+			queue.Add(request(name))
+		}
+		require.Equal(t, []string{"1", "broken", "2"}, take(t, queue, 3))
+		for _, name := range []string{"1", "broken", "2"} {
+			queue.Done(request(name))
+		}
+	}
+	queue.AddAfter(request("broken"), time.Millisecond)
+	r, _ := queue.Get() // waits for it
+	require.Equal(t, "broken", r.Name)
+}

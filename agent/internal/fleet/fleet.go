@@ -4,6 +4,7 @@ package fleet
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -20,6 +21,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -172,7 +174,12 @@ func (f *Fleet) Show(ctx context.Context) {
 	f.changed = map[types.NamespacedName]struct{}{}
 	f.mu.Unlock()
 	for cluster := range changed {
-		if err := f.show(ctx, cluster); err != nil {
+		err := panics.Confined(log.FromContext(ctx), panics.Objects, "a Cluster is not shown as it is because of a bug in the agent",
+			func() error { return f.show(ctx, cluster) }, "cluster", cluster.String())
+		if _, panicked := errors.AsType[*panics.Error](err); panicked {
+			continue // it is tried again when the Cluster changes
+		}
+		if err != nil {
 			log.FromContext(ctx).Error(err, "the view of a Cluster cannot be updated", "cluster", cluster.String())
 			f.Changed(cluster)
 		}

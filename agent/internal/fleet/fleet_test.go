@@ -57,6 +57,8 @@ type shims struct {
 	mu  sync.Mutex
 	of  map[types.NamespacedName]v1alpha1.SpokeStatus
 	err error
+	// broken is the Cluster whose status panics.
+	broken types.NamespacedName
 }
 
 func (s *shims) Read(context.Context) error { return s.err }
@@ -64,6 +66,9 @@ func (s *shims) Read(context.Context) error { return s.err }
 func (s *shims) Status(cluster types.NamespacedName) (v1alpha1.SpokeStatus, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if cluster == s.broken {
+		panic("a bug")
+	}
 	status, known := s.of[cluster]
 	return status, known
 }
@@ -242,4 +247,24 @@ func TestSpokesThatCannotBeReadDelayNothing(t *testing.T) {
 		plane.Create(f.T, capitest.NewCluster(f.namespace, "spoke"))
 	})
 	require.NotNil(t, f.shown("spoke"))
+}
+
+// What shows the Clusters is no controller.
+func TestAPanicCostsOneClusterAlone(t *testing.T) {
+	f := start(t, func(f *fixture) {
+		for _, name := range []string{"spoke", "other"} {
+			plane.Create(f.T, capitest.NewCluster(f.namespace, name))
+		}
+		f.shims.broken = f.name("other")
+	})
+	require.NotNil(t, f.shown("spoke"), "the view is complete")
+	require.Nil(t, f.shown("other"))
+	f.machines.Set(f.name("other"), "m", &agentv1alpha1.Machine{Name: "m"})
+	f.machines.Set(f.name("spoke"), "m", &agentv1alpha1.Machine{Name: "m"})
+	f.until("it is followed", func(c *agentv1alpha1.Cluster) bool { return c.GetMachines() == 1 })
+	f.shims.mu.Lock()
+	f.shims.broken = types.NamespacedName{}
+	f.shims.mu.Unlock()
+	f.machines.Set(f.name("other"), "n", &agentv1alpha1.Machine{Name: "n"})
+	f.until("the next change is shown", func(*agentv1alpha1.Cluster) bool { return f.shown("other").GetMachines() == 2 })
 }

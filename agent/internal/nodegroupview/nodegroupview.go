@@ -43,6 +43,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/initialsync"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
@@ -181,17 +182,28 @@ func (c *View) SetupWithManager(mgr manager.Manager) error {
 		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(c.deploymentsOfCluster), builder.WithPredicates(clusterChanges())).
 		Watches(&v1alpha1.MachineClaim{}, handler.EnqueueRequestsFromMapFunc(deploymentOfFailedClaim)).
 		Watches(&clusterv1.MachineSet{}, handler.EnqueueRequestsFromMapFunc(deploymentOfSet), builder.WithPredicates(blockedChanges())).
-		WatchesRawSource(source.TypedChannel(c.quotas.changes, handler.TypedEnqueueRequestsFromMapFunc(c.deploymentsOfQuota))).
-		WatchesRawSource(source.TypedChannel(changedTemplates, handler.TypedEnqueueRequestsFromMapFunc(c.deploymentsOfTemplate))).
-		WatchesRawSource(source.TypedChannel(c.Observed.Changes(), handler.TypedEnqueueRequestsFromMapFunc(itself)))
+		WatchesRawSource(each(c.quotas.changes, c.deploymentsOfQuota)).
+		WatchesRawSource(each(changedTemplates, c.deploymentsOfTemplate)).
+		WatchesRawSource(each(c.Observed.Changes(), itself))
 	if c.PriceList != nil {
-		controlled = controlled.
-			WatchesRawSource(source.TypedChannel(c.PriceList.Changes(), handler.TypedEnqueueRequestsFromMapFunc(c.allDeployments)))
+		controlled = controlled.WatchesRawSource(each(c.PriceList.Changes(), c.allDeployments))
 	}
 	if err := controlled.Complete(c); err != nil {
 		return fmt.Errorf("setting up the controller of node groups: %w", err)
 	}
 	return nil
+}
+
+// each returns a source of the requests for each event of a channel. The caches confine panics in the
+// map functions of what they watch ([hub.NewCache]), and nothing else would do so for a channel.
+func each[T any](changes <-chan event.TypedGenericEvent[T], requests handler.TypedMapFunc[T, reconcile.Request]) source.Source {
+	return source.TypedChannel(changes, handler.TypedEnqueueRequestsFromMapFunc(func(ctx context.Context, object T) (mapped []reconcile.Request) {
+		_ = panics.Confined(log.FromContext(ctx), panics.Objects, "a change is passed over because of a bug in the agent", func() error {
+			mapped = requests(ctx, object)
+			return nil
+		}, "object", object)
+		return mapped
+	}))
 }
 
 // template names an infrastructure template.
@@ -375,7 +387,20 @@ func (c *View) cluster(ctx context.Context, name types.NamespacedName) (*cluster
 // publish puts a group into the cache and reports each of its problems once for as long as the
 // problem lasts.
 func (c *View) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGroup) {
+	fresh, all := c.know(md, group)
+	c.set(group)
+	c.problems.WithLabelValues(group.Key.Namespace, group.Key.Name).Set(float64(all))
+	for _, problem := range fresh {
+		c.Recorder.Eventf(md, nil, corev1.EventTypeWarning, eventReason(problem.Field), "DescribeNodeGroup", "%s: %.256q %s",
+			problem.Field, problem.Value, problem.Message)
+	}
+}
+
+// know records what is published of a group. It returns the problems that were not reported yet, and the
+// number of all.
+func (c *View) know(md *clusterv1.MachineDeployment, group nodegroup.NodeGroup) (fresh []capacity.Problem, all int) {
 	c.mu.Lock()
+	defer c.mu.Unlock()
 	known := c.groups[group.Key]
 	if known == nil || known.uid != md.UID {
 		if known != nil && known.cluster != group.Cluster {
@@ -389,7 +414,6 @@ func (c *View) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGrou
 		known.cluster = group.Cluster
 	}
 	present := make(map[capacity.Problem]struct{}, len(group.Problems))
-	var fresh []capacity.Problem
 	for _, problem := range group.Problems {
 		if _, reported := known.reported[problem]; !reported {
 			fresh = append(fresh, problem)
@@ -397,14 +421,7 @@ func (c *View) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGrou
 		present[problem] = struct{}{}
 	}
 	known.reported = present
-	c.mu.Unlock()
-
-	c.set(group)
-	c.problems.WithLabelValues(group.Key.Namespace, group.Key.Name).Set(float64(len(present)))
-	for _, problem := range fresh {
-		c.Recorder.Eventf(md, nil, corev1.EventTypeWarning, eventReason(problem.Field), "DescribeNodeGroup", "%s: %.256q %s",
-			problem.Field, problem.Value, problem.Message)
-	}
+	return fresh, len(present)
 }
 
 // eventReason derives the reason from the field. Events with the same object and reason are

@@ -121,7 +121,10 @@ func (p *Publisher) expect(ctx context.Context) error {
 }
 
 // Reconcile publishes the NodePoolSets of a namespace, and writes their status.
-func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (_ reconcile.Result, err error) {
+	// Also after a panic: no agent may stay unready because of one namespace. Shims remove nothing that
+	// is missing from the view before [Publisher.List] has confirmed it.
+	defer func() { p.initialSync.SeenUnless(err, request.NamespacedName) }()
 	in := client.InNamespace(request.Name)
 	var (
 		sets     v1alpha1.NodePoolSetList

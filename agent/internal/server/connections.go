@@ -3,9 +3,7 @@ package server
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net"
-	"runtime/debug"
 	"sync"
 	"time"
 
@@ -18,6 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
 // gRPC takes a response from a handler at once, whatever its size, and keeps it until the client
@@ -125,8 +124,8 @@ func (s *Server) endOnPanic(of net.Conn, err *error) {
 	if cause == nil {
 		return
 	}
-	s.config.Log.Error(fmt.Errorf("panic: %v", cause), "a connection is closed because of a bug in the agent",
-		"address", of.RemoteAddr().String(), "stack", string(debug.Stack()))
+	_ = panics.Note(s.config.Log, panics.Connections, "a connection is closed because of a bug in the agent", cause,
+		"address", of.RemoteAddr().String())
 	_ = of.Close()
 	*err = errPanicked
 }

@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"fmt"
-	"runtime/debug"
 	"slices"
 
 	"github.com/google/uuid"
@@ -22,6 +21,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
@@ -329,10 +329,13 @@ func clusterName(ref *agentv1alpha1.ClusterRef) types.NamespacedName {
 	return types.NamespacedName{Namespace: ref.GetNamespace(), Name: ref.GetName()}
 }
 
+// errInternal is the response to a call or a stream that panicked. Callers learn nothing of the cause.
+var errInternal = grpcstatus.Error(codes.Internal, "internal error")
+
 // recovered is the response to a call whose handler panicked.
 func (s *Server) recovered(ctx context.Context, cause any) error {
-	log.FromContext(ctx).Error(fmt.Errorf("panic: %v", cause), "a call failed because of a bug in the agent", "stack", string(debug.Stack()))
-	return grpcstatus.Error(codes.Internal, "internal error")
+	_ = panics.Note(log.FromContext(ctx), panics.Calls, "a call failed because of a bug in the agent", cause)
+	return errInternal
 }
 
 func loggingOptions() []logging.Option {

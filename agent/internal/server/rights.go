@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"errors"
 	"reflect"
 	"time"
 
@@ -9,8 +10,10 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
 	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
@@ -27,7 +30,7 @@ func (e *endedRightsError) Unwrap() error { return e.error }
 // whileEntitled returns a context that is cancelled with an [*endedRightsError] once the caller of
 // a stream is no longer entitled to it: because the policy has changed, or its certificate has
 // expired or belongs to a past onboarding. entitled is called from another goroutine, with the context
-// that whileEntitled returns.
+// that whileEntitled returns. If it panics, the stream ends.
 func (s *Server) whileEntitled(ctx context.Context, entitled func(context.Context) error) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	go func() {
@@ -39,7 +42,11 @@ func (s *Server) whileEntitled(ctx context.Context, entitled func(context.Contex
 				return
 			case <-ticker.C:
 			}
-			if err := entitled(ctx); err != nil {
+			err := panics.Confined(log.FromContext(ctx), panics.Calls, "a stream ends because of a bug in the agent", func() error { return entitled(ctx) })
+			if _, panicked := errors.AsType[*panics.Error](err); panicked {
+				err = errInternal
+			}
+			if err != nil {
 				cancel(&endedRightsError{err})
 				return
 			}

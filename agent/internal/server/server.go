@@ -33,6 +33,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
@@ -189,7 +190,7 @@ func New(c Config) (*Server, error) {
 	s.metrics = grpcprometheus.NewServerMetrics(grpcprometheus.WithServerHandlingTimeHistogram(
 		grpcprometheus.WithHistogramBuckets(prometheus.ExponentialBuckets(0.001, 2, 15))))
 	if c.Registerer != nil {
-		for _, collector := range append(s.collectors(), s.metrics, s.load, s.certificateRequests) {
+		for _, collector := range append(s.collectors(), s.metrics, panics.Collector(c.Log, s.load), s.certificateRequests) {
 			if err := c.Registerer.Register(collector); err != nil {
 				return nil, fmt.Errorf("registering metrics: %w", err)
 			}

@@ -7,6 +7,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -30,9 +31,14 @@ func traces(method string) bool { return isTraced[method] }
 
 // mayTrace reports whether another call of this caller may be recorded. Calls that a caller marks
 // as sampled must not overload the agent or its collector, or displace the traces of others.
-func (s *Server) mayTrace(ctx context.Context) bool {
-	handshake := handshakeOf(ctx)
-	return s.limits.Trace(limitedAs(s.callerOn(handshake), handshake))
+// It runs before any interceptor, so a panic would end the process.
+func (s *Server) mayTrace(ctx context.Context) (may bool) {
+	_ = panics.Confined(s.config.Log, panics.Calls, "a call is not traced because of a bug in the agent", func() error {
+		handshake := handshakeOf(ctx)
+		may = s.limits.Trace(limitedAs(s.callerOn(handshake), handshake))
+		return nil
+	})
+	return may
 }
 
 // annotate adds an attribute to the call's span, if it has one.

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -40,27 +41,35 @@ func (e *TooSoonError) Error() string {
 // Report records in a Cluster's Spoke what its shim reports about NodePools. It writes only changes,
 // and fails with [*TooSoonError] if they come too fast.
 func (s *Spokes) Report(ctx context.Context, cluster *clusterv1.Cluster, report Report) error {
-	key, now := client.ObjectKeyFromObject(cluster), s.Clock.Now()
-	s.mu.Lock()
-	last, known := s.reports[key]
-	same := known && equality.Semantic.DeepEqual(last.report, report)
-	switch age := now.Sub(last.at); {
-	case same && age < noteInterval:
-		s.mu.Unlock()
-		return nil
-	case known && !same && age < reportInterval:
-		s.mu.Unlock()
-		return &TooSoonError{RetryAfter: reportInterval - age}
+	key := client.ObjectKeyFromObject(cluster)
+	due, err := s.reportDue(key, report)
+	if !due || err != nil {
+		return err
 	}
-	s.reports[key] = reported{report, now}
-	s.mu.Unlock()
-	err := s.writeReport(ctx, cluster, report)
+	err = s.writeReport(ctx, cluster, report)
 	if err != nil {
 		s.mu.Lock()
 		delete(s.reports, key)
 		s.mu.Unlock()
 	}
 	return err
+}
+
+// reportDue reports whether a report is to be written, and records it as written.
+func (s *Spokes) reportDue(key types.NamespacedName, report Report) (bool, error) {
+	now := s.Clock.Now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	last, known := s.reports[key]
+	same := known && equality.Semantic.DeepEqual(last.report, report)
+	switch age := now.Sub(last.at); {
+	case same && age < noteInterval:
+		return false, nil
+	case known && !same && age < reportInterval:
+		return false, &TooSoonError{RetryAfter: reportInterval - age}
+	}
+	s.reports[key] = reported{report, now}
+	return true, nil
 }
 
 func (s *Spokes) writeReport(ctx context.Context, cluster *clusterv1.Cluster, report Report) error {

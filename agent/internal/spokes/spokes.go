@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime/debug"
 	"sync"
 	"time"
 
@@ -24,8 +23,10 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
 const (
@@ -509,13 +510,9 @@ func each(ctx context.Context, c client.Client, namespaces []string, do func(con
 
 // doOne turns a panic into an error, because one Spoke must not end the process that serves all
 // Clusters.
-func doOne(ctx context.Context, spoke *v1alpha1.Spoke, do func(context.Context, *v1alpha1.Spoke) error) (err error) {
-	defer func() {
-		if cause := recover(); cause != nil {
-			err = fmt.Errorf("looking at the Spoke %s: panic: %v, at %s", client.ObjectKeyFromObject(spoke), cause, debug.Stack())
-		}
-	}()
-	return do(ctx, spoke)
+func doOne(ctx context.Context, spoke *v1alpha1.Spoke, do func(context.Context, *v1alpha1.Spoke) error) error {
+	return panics.Confined(log.FromContext(ctx), panics.Objects, "a Spoke is left as it is because of a bug in the agent",
+		func() error { return do(ctx, spoke) }, "spoke", client.ObjectKeyFromObject(spoke).String())
 }
 
 // Remove deletes the Spokes of the served Clusters, and returns their number.

@@ -13,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"runtime/debug"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -61,6 +62,7 @@ type Catalogue struct {
 	unavailable *cache.Cache
 	snapshot    atomic.Pointer[Snapshot]
 	wake        chan struct{}
+	newGroup    func(*agentv1alpha1.NodeGroup) (*instancetype.Group, error)
 
 	mu        sync.Mutex
 	zones     map[string]sets.Set[string]
@@ -102,6 +104,7 @@ func New(clk clock.PassiveClock, nodeGroups NodeGroups, kube client.Reader, unav
 		kube:              kube,
 		unavailable:       cache.New(unavailableTTL, min(unavailableTTL, time.Second)),
 		wake:              make(chan struct{}, 1),
+		newGroup:          instancetype.NewGroup,
 		zones:             map[string]sets.Set[string]{},
 		groups:            map[*agentv1alpha1.NodeGroup]prepared{},
 		unavailableBefore: sets.New[string](),
@@ -323,11 +326,22 @@ func (c *Catalogue) Start(ctx context.Context) error {
 		case <-c.wake:
 		case <-retry.C:
 		}
-		if err := c.rebuild(ctx); err != nil && ctx.Err() == nil {
+		if err := confined(func() error { return c.rebuild(ctx) }); err != nil && ctx.Err() == nil {
 			log.FromContext(ctx).Error(err, "making the catalogue of node groups")
 			retry.Reset(retryDelay)
 		}
 	}
+}
+
+// confined turns a panic into an error. What the agent says about one node group must not end the
+// process, with everything else that it does.
+func confined(do func() error) (err error) {
+	defer func() {
+		if value := recover(); value != nil {
+			err = fmt.Errorf("an internal error of the shim, please report it: panic: %v, at %s", value, debug.Stack())
+		}
+	}()
+	return do()
 }
 
 func (c *Catalogue) rebuild(ctx context.Context) error {
@@ -410,7 +424,7 @@ func (c *Catalogue) prepare(ctx context.Context) (
 		}
 		p, ok := c.groups[source]
 		if !ok {
-			p.group, p.err = instancetype.NewGroup(source)
+			p.group, p.err = c.group(ctx, source)
 			if p.err != nil {
 				log.FromContext(
 					ctx,
@@ -437,6 +451,19 @@ func (c *Catalogue) prepare(ctx context.Context) (
 	}
 	c.groups, c.unavailableBefore = known, unavailableNow
 	return groups, unusable, invalid
+}
+
+// group is [instancetype.NewGroup], but reports a node group on which it panics as unusable.
+func (c *Catalogue) group(ctx context.Context, source *agentv1alpha1.NodeGroup) (group *instancetype.Group, err error) {
+	bug := confined(func() error {
+		group, err = c.newGroup(source)
+		return nil
+	})
+	if bug != nil {
+		log.FromContext(ctx).Error(bug, "a node group cannot be used because of a bug in the shim", "node-group", source.GetId())
+		return nil, fmt.Errorf("node group %s: an internal error of the shim; its log has the cause", source.GetId())
+	}
+	return group, err
 }
 
 // frozenAvailability captures the current results of [Catalogue.Available], because a snapshot is

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -502,4 +503,24 @@ func BenchmarkConvertTheWholeCatalogue(b *testing.B) {
 			b.Fatal(len(found))
 		}
 	}
+}
+
+// The catalogue is no controller, whose panics controller-runtime recovers.
+func TestAPanicLeavesTheLastCatalogueInUse(t *testing.T) {
+	var broken, panicked atomic.Bool
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithInterceptor(interceptor.Funcs{
+		List: func(ctx context.Context, kube client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
+			if _, classes := list.(*v1alpha1.ClusterAPINodeClassList); classes && broken.Load() {
+				panicked.Store(true)
+				panic("a bug")
+			}
+			return kube.List(ctx, list, options...)
+		},
+	}))
+	broken.Store(true)
+	w.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "b"})
+	w.Eventually(panicked.Load, "the catalogue is built again")
+	assert.Equal(t, 1, w.Catalogue.Snapshot().Len())
+	broken.Store(false)
+	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 2 }, "it is tried again")
 }

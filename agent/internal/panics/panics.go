@@ -1,0 +1,81 @@
+// Package panics turns panics into errors: the process serves all Clusters, so what one object or call
+// makes panic must cost that object or call alone. Each panic is logged with its stack, and counted.
+//
+// Reconcilers do not need it: controller-runtime does the same for them.
+package panics
+
+import (
+	"fmt"
+	"runtime/debug"
+
+	"github.com/go-logr/logr"
+	"github.com/prometheus/client_golang/prometheus"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
+)
+
+var total = prometheus.NewCounterVec(prometheus.CounterOpts{
+	Name: "capi_agent_panics_total",
+	Help: "Panics because of a bug, by what each was confined to (call: a call or a stream; connection; object: of the hub; metrics: of one part of " +
+		"the agent). The log contains the stack trace. Panics of node groups' steps and of controllers are counted elsewhere.",
+}, []string{"confined_to"})
+
+// These count the panics that were confined to one call or stream, one connection, one object of the
+// hub, and the metrics of one part of the agent.
+var (
+	Calls       = total.WithLabelValues("call")
+	Connections = total.WithLabelValues("connection")
+	Objects     = total.WithLabelValues("object")
+	Metrics     = total.WithLabelValues("metrics")
+)
+
+func init() { //nolint:gochecknoinits // the metrics registry is a global of controller-runtime's
+	metrics.Registry.MustRegister(total)
+}
+
+// Error is the error of work that panicked. The stack is in the log. Callers must not see its text,
+// which may contain anything.
+type Error struct{ Value any }
+
+func (e *Error) Error() string {
+	return fmt.Sprintf("an internal error of the agent, please report it: panic: %v", e.Value)
+}
+
+// Confined runs do, and returns an [*Error] if it panics. The message says what the panic costs. do
+// must leave no lock held then.
+func Confined(log logr.Logger, counter prometheus.Counter, message string, do func() error, keysAndValues ...any) (err error) {
+	defer func() {
+		if value := recover(); value != nil {
+			err = Note(log, counter, message, value, keysAndValues...)
+		}
+	}()
+	return do()
+}
+
+// Note is for a function that has recovered a panic itself. The function that was deferred must call
+// it, or else the stack is lost.
+func Note(log logr.Logger, counter prometheus.Counter, message string, value any, keysAndValues ...any) *Error {
+	err := &Error{Value: value}
+	counter.Inc()
+	log.Error(err, message, append(keysAndValues, "stack", string(debug.Stack()))...)
+	return err
+}
+
+// Collector returns a collector of metrics that may panic: a registry calls each collector in a
+// goroutine of its own. Metrics that it has collected before are shown.
+func Collector(log logr.Logger, collector prometheus.Collector) prometheus.Collector {
+	return confined{collector, log}
+}
+
+type confined struct {
+	prometheus.Collector
+
+	log logr.Logger
+}
+
+// Collect implements [prometheus.Collector].
+func (c confined) Collect(into chan<- prometheus.Metric) {
+	_ = Confined(c.log, Metrics, "metrics are missing because of a bug in the agent", func() error {
+		c.Collector.Collect(into)
+		return nil
+	}, "collector", fmt.Sprintf("%T", c.Collector))
+}
