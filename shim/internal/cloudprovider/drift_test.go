@@ -144,6 +144,24 @@ func TestANodeGroupThatIsAwayForAWhileDriftsNothing(t *testing.T) {
 	assert.Equal(t, cloudprovider.DriftNodeGroupNotSelected, reason)
 }
 
+// The group may have come back meanwhile.
+func TestANodeGroupIsNotGoneForGoodWhileTheAgentIsUnreachable(t *testing.T) {
+	clk := clocktesting.NewFakeClock(time.Now())
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithClock(clk))
+	nodeClaim := w.Launched("claim", shimtest.Registered)
+	w.Agent.RemoveNodeGroup(nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation])
+	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the group is gone")
+	w.Disconnect()
+	clk.Step(2 * time.Hour)
+	reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
+	require.NoError(t, err)
+	assert.Empty(t, reason)
+	w.Reconnect()
+	reason, err = w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
+	require.NoError(t, err)
+	assert.Equal(t, cloudprovider.DriftNodeGroupNotSelected, reason)
+}
+
 func TestANodeKeepsItsPriceWhenItsNodeGroupGoes(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Zone: "z1", Price: &agentv1alpha1.Price{PerHour: 0.5}}, {Name: "b"}})
 	pool := w.NodePool()
