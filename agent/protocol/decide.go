@@ -10,6 +10,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/failures"
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 )
 
 // Decision is what the protocol asks for, given a snapshot. [Decide] computes it without side
@@ -169,30 +170,30 @@ const (
 
 // Reasons of claims, as reported in [v1alpha1.MachineClaimStatus].
 const (
-	ReasonWaitingForMachine = "WaitingForMachine"
-	ReasonBound             = "Bound"
-	ReasonNodeJoined        = "NodeJoined"
-	ReasonReleaseRequested  = "ReleaseRequested"
-	ReasonCollected         = "Collected"
-	ReasonOwnerMissing      = "OwnerMissing"
-	ReasonReleased          = "Released"
-	ReasonHandedOver        = "HandedOver"
-	ReasonReturnRequested   = "ReturnRequested"
-	ReasonReturned          = "Returned"
-	ReasonCancelled         = "Cancelled"
-	ReasonMachineDeleting   = "MachineDeleting"
-	ReasonMachineLost       = "MachineLost"
-	ReasonFailed            = "Failed"
-	ReasonLate              = "Late"
-	ReasonNodeNotSeen       = "NodeNotSeen"
-	ReasonInfrastructure    = "WaitingForInfrastructure"
-	ReasonWaitingForNode    = "WaitingForNode"
-	ReasonNoRoom            = "NoRoom"
-	ReasonRefused           = "Refused"
-	ReasonNodeGroupGone     = "NodeGroupGone"
-	ReasonNeverMade         = "NeverMade"
-	ReasonWriteRefused      = "WriteRefused"
-	ReasonStateLost         = "StateLost"
+	ReasonWaitingForMachine = claimreasons.WaitingForMachine
+	ReasonBound             = claimreasons.Bound
+	ReasonNodeJoined        = claimreasons.NodeJoined
+	ReasonReleaseRequested  = claimreasons.ReleaseRequested
+	ReasonCollected         = claimreasons.Collected
+	ReasonOwnerMissing      = claimreasons.OwnerMissing
+	ReasonReleased          = claimreasons.Released
+	ReasonHandedOver        = claimreasons.HandedOver
+	ReasonReturnRequested   = claimreasons.ReturnRequested
+	ReasonReturned          = claimreasons.Returned
+	ReasonCancelled         = claimreasons.Cancelled
+	ReasonMachineDeleting   = claimreasons.MachineDeleting
+	ReasonMachineLost       = claimreasons.MachineLost
+	ReasonFailed            = claimreasons.Failed
+	ReasonLate              = claimreasons.Late
+	ReasonNodeNotSeen       = claimreasons.NodeNotSeen
+	ReasonInfrastructure    = claimreasons.WaitingForInfrastructure
+	ReasonWaitingForNode    = claimreasons.WaitingForNode
+	ReasonNoRoom            = claimreasons.NoRoom
+	ReasonRefused           = claimreasons.Refused
+	ReasonNodeGroupGone     = claimreasons.NodeGroupGone
+	ReasonNeverMade         = claimreasons.NeverMade
+	ReasonWriteRefused      = claimreasons.WriteRefused
+	ReasonStateLost         = claimreasons.StateLost
 )
 
 // IsTrouble reports whether a claim's reason means that its holder did not get, or did not keep,

@@ -10,32 +10,12 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // maxHistory is the maximum number of events in a claim's history.
 const maxHistory = 32
-
-// These are reasons of claims and of events in their history, as the real agent uses them.
-const (
-	reasonCreated           = "Created"
-	reasonWaitingForMachine = "WaitingForMachine"
-	reasonBound             = "Bound"
-	reasonNodeJoined        = "NodeJoined"
-	reasonReleaseRequested  = "ReleaseRequested"
-	reasonCollected         = "Collected"
-	reasonOwnerMissing      = "OwnerMissing"
-	reasonReleased          = "Released"
-	reasonHandedOver        = "HandedOver"
-	reasonReturnRequested   = "ReturnRequested"
-	reasonReturned          = "Returned"
-	reasonCancelled         = "Cancelled"
-	reasonMachineLost       = "MachineLost"
-	reasonNodeGroupGone     = "NodeGroupGone"
-	reasonNeverMade         = "NeverMade"
-	reasonFailed            = "Failed"
-	reasonLate              = "Late"
-)
 
 // These are what the fake gives up machines for.
 const (
@@ -97,13 +77,13 @@ func (a *Agent) Claim(cluster *agentv1alpha1.ClusterRef, claimID string) *agentv
 // removed, and the node group cools down. It panics if there is no such claim, or the claim is not
 // live.
 func (a *Agent) GiveUp(cluster *agentv1alpha1.ClusterRef, claimID, message string) {
-	a.edit(func() { a.release(a.mustLive(cluster, claimID), reasonFailed, message, givenUp) })
+	a.edit(func() { a.release(a.mustLive(cluster, claimID), claimreasons.Failed, message, givenUp) })
 }
 
 // TimeOut makes the agent treat the claim's machine as late: the claim is released, and a machine
 // without a Node is handed over. It panics if there is no such claim, or the claim is not live.
 func (a *Agent) TimeOut(cluster *agentv1alpha1.ClusterRef, claimID, message string) {
-	a.edit(func() { a.release(a.mustLive(cluster, claimID), reasonLate, message, notFailed) })
+	a.edit(func() { a.release(a.mustLive(cluster, claimID), claimreasons.Late, message, notFailed) })
 }
 
 func (a *Agent) mustLive(cluster *agentv1alpha1.ClusterRef, claimID string) *claim {
@@ -169,11 +149,11 @@ func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *c
 		groupID:     g.id,
 		adopts:      request.GetAdoptMachine(),
 		phase:       agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING,
-		reason:      reasonWaitingForMachine,
+		reason:      claimreasons.WaitingForMachine,
 		message:     "a machine of " + g.id + " is on its way",
 		createdAt:   a.now(),
 	}
-	c.happened(c.createdAt, reasonCreated, "claimed a machine of "+g.id)
+	c.happened(c.createdAt, claimreasons.Created, "claimed a machine of "+g.id)
 	return c
 }
 
@@ -193,7 +173,7 @@ func (a *Agent) bury(cluster clusterKey, id string) *claim {
 	now := a.now()
 	c := &claim{
 		cluster: cluster, id: id, holder: unknownHolder, phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED,
-		reason: reasonNeverMade, message: "it was released before it was made", createdAt: now, releasedAt: now, endedAt: now,
+		reason: claimreasons.NeverMade, message: "it was released before it was made", createdAt: now, releasedAt: now, endedAt: now,
 	}
 	c.happened(now, c.reason, c.message)
 	a.remember(c)
@@ -273,13 +253,13 @@ func (a *Agent) release(c *claim, reason, why string, failure agentv1alpha1.Fail
 	}
 	switch {
 	case m == nil:
-		a.end(c, reasonCancelled, "released before it had a machine")
+		a.end(c, claimreasons.Cancelled, "released before it had a machine")
 	case m.nodeName == "" && !failed && !c.drained && m.deletedAt.IsZero():
 		// The machine is handed over to the next claim.
 		m.claim = nil
 		m.spareSince = a.now()
 		a.touchMachine(m)
-		a.end(c, reasonHandedOver, "the machine was handed over before it had a Node")
+		a.end(c, claimreasons.HandedOver, "the machine was handed over before it had a Node")
 	default:
 		c.phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING
 		a.terminate(m)
@@ -294,13 +274,13 @@ func (a *Agent) release(c *claim, reason, why string, failure agentv1alpha1.Fail
 func (a *Agent) giveToUser(c *claim, why string) {
 	m := c.machine
 	c.returned = true
-	c.phase, c.reason, c.message = agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, reasonReturnRequested, why
-	c.happened(a.now(), reasonReturnRequested, why)
+	c.phase, c.reason, c.message = agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, claimreasons.ReturnRequested, why
+	c.happened(a.now(), claimreasons.ReturnRequested, why)
 	a.touchClaim(c)
 	a.publish() // a real hub also takes a moment to do the rest
 	m.claim, m.owned = nil, true
 	a.touchMachine(m)
-	a.end(c, reasonReturned, "its machine is the user's now")
+	a.end(c, claimreasons.Returned, "its machine is the user's now")
 	a.touch(m.group)
 }
 
@@ -313,7 +293,7 @@ func (a *Agent) end(c *claim, reason, message string) {
 	}
 	c.phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
 	if !c.failedAt.IsZero() {
-		reason, message = reasonFailed, c.message
+		reason, message = claimreasons.Failed, c.message
 	}
 	c.reason, c.message, c.endedAt = reason, message, a.now()
 	if c.machine != nil {
@@ -389,8 +369,8 @@ func (a *Agent) bind(c *claim, m *machine) {
 	m.group.pending--
 	m.claim, m.spareSince = c, time.Time{}
 	c.machine = m
-	c.phase, c.reason, c.message = agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, reasonBound, "bound to machine "+m.name
-	c.happened(a.now(), reasonBound, c.message)
+	c.phase, c.reason, c.message = agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, claimreasons.Bound, "bound to machine "+m.name
+	c.happened(a.now(), claimreasons.Bound, c.message)
 	a.touchMachine(m)
 	a.touchClaim(c)
 	a.touch(m.group)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -135,9 +136,9 @@ func (a *Agent) failed(m *machine) {
 		if c == nil || !c.live() {
 			return
 		}
-		reason, failure := reasonFailed, givenUp
+		reason, failure := claimreasons.Failed, givenUp
 		if m.fails.Outcome == OutcomeLate {
-			reason, failure = reasonLate, notFailed
+			reason, failure = claimreasons.Late, notFailed
 		}
 		a.release(c, reason, why, failure)
 	case OutcomeLost:

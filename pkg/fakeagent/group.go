@@ -9,6 +9,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -127,13 +128,13 @@ func (a *Agent) RemoveNodeGroup(id string) {
 		delete(a.groups, id)
 		for _, m := range slices.Clone(g.machines) {
 			if c := m.claim; c != nil {
-				a.end(c, reasonNodeGroupGone, "the node group was deleted, and its machine with it")
+				a.end(c, claimreasons.NodeGroupGone, "the node group was deleted, and its machine with it")
 			}
 			a.remove(m)
 		}
 		for _, c := range a.claimsOf(g) {
 			if c.live() {
-				a.end(c, reasonNodeGroupGone, "the node group was deleted")
+				a.end(c, claimreasons.NodeGroupGone, "the node group was deleted")
 			}
 		}
 		a.touch(g)

@@ -8,6 +8,7 @@ import (
 	"github.com/google/uuid"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -249,7 +250,7 @@ func (a *Agent) join(m *machine, nodeName string) {
 	}
 	m.nodeName = nodeName
 	if m.claim != nil {
-		m.claim.happened(a.now(), reasonNodeJoined, "Node "+nodeName+" joined")
+		m.claim.happened(a.now(), claimreasons.NodeJoined, "Node "+nodeName+" joined")
 	}
 	a.touchMachine(m)
 	a.touch(m.group)
@@ -286,9 +287,9 @@ func (a *Agent) remove(m *machine) {
 	m.group.machines = slices.DeleteFunc(m.group.machines, func(other *machine) bool { return other == m })
 	if c := m.claim; c != nil && c.phase != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 		if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING {
-			a.end(c, reasonReleased, "the instance and its Node are gone")
+			a.end(c, claimreasons.Released, "the instance and its Node are gone")
 		} else {
-			a.end(c, reasonMachineLost, fmt.Sprintf("machine %s was deleted by another actor", m.name))
+			a.end(c, claimreasons.MachineLost, fmt.Sprintf("machine %s was deleted by another actor", m.name))
 		}
 	}
 	a.touchMachine(m)

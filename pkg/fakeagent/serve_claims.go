@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -145,7 +146,7 @@ func (s claimService) ReleaseClaim(
 		if request.GetFailed() {
 			failure = reported
 		}
-		a.release(c, reasonReleaseRequested, why, failure)
+		a.release(c, claimreasons.ReleaseRequested, why, failure)
 		a.publish()
 	}
 	if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING && request.GetDrained() && !c.drained {
@@ -334,7 +335,7 @@ func (s claimService) SyncClaims(
 			continue
 		}
 		response.CollectedClaimIds = append(response.CollectedClaimIds, c.id)
-		a.release(c, reasonCollected, "its owner is gone: it is not in the live set of "+c.holder, notFailed)
+		a.release(c, claimreasons.Collected, "its owner is gone: it is not in the live set of "+c.holder, notFailed)
 	}
 	if reports {
 		a.reports[cluster] = request.GetNodes()

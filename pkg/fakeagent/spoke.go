@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"slices"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -100,10 +101,10 @@ func (s *liveSet) keeps(c *claim) string {
 
 // keep records in a bound claim why it is kept.
 func (a *Agent) keep(c *claim, why string) {
-	if c.phase != agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND || c.reason == reasonOwnerMissing {
+	if c.phase != agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND || c.reason == claimreasons.OwnerMissing {
 		return
 	}
-	c.reason, c.message = reasonOwnerMissing, why
-	c.happened(a.now(), reasonOwnerMissing, why)
+	c.reason, c.message = claimreasons.OwnerMissing, why
+	c.happened(a.now(), claimreasons.OwnerMissing, why)
 	a.touchClaim(c)
 }

@@ -22,6 +22,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -225,10 +226,10 @@ func Machine(m *clusterv1.Machine) *agentv1alpha1.Machine {
 }
 
 // WaitingReason is the reason of a pending claim whose status has none yet.
-const WaitingReason = "WaitingForMachine"
+const WaitingReason = claimreasons.WaitingForMachine
 
 // BindingReason is the reason of a claim whose Machine is assigned and about to be labelled.
-const BindingReason = "Binding"
+const BindingReason = claimreasons.Binding
 
 // Claim converts a claim. The machine is the last known state of the Machine that
 // claim.Status.Machine names, or nil if it was not found.

@@ -19,6 +19,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -44,6 +45,11 @@ func TestMachineDriftsOnlyWhenItsTemplateChanged(t *testing.T) {
 			require.Equal(t, !c.upToDate, shown.GetNotUpToDateMessage() != "")
 		})
 	}
+}
+
+// Callers cannot import Cluster API.
+func TestCallersKnowClusterAPIsReasonForInfrastructureThatIsGone(t *testing.T) {
+	require.Equal(t, clusterv1.MachineInfrastructureDeletedReason, claimreasons.InfrastructureDeleted)
 }
 
 func TestInfrastructureFailureIsShownAsItsProviderSaysIt(t *testing.T) {

@@ -192,7 +192,9 @@ func (c *Catalogue) ObserveZone(groupID, zone string) {
 }
 
 // ObserveTaint records whether a Node of the group joined with the taint that keeps pods away until
-// it is registered.
+// it is registered. It only serves to report a problem. The record is not kept when another process
+// becomes active: the problem is reported again once the next Node of the group has joined without
+// the taint.
 func (c *Catalogue) ObserveTaint(groupID string, tainted bool) {
 	c.mu.Lock()
 	known := c.untainted.Has(groupID)

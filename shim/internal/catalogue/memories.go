@@ -128,6 +128,11 @@ func (m *memories) all() []memory {
 
 // remember adds to the snapshot what NodeClaims remember, with the last known price of each node
 // group, and when the agent stopped knowing the group.
+//
+// Both are only in memory, and each replica has its own. After a start, a group that is gone counts
+// as gone since then, so that its Nodes drift later, but never earlier. Its price is unknown until it
+// is back: core does not replace its Nodes with cheaper ones. A price that was stored at the launch
+// could be too high by now, and make core replace a Node with a dearer one.
 func (c *Catalogue) remember(snapshot *Snapshot, memories []memory) {
 	gone, prices := map[string]time.Time{}, map[string]float64{}
 	for _, m := range memories {
@@ -141,8 +146,9 @@ func (c *Catalogue) remember(snapshot *Snapshot, memories []memory) {
 			since, before := c.gone[m.nodeGroup]
 			gone[m.nodeGroup] = lo.Ternary(before, since, c.clock.Now())
 		}
+		price, known := prices[m.nodeGroup]
 		snapshot.remembered[m.nodeClass] = append(snapshot.remembered[m.nodeClass], instancetype.Remembered{
-			InstanceType: m.instanceType, Zone: m.zone, CapacityType: m.capacityType, Price: prices[m.nodeGroup],
+			InstanceType: m.instanceType, Zone: m.zone, CapacityType: m.capacityType, Price: price, Known: known,
 		})
 	}
 	for nodeClass, remembered := range snapshot.remembered {

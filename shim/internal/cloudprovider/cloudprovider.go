@@ -119,10 +119,13 @@ func (c *CloudProvider) GetSupportedNodeClasses() []status.Object {
 }
 
 // GetInstanceTypes returns the instance types in the newest snapshot of the catalogue, and none for
-// a NodePool of another provider. It returns an error before the agent was first reached, while
-// existing NodeClaims are being adopted, and for a node class that does not exist or selects
-// nothing. An empty result instead would make core treat the NodePool's Nodes as drifted because of
-// a typo in a selector.
+// a NodePool of another provider. Of a node class that selects nothing it returns those that
+// NodeClaims remember, of which none is available.
+//
+// It returns an error before the agent was first reached, while existing NodeClaims are being
+// adopted, for a node class that does not exist, and for one that selects nothing and that no
+// NodeClaim remembers. An empty result instead would make core treat the NodePool's Nodes as drifted
+// because of a typo in a selector.
 func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.NodePool) ([]*cloudprovider.InstanceType, error) {
 	if nodePool == nil || !isOurs(nodePool.Spec.Template.Spec.NodeClassRef) {
 		return nil, nil
@@ -138,10 +141,11 @@ func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.Nod
 	if !ok {
 		return nil, fmt.Errorf("ClusterAPINodeClass %q does not exist", nodePool.Spec.Template.Spec.NodeClassRef.Name)
 	}
-	if len(class.Groups) == 0 {
+	types := class.For(nodePool)
+	if len(types) == 0 && len(class.Groups) == 0 {
 		return nil, fmt.Errorf("ClusterAPINodeClass %q selects no node group", class.Name)
 	}
-	return class.For(nodePool), nil
+	return types, nil
 }
 
 // Ready reports whether core gets instance types at all: the agent has been reached, and existing
@@ -555,12 +559,13 @@ const goneFor = time.Hour
 
 // deselected reports whether the node class's selector does not match the group, or the group has
 // been gone for at least goneFor. No selector matches a MachineDeployment without the opt-in label.
+// While the agent is unreachable, no group is gone for good: it may be back.
 func (c *CloudProvider) deselected(snapshot *catalogue.Snapshot, class *catalogue.Class, groupID string) bool {
 	if group, ok := snapshot.Source(groupID); ok {
 		return !class.Selects(group)
 	}
 	since, gone := snapshot.GoneSince(groupID)
-	return gone && c.Clock.Since(since) >= goneFor
+	return gone && c.Claims.State().Connected && c.Clock.Since(since) >= goneFor
 }
 
 // Reboot is not supported: Cluster API has no such operation.

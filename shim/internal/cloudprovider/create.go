@@ -21,6 +21,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/scheduling"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
@@ -258,11 +259,6 @@ func (c *CloudProvider) launched(claim *agentv1alpha1.Claim, group *instancetype
 	}
 }
 
-// infrastructureDeleted is Cluster API's reason (MachineInfrastructureDeletedReason) for a Machine
-// whose infrastructure object existed and is gone. Nothing recreates it. Once the Node is not
-// Ready, core removes the NodeClaim of a machine that is gone.
-const infrastructureDeleted = "ObjectDeleted"
-
 // nodeClaimOf returns the claim's machine as core's NodeClaim, with one of its provider IDs.
 func (c *CloudProvider) nodeClaimOf(claim *agentv1alpha1.Claim, providerID string) *karpv1.NodeClaim {
 	nodeClaim := &karpv1.NodeClaim{
@@ -276,13 +272,14 @@ func (c *CloudProvider) nodeClaimOf(claim *agentv1alpha1.Claim, providerID strin
 	if created := claim.GetCreatedAt(); created != nil {
 		nodeClaim.CreationTimestamp = metav1.NewTime(created.AsTime())
 	}
-	// Core treats a machine that is being deleted as gone.
+	// Core treats a machine that is being deleted as gone, and removes its NodeClaim once the Node is
+	// not Ready.
 	switch {
 	case claim.GetReleasedAt() != nil:
 		nodeClaim.DeletionTimestamp = &metav1.Time{Time: claim.GetReleasedAt().AsTime()}
 	case claim.GetMachine().GetDeletedAt() != nil:
 		nodeClaim.DeletionTimestamp = &metav1.Time{Time: claim.GetMachine().GetDeletedAt().AsTime()}
-	case claim.GetMachine().GetInfrastructureReason() == infrastructureDeleted:
+	case claim.GetMachine().GetInfrastructureReason() == claimreasons.InfrastructureDeleted:
 		nodeClaim.DeletionTimestamp = &metav1.Time{Time: c.Clock.Now()}
 	}
 	if snapshot := c.Catalogue.Snapshot(); snapshot != nil {

@@ -236,6 +236,15 @@ func TestDifferentPricesOfWhatKarpenterCannotTellApartAreTold(t *testing.T) {
 	assert.Len(t, instancetype.Mismatches(estimates, instancetype.ZoneUse{}), 1)
 }
 
+// A process that has just started may know the price of only one of two node groups.
+func TestOfWhatNodeClaimsRememberAPriceThatIsKnownCounts(t *testing.T) {
+	unknown := instancetype.Remembered{InstanceType: "old", Zone: "z9", CapacityType: "on-demand"}
+	dear, free := unknown, unknown
+	dear.Price, dear.Known, free.Known = 4, true, true
+	assert.Equal(t, []instancetype.Remembered{dear}, instancetype.Remember([]instancetype.Remembered{unknown, dear}))
+	assert.Equal(t, []instancetype.Remembered{free}, instancetype.Remember([]instancetype.Remembered{unknown, dear, free}))
+}
+
 func TestWhatNodeClaimsRememberStaysAndIsNotAvailable(t *testing.T) {
 	remembered := instancetype.Remember([]instancetype.Remembered{
 		{InstanceType: "old", Zone: "z9", CapacityType: "on-demand", Price: 4},

@@ -21,22 +21,35 @@ type Remembered struct {
 	InstanceType string
 	Zone         string
 	CapacityType string
-	// Price is the last known offered price of the node group, or 0 if none is known.
+	// Price is the last known offered price of the node group. If none is known, Known is false and
+	// Price 0, with which core never replaces the Node to save money.
 	Price float64
+	Known bool
 }
 
-// Remember removes duplicates and sorts. Of duplicates it keeps the lowest price.
+// Remember removes duplicates and sorts. Of duplicates it keeps the lowest known price.
 func Remember(all []Remembered) []Remembered {
 	all = slices.Clone(all)
 	slices.SortFunc(all, func(a, b Remembered) int {
 		return cmp.Or(
 			strings.Compare(a.InstanceType, b.InstanceType), strings.Compare(a.Zone, b.Zone),
-			strings.Compare(a.CapacityType, b.CapacityType), cmp.Compare(a.Price, b.Price),
+			strings.Compare(a.CapacityType, b.CapacityType), knownFirst(a, b), cmp.Compare(a.Price, b.Price),
 		)
 	})
 	return slices.CompactFunc(all, func(a, b Remembered) bool {
 		return a.InstanceType == b.InstanceType && a.Zone == b.Zone && a.CapacityType == b.CapacityType
 	})
+}
+
+func knownFirst(a, b Remembered) int {
+	switch {
+	case a.Known == b.Known:
+		return 0
+	case a.Known:
+		return -1
+	default:
+		return 1
+	}
 }
 
 func (r Remembered) key() string {

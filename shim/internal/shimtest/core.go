@@ -3,6 +3,8 @@ package shimtest
 import (
 	"context"
 	"maps"
+	"slices"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -12,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/controllers/disruption"
 	"sigs.k8s.io/karpenter/pkg/controllers/provisioning"
 	"sigs.k8s.io/karpenter/pkg/controllers/provisioning/scheduling"
 	"sigs.k8s.io/karpenter/pkg/controllers/state"
@@ -77,12 +80,51 @@ func (w *Env) Node(nodeClaim *karpv1.NodeClaim, taints ...corev1.Taint) *corev1.
 // and Nodes. It creates nothing.
 func (w *Env) Plan() scheduling.Results {
 	w.t.Helper()
-	results, err := w.provisioner().Schedule(w.coreContext())
+	_, provisioner := w.observed()
+	results, err := provisioner.Schedule(w.coreContext())
 	require.NoError(w.t, err)
 	return results
 }
 
-func (w *Env) provisioner() *provisioning.Provisioner {
+// Disrupt returns what core's disruption decides about the existing Nodes: the commands of the first
+// of its methods that has any. It omits the validation some seconds later, and executes nothing.
+func (w *Env) Disrupt() ([]disruption.Command, error) {
+	w.t.Helper()
+	ctx := w.coreContext()
+	cluster, provisioner := w.observed()
+	queue := disruption.NewQueue(w.Kube, w.Recorder, cluster, w.Clock, provisioner)
+	consolidation := disruption.MakeConsolidation(w.Clock, cluster, w.Kube, provisioner, w.CloudProvider, w.Recorder, queue)
+	for _, method := range []disruption.Method{
+		disruption.NewEmptiness(consolidation, disruption.WithValidator(unvalidated{})),
+		disruption.NewStaticDrift(cluster, provisioner, w.CloudProvider, w.Recorder),
+		disruption.NewDrift(w.Kube, cluster, provisioner, w.Recorder, w.Clock),
+		disruption.NewMultiNodeConsolidation(consolidation, disruption.WithValidator(unvalidated{})),
+		disruption.NewSingleNodeConsolidation(consolidation, disruption.WithValidator(unvalidated{})),
+	} {
+		candidates, err := disruption.GetCandidates(
+			ctx, cluster, w.Kube, w.Recorder, w.Clock, w.CloudProvider, method.ShouldDisrupt, method.Class(), queue,
+		)
+		require.NoError(w.t, err)
+		budgets, err := disruption.BuildDisruptionBudgetMapping(ctx, cluster, w.Clock, w.Kube, w.CloudProvider, w.Recorder, method.Reason())
+		require.NoError(w.t, err)
+		commands, err := method.ComputeCommands(ctx, budgets, candidates...)
+		commands = slices.DeleteFunc(commands, func(c disruption.Command) bool { return c.Decision() == disruption.NoOpDecision })
+		if err != nil || len(commands) > 0 {
+			return commands, err
+		}
+	}
+	return nil, nil
+}
+
+// unvalidated accepts every command at once.
+type unvalidated struct{}
+
+func (unvalidated) Validate(_ context.Context, command disruption.Command, _ time.Duration) (disruption.Command, error) {
+	return command, nil
+}
+
+// observed returns core's view of the existing NodeClaims and Nodes, and a provisioner with it.
+func (w *Env) observed() (*state.Cluster, *provisioning.Provisioner) {
 	w.t.Helper()
 	cluster := state.NewCluster(w.Clock, w.Kube, w.CloudProvider)
 	nodeClaims, nodes := &karpv1.NodeClaimList{}, &corev1.NodeList{}
@@ -98,7 +140,7 @@ func (w *Env) provisioner() *provisioning.Provisioner {
 		_, err := observer.Reconcile(w.coreContext(), reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&nodes.Items[i])})
 		require.NoError(w.t, err)
 	}
-	return provisioning.NewProvisioner(
+	return cluster, provisioning.NewProvisioner(
 		w.Kube, w.Recorder, w.CloudProvider, cluster, w.Clock, nil, virtualpods.NewVirtualPodCache(w.Kube),
 	)
 }

@@ -26,6 +26,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/events"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -240,12 +241,9 @@ func NeverMade(claim *agentv1alpha1.Claim) bool {
 	if claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 		return false
 	}
-	refused := claim.GetReason() == endedRefused || claim.GetReason() == endedNoRoom
+	refused := claim.GetReason() == claimreasons.Refused || claim.GetReason() == claimreasons.NoRoom
 	return claim.GetNodeGroupId() == "" || claim.GetAdoptMachine() != "" && claim.GetMachine() == nil && refused
 }
-
-// The agent's reasons for the end of a claim that no node group admitted.
-const endedRefused, endedNoRoom = "Refused", "NoRoom"
 
 // Event returns an event that names the Machine, the reason why it could not be adopted, and the
 // remedy.

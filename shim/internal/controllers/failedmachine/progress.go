@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/events"
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -45,23 +46,19 @@ func stepOf(claim *agentv1alpha1.Claim) step {
 // It returns false, which leaves the timeout to core, in two cases. While the node group is paused,
 // other groups may have room. If the agent cannot be sure that there is no Node, this cluster can.
 func (c *Controller) comes(claim *agentv1alpha1.Claim) bool {
-	if claim.GetReason() == nodeNotSeen {
+	if claim.GetReason() == claimreasons.NodeNotSeen {
 		return false
 	}
 	group, known := c.groups.Get(claim.GetNodeGroupId())
 	return !known || group.GetAvailability().GetReason() != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED
 }
 
-// nodeNotSeen is the reason of a claim that is past its deadline and that the agent keeps because
-// the machine's Node may exist.
-const nodeNotSeen = "NodeNotSeen"
-
 // joinedAt returns when the machine's Node joined, according to Cluster API or this cluster, or the
 // zero time if it has not.
 func (c *Controller) joinedAt(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (time.Time, error) {
 	var at time.Time
 	for _, event := range claim.GetHistory() {
-		if event.GetReason() == nodeJoined {
+		if event.GetReason() == claimreasons.NodeJoined {
 			at = event.GetTime().AsTime()
 		}
 	}
@@ -77,9 +74,6 @@ func (c *Controller) joinedAt(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 	}
 	return at, err
 }
-
-// nodeJoined is the reason of a history entry of a claim that records the joining of its Node.
-const nodeJoined = "NodeJoined"
 
 func (c *Controller) forget(uid types.UID) {
 	c.mu.Lock()

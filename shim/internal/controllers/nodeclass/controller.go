@@ -256,7 +256,7 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	case class.SelectorError != nil:
 		conditions.SetFalse(v1alpha1.ConditionNodeGroupsFound, reasonSelectorInvalid, lo.Ellipsis(class.SelectorError.Error(), longestMessage))
 	case len(class.Groups) == 0:
-		conditions.SetFalse(v1alpha1.ConditionNodeGroupsFound, reasonNoNodeGroups, lo.Ellipsis(c.nothingFound(nodeClass, snapshot), longestMessage))
+		conditions.SetFalse(v1alpha1.ConditionNodeGroupsFound, reasonNoNodeGroups, lo.Ellipsis(c.nothingFound(nodeClass, class, snapshot), longestMessage))
 	default:
 		conditions.SetTrue(v1alpha1.ConditionNodeGroupsFound)
 	}
@@ -272,8 +272,12 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	}
 }
 
-func (c *Controller) nothingFound(nodeClass *v1alpha1.ClusterAPINodeClass, snapshot *catalogue.Snapshot) string {
+func (c *Controller) nothingFound(nodeClass *v1alpha1.ClusterAPINodeClass, class *catalogue.Class, snapshot *catalogue.Snapshot) string {
 	cluster := c.cluster.GetNamespace() + "/" + c.cluster.GetName()
+	if unusable := len(class.Selected); unusable > 0 {
+		return fmt.Sprintf("none of the %d node groups of Cluster %s that match can be used: the condition %s has the reasons",
+			unusable, cluster, v1alpha1.ConditionNodeGroupsValid)
+	}
 	if snapshot.Len() == 0 {
 		return fmt.Sprintf("Cluster %s has no usable node groups: give MachineDeployments the label node.cluster.x-k8s.io/karpenter-member", cluster)
 	}

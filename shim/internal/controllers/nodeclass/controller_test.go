@@ -146,6 +146,16 @@ func TestASelectorThatMatchesNothingIsNamed(t *testing.T) {
 	assert.Equal(t, []string{"NoNodeGroups"}, e.Recorder.Reasons())
 }
 
+func TestNodeGroupsOfWhichNoneCanBeUsedAreNotMissing(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a", Zone: "no label!"})
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	found := condition(nodeClass, v1alpha1.ConditionNodeGroupsFound)
+	assert.True(t, found.IsFalse())
+	assert.Equal(t, "none of the 1 node groups of Cluster default/workload that match can be used: the condition NodeGroupsValid has the reasons",
+		found.Message)
+	assert.Contains(t, condition(nodeClass, v1alpha1.ConditionNodeGroupsValid).Message, "no label!")
+}
+
 func TestAClusterWithoutNodeGroupsSaysWhatToDo(t *testing.T) {
 	e := setUp(t)
 	found := condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionNodeGroupsFound)

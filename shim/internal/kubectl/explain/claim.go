@@ -7,6 +7,7 @@ import (
 
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -80,7 +81,7 @@ func since(t *story, claim *agentv1alpha1.Claim) string {
 		at = claim.GetEndedAt()
 	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND:
 		for _, event := range claim.GetHistory() {
-			if event.GetReason() == "Bound" {
+			if event.GetReason() == claimreasons.Bound {
 				at = event.GetTime()
 			}
 		}
@@ -125,7 +126,7 @@ func (t *story) claimPending(claim *agentv1alpha1.Claim) State {
 	reason := group.GetAvailability().GetReason()
 	blocked := unavailable(group, t.s.Now)
 	switch {
-	case claim.GetReason() == "WriteRefused":
+	case claim.GetReason() == claimreasons.WriteRefused:
 		t.conclude(Blocked, "The hub's API server refuses what the agent writes: "+sentence(claim.GetMessage()),
 			"Correct the webhook, policy or quota that refuses it.")
 		return Blocked
@@ -145,7 +146,7 @@ func (t *story) claimPending(claim *agentv1alpha1.Claim) State {
 }
 
 func (t *story) claimBound(claim *agentv1alpha1.Claim) State {
-	if claim.GetReason() == "OwnerMissing" {
+	if claim.GetReason() == claimreasons.OwnerMissing {
 		t.conclude(Blocked, "The claim's owner is missing, and its machine is kept: "+sentence(claim.GetMessage()),
 			"Decide whether it is still needed; release it by hand if not (docs/troubleshooting.md, claims whose owner is missing).")
 		return Blocked
@@ -161,7 +162,7 @@ func (t *story) claimReleasing(claim *agentv1alpha1.Claim) {
 	case claim.GetFailedAt() != nil:
 		t.conclude(Ending, "The machine was given up as failed: "+why,
 			"Correct what the message says. The node group refuses claims for its cool-down; Karpenter then tries again.")
-	case claim.GetReason() == "Late":
+	case claim.GetReason() == claimreasons.Late:
 		t.conclude(Ending, "The machine is late, and the next claim gets it: "+why,
 			"If machines regularly take that long, raise spec.maxNodeProvisionTime of the ClusterAPINodeClass (docs/claims.md).")
 	default:
@@ -171,24 +172,24 @@ func (t *story) claimReleasing(claim *agentv1alpha1.Claim) {
 
 // ended describes the end of a claim, by reason.
 var ended = map[string]string{
-	"MachineLost":   "Another actor deleted its Machine: a user, a MachineHealthCheck or a rollout.",
-	"NodeGroupGone": "Its MachineDeployment was deleted.",
-	"HandedOver":    "Its machine was late and was handed over to the next claim.",
-	"Returned":      "Its machine was returned to the user.",
-	"Cancelled":     "It was released before it had a machine.",
-	"Released":      "Its machine is gone.",
-	"NeverMade":     "It was released before it was created.",
-	"StateLost":     "It was moved or restored without its status.",
+	claimreasons.MachineLost:   "Another actor deleted its Machine: a user, a MachineHealthCheck or a rollout.",
+	claimreasons.NodeGroupGone: "Its MachineDeployment was deleted.",
+	claimreasons.HandedOver:    "Its machine was late and was handed over to the next claim.",
+	claimreasons.Returned:      "Its machine was returned to the user.",
+	claimreasons.Cancelled:     "It was released before it had a machine.",
+	claimreasons.Released:      "Its machine is gone.",
+	claimreasons.NeverMade:     "It was released before it was created.",
+	claimreasons.StateLost:     "It was moved or restored without its status.",
 }
 
 func (t *story) claimEnded(claim *agentv1alpha1.Claim) {
 	why := joined(" ", ended[claim.GetReason()], sentence(claim.GetMessage()))
 	var next []string
 	switch claim.GetReason() {
-	case "Failed":
+	case claimreasons.Failed:
 		why = "The machine never came: " + sentence(claim.GetMessage())
 		next = []string{"Correct what the message says. The node group refuses claims for its cool-down; Karpenter then tries again."}
-	case "NoRoom", "Refused":
+	case claimreasons.NoRoom, claimreasons.Refused:
 		next = []string{"See why: kubectl capi groups"}
 	}
 	verdict := fmt.Sprintf("The claim has ended (%s). %s", claim.GetReason(), why)

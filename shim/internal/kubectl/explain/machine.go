@@ -9,6 +9,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -46,7 +47,7 @@ func (t *story) machine() {
 	case releasing:
 	case t.s.Node == nil:
 		verdict := fmt.Sprintf("The instance of Machine %s exists, and its Node has not joined.", machine.GetName())
-		if claim.GetReason() == "NodeNotSeen" {
+		if claim.GetReason() == claimreasons.NodeNotSeen {
 			verdict += " " + sentence(claim.GetMessage())
 		}
 		t.conclude(Waiting, verdict, describe,
@@ -96,7 +97,7 @@ func (t *story) machineGoes(claim *agentv1alpha1.Claim, machine *agentv1alpha1.M
 		cmp.Or(says, "Cluster API reports no cause"))}
 	t.add(step)
 	who := ""
-	if claim.GetReason() == "MachineDeleting" {
+	if claim.GetReason() == claimreasons.MachineDeleting {
 		who = " Another actor deletes it, not Karpenter."
 	}
 	verdict := fmt.Sprintf("Machine %s is being deleted.%s %s", machine.GetName(), who, joined(" ", hooks[machine.GetDeletingReason()],
