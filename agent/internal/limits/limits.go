@@ -62,9 +62,14 @@ const (
 	// total. Each may be 4 MiB in size. Further requests wait.
 	readsOfCaller, readsInAll = 8, 32
 	// largeOfCaller is how many large requests of a caller are read and handled at once. largeInAll
-	// is how many large requests are decoded at once, in total. One request allocates up to 320 MiB
-	// in total. Further requests wait.
+	// is how many large requests of which little is kept are decoded at once, in total. Further
+	// requests wait.
 	largeOfCaller, largeInAll = 1, 3
+	// decodedInAll is how many bytes of SyncClaims requests are decoded and handled at once, in
+	// total. Decoded, a request takes up to twenty times as many, until its call ends. Further
+	// requests wait. Those of up to smallDecoded bytes do not count, so that a spoke with a hundred
+	// Nodes does not wait for the large ones of others: syncsInAll bounds them.
+	decodedInAll, smallDecoded = 8 << 20, 64 << 10
 	// checksOfCaller is how many requests of a caller are validated at once. A request with a
 	// thousand long names needs 25 ms of a CPU, and no caller may use all CPUs. Further requests
 	// wait.
@@ -154,8 +159,9 @@ type Limiter struct {
 	clock           clock.PassiveClock
 	refused, slowed *prometheus.CounterVec
 	reads, large    *semaphore.Weighted
-	lists, syncs    shared
-	unknown         *handshakes
+	// decoded counts bytes.
+	lists, syncs, decoded shared
+	unknown               *handshakes
 
 	mu            sync.Mutex
 	callers       map[string]*caller
@@ -186,13 +192,15 @@ type caller struct {
 func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Limiter, error) {
 	waiting := prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "capi_agent_calls_waiting",
-		Help: "Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims).",
+		Help: "Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims; " +
+			"large: to decode and handle a large SyncClaims).",
 	}, []string{"turn"})
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{}, forgetFrom: enough,
 		reads: semaphore.NewWeighted(readsInAll), large: semaphore.NewWeighted(largeInAll),
 		lists:   shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
 		syncs:   shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
+		decoded: shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
 		unknown: newHandshakes(),
 		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_calls_refused_total",
@@ -448,8 +456,8 @@ func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	}, nil
 }
 
-// Decode waits until a large request that has been read may be decoded, and returns a function to
-// call once it has been decoded. The error is that of the context.
+// Decode waits until a large request that has been read, and of which little is kept, may be decoded.
+// It returns a function to call once it has been decoded. The error is that of the context.
 func (c *Call) Decode(ctx context.Context) (done func(), err error) {
 	// The semaphore that all callers share is held only for work on data that has already arrived,
 	// so neither a caller nor the hub can block it.
@@ -477,15 +485,17 @@ func (c *Call) keep(ctx context.Context, s *semaphore.Weighted) error {
 	return nil
 }
 
-// keepShared acquires one of the turns that all callers share, until the call ends.
-func (c *Call) keepShared(ctx context.Context, s shared) error {
-	if s.turns.TryAcquire(1) {
-		c.free = append(c.free, func() { s.turns.Release(1) })
-		return nil
+// keepShared acquires n of the turns that all callers share, until the call ends.
+func (c *Call) keepShared(ctx context.Context, s shared, n int64) error {
+	if !s.turns.TryAcquire(n) {
+		s.waiting.Inc()
+		defer s.waiting.Dec()
+		if err := s.turns.Acquire(ctx, n); err != nil {
+			return err
+		}
 	}
-	s.waiting.Inc()
-	defer s.waiting.Dec()
-	return c.keep(ctx, s.turns)
+	c.free = append(c.free, func() { s.turns.Release(n) })
+	return nil
 }
 
 // Hold counts the size of the request until the call ends. The error is a [*RefusedError].
@@ -531,14 +541,23 @@ func (c *Call) LeaveHub() {
 	}
 }
 
-// Sync waits until the call, whose SyncClaims request has arrived, may be decoded and handled. It
-// waits for the caller's other calls first, so that a caller that keeps itself waiting keeps no other
-// caller waiting. The error is that of the context.
-func (c *Call) Sync(ctx context.Context) error {
+// Sync waits until the call, whose SyncClaims request of that many bytes has arrived, may be decoded
+// and handled. It waits for the caller's other calls first, so that a caller that keeps itself waiting
+// keeps no other caller waiting, and last for a turn for which small requests wait as well. A large
+// request that is not handled within CallTimeout is cut, whatever its deadline: others wait for it.
+// The error is that of the context.
+func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 	if err := c.AskHub(ctx); err != nil {
 		return err
 	}
-	return c.keepShared(ctx, c.limiter.syncs)
+	if bytes > smallDecoded {
+		if err := c.keepShared(ctx, c.limiter.decoded, min(int64(bytes), decodedInAll)); err != nil {
+			return err
+		}
+		late := time.AfterFunc(c.limiter.CallTimeout, cut)
+		c.free = append(c.free, func() { late.Stop() })
+	}
+	return c.keepShared(ctx, c.limiter.syncs, 1)
 }
 
 // List waits until the call may build a list, and query the hub for it if asksHub is set. Its
@@ -558,7 +577,7 @@ func (c *Call) List(ctx context.Context, asksHub bool) error {
 	if err := c.keep(ctx, c.caller.lists); err != nil {
 		return err
 	}
-	if err := c.keepShared(ctx, c.limiter.lists); err != nil {
+	if err := c.keepShared(ctx, c.limiter.lists, 1); err != nil {
 		return err
 	}
 	// Earlier lists may have used up the limit meanwhile.

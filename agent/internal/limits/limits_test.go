@@ -252,19 +252,23 @@ func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
 	require.NoError(t, <-waited)
 }
 
+const waitingHelp = `
+# HELP capi_agent_calls_waiting Calls that wait for a slot shared by all callers, by what they wait for ` +
+	`(list: to build a list; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims).
+# TYPE capi_agent_calls_waiting gauge`
+
 func TestSyncsOfAllCallersAreHandledInTheOrderOfTheirArrival(t *testing.T) {
 	l, _, registry := limiter(t, func(*limits.Options) {})
 	handled := make([]*limits.Call, 16)
 	for i := range handled {
 		handled[i] = begin(t, l, strconv.Itoa(i), false)
-		require.NoError(t, handled[i].Sync(t.Context()))
+		require.NoError(t, handled[i].Sync(t.Context(), 0, func() {}))
 	}
 	waiting := func(calls int) {
 		t.Helper()
 		require.EventuallyWithT(t, func(c *assert.CollectT) {
-			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(`
-# HELP capi_agent_calls_waiting Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims).
-# TYPE capi_agent_calls_waiting gauge
+			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
+capi_agent_calls_waiting{turn="large"} 0
 capi_agent_calls_waiting{turn="list"} 0
 capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_calls_waiting"))
 		}, time.Minute, time.Millisecond)
@@ -272,7 +276,7 @@ capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_c
 	over, cancel := context.WithCancel(t.Context())
 	late := make(chan error, 1)
 	call := begin(t, l, "late", false)
-	go func() { late <- call.Sync(over) }()
+	go func() { late <- call.Sync(over, 0, func() {}) }()
 	waiting(1)
 	cancel()
 	require.ErrorIs(t, <-late, context.Canceled)
@@ -281,7 +285,7 @@ capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_c
 	for i, identity := range []string{"a", "b"} {
 		call := begin(t, l, identity, false)
 		go func() {
-			_ = call.Sync(t.Context())
+			_ = call.Sync(t.Context(), 0, func() {})
 			turns <- identity
 		}()
 		waiting(i + 1)
@@ -326,11 +330,11 @@ func TestASyncThatWaitsForItsCallersOtherCallsKeepsNoOtherWaiting(t *testing.T) 
 	for i := range 16 {
 		identity := strconv.Itoa(i)
 		require.NoError(t, begin(t, l, identity, false).AskHub(t.Context()))
-		require.ErrorIs(t, begin(t, l, identity, false).Sync(over), context.Canceled)
+		require.ErrorIs(t, begin(t, l, identity, false).Sync(over, 0, func() {}), context.Canceled)
 	}
 	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	require.NoError(t, begin(t, l, "other", false).Sync(soon))
+	require.NoError(t, begin(t, l, "other", false).Sync(soon, 0, func() {}))
 }
 
 func TestTheOldestConnectionWithoutAnIdentityGivesWay(t *testing.T) {
@@ -384,6 +388,21 @@ func TestALargeRequestCountsAsManyCalls(t *testing.T) {
 	call.End()
 	_, err := l.Begin("a", "/m", false)
 	requireRefused(t, err, limits.ReasonRate, time.Second)
+}
+
+// A caller may choose a deadline of minutes, and keep the hub from answering in time.
+func TestALargeRequestIsCutWhenItKeepsOthersWaitingForLong(t *testing.T) {
+	l, _, _ := limiter(t, func(o *limits.Options) { o.CallTimeout = time.Millisecond })
+	cut := make(chan struct{})
+	call := begin(t, l, "a", false)
+	require.NoError(t, call.Sync(t.Context(), 1<<20, func() { close(cut) }))
+	select {
+	case <-cut:
+	case <-time.After(time.Minute):
+		t.Fatal("it is not cut")
+	}
+	call.End()
+	require.NoError(t, begin(t, l, "b", false).Sync(t.Context(), 64<<10, func() { panic("a small one has its own deadline") }))
 }
 
 func TestOneLargeRequestOfACallerIsHandledAtATime(t *testing.T) {
@@ -452,6 +471,49 @@ func TestThreeLargeRequestsAreDecodedAtATime(t *testing.T) {
 	done()
 	_, err = fourth.Decode(t.Context())
 	require.NoError(t, err)
+}
+
+func TestAFewLargeSyncsAreDecodedAndHandledAtATime(t *testing.T) {
+	const mebibyte = 1 << 20
+	l, _, registry := limiter(t, func(*limits.Options) {})
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	first, second := begin(t, l, "a", false), begin(t, l, "b", false)
+	require.NoError(t, first.Sync(t.Context(), 4*mebibyte, func() {}))
+	require.NoError(t, second.Sync(t.Context(), 4*mebibyte, func() {}))
+	require.ErrorIs(t, begin(t, l, "c", false).Sync(over, 65<<10, func() {}), context.Canceled)
+	_, err := begin(t, l, "d", false).Decode(t.Context())
+	require.NoError(t, err, "what keeps little does not wait for them")
+
+	// They are served in the order of their arrival, whatever their size, and keep no small one waiting meanwhile.
+	turns := make(chan string, 20)
+	waiting := func(calls int) {
+		t.Helper()
+		require.EventuallyWithT(t, func(c *assert.CollectT) {
+			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
+capi_agent_calls_waiting{turn="large"} `+strconv.Itoa(calls)+`
+capi_agent_calls_waiting{turn="list"} 0
+capi_agent_calls_waiting{turn="sync"} 0
+`), "capi_agent_calls_waiting"))
+		}, time.Minute, time.Millisecond)
+	}
+	for i := range 20 {
+		call := begin(t, l, strconv.Itoa(i), false)
+		go func() {
+			if call.Sync(t.Context(), 4*mebibyte-i<<15, func() {}) == nil {
+				turns <- strconv.Itoa(i)
+			}
+			call.End()
+		}()
+		waiting(i + 1)
+	}
+	require.NoError(t, begin(t, l, "small", false).Sync(t.Context(), 64<<10, func() {}))
+	first.End()
+	for i := range 20 {
+		require.Equal(t, strconv.Itoa(i), <-turns)
+	}
+	waiting(0)
+	second.End()
 }
 
 // This is the most that a shim of 5,000 Nodes does: it claims all of them, releases half of them at
