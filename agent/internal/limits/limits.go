@@ -30,6 +30,10 @@ type Options struct {
 	// CallsAtOnce and WatchesAtOnce are how many unary calls and watch streams a caller may have
 	// open.
 	CallsAtOnce, WatchesAtOnce int
+	// AllConnections, AllCallsAtOnce and AllWatchesAtOnce are how many connections, unary calls and
+	// watch streams all callers together may have open. A caller may open one more while it has fewer
+	// than are left, or one of a few that every caller may have.
+	AllConnections, AllCallsAtOnce, AllWatchesAtOnce int
 	// HubCallsAtOnce is how many of a caller's calls may query the hub's API server at once.
 	// Further calls wait.
 	HubCallsAtOnce int
@@ -50,6 +54,7 @@ type Options struct {
 func Defaults() Options {
 	return Options{
 		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 100,
+		AllConnections: 4000, AllCallsAtOnce: 3000, AllWatchesAtOnce: 6000,
 		HubCallsAtOnce: 16, HubRequestsPerSecond: 50, HubRequestBurst: 100,
 		RequestTimeout: 10 * time.Second, CallTimeout: 30 * time.Second, MaxCallTimeout: 2 * time.Minute, SendTimeout: 30 * time.Second,
 	}
@@ -81,10 +86,14 @@ const (
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
 	smallRequest              = 4 << 10
 	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read.
-	// Beyond UnreadOfCaller all calls of the caller are rejected; beyond unreadInAll the lists of
-	// all callers are. Calls that were admitted earlier may exceed the limits, by two lists for
-	// each caller.
+	// Beyond UnreadOfCaller all calls of the caller are rejected, as are those of a caller with more
+	// than are left of unreadInAll; beyond unreadInAll the lists of all callers are. Calls that were
+	// admitted earlier may exceed the limits, by two lists for each caller.
 	UnreadOfCaller, unreadInAll = 32 << 20, 128 << 20
+	// assuredConnections, assuredCalls, assuredWatches and assuredUnread are what every caller may
+	// have, whatever others have. A shim has one connection, and another one while its certificate
+	// is replaced, and three streams.
+	assuredConnections, assuredCalls, assuredWatches, assuredUnread = 4, 8, 8, 1 << 20
 	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
 	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
@@ -150,7 +159,11 @@ const (
 	ReasonInFlight    = "bytes"
 	ReasonUnread      = "unread"
 	ReasonConnections = "connections"
-	ReasonHandshakes  = "handshakes"
+	// These are for what all callers have together.
+	ReasonAllCalls       = "all-calls"
+	ReasonAllWatches     = "all-watches"
+	ReasonAllConnections = "all-connections"
+	ReasonHandshakes     = "handshakes"
 )
 
 // Limiter tracks what callers have open. It is safe for concurrent use.
@@ -167,7 +180,9 @@ type Limiter struct {
 	callers       map[string]*caller
 	forgetFrom    int // the number of callers from which idle ones are forgotten
 	bytes, unread int64
-	light         map[string]bool
+	// These are the sums of all callers.
+	calls, watches, connections int
+	light                       map[string]bool
 }
 
 // shared are turns that all callers share.
@@ -248,12 +263,16 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	defer l.mu.Unlock()
 	c := l.caller(identity)
 	switch {
-	case c.unread >= UnreadOfCaller:
+	case l.leavesUnread(c):
 		return nil, l.refuseUnread(c, method)
 	case !watch && c.calls >= l.CallsAtOnce:
 		return nil, l.refuse(c, method, ReasonCalls, time.Second, "this identity has reached its limit of %d open calls", c.calls)
 	case watch && c.watches >= l.WatchesAtOnce:
 		return nil, l.refuse(c, method, ReasonWatches, 5*time.Second, "this identity has reached its limit of %d open streams", c.watches)
+	case !watch && !mayGrow(c.calls, assuredCalls, l.AllCallsAtOnce-l.calls):
+		return nil, l.refuse(c, method, ReasonAllCalls, time.Second, allTogether, "calls", l.calls, l.AllCallsAtOnce, c.calls)
+	case watch && !mayGrow(c.watches, assuredWatches, l.AllWatchesAtOnce-l.watches):
+		return nil, l.refuse(c, method, ReasonAllWatches, 5*time.Second, allTogether, "streams", l.watches, l.AllWatchesAtOnce, c.watches)
 	}
 	tokens := 1
 	if l.light[method] {
@@ -267,11 +286,22 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	}
 	if watch {
 		c.watches++
+		l.watches++
 	} else {
 		c.calls++
+		l.calls++
 	}
 	return &Call{limiter: l, caller: c, method: method, watch: watch}, nil
 }
+
+// mayGrow reports whether a caller that has own of something may have one more of it, if every caller
+// is assured of some, and others can be left for all. Alone, a caller gets half of all. The more
+// callers take as much as they can, the fewer each of them gets, and the one with the most is the
+// first to get no more. A caller that comes later thus finds some left, and the assured ones in any
+// case. They may come on top of the sum.
+func mayGrow[N int | int64](own, assured, left N) bool { return own < assured || own < left }
+
+const allTogether = "too many %s are open over all identities (%d, of %d at most), of which this identity has %d"
 
 // caller returns the state of an identity, which it creates if needed. l.mu must be held.
 func (l *Limiter) caller(identity string) *caller {
@@ -322,11 +352,16 @@ func (l *Limiter) Connect(identity string) (ended func(), err error) {
 	if c.connections >= ConnectionsOfCaller {
 		return nil, l.refuse(c, "", ReasonConnections, time.Second, "this identity has reached its limit of %d connections", c.connections)
 	}
+	if !mayGrow(c.connections, assuredConnections, l.AllConnections-l.connections) {
+		return nil, l.refuse(c, "", ReasonAllConnections, time.Second, allTogether, "connections", l.connections, l.AllConnections, c.connections)
+	}
 	c.connections++
+	l.connections++
 	return func() {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		c.connections--
+		l.connections--
 	}, nil
 }
 
@@ -339,6 +374,12 @@ func (l *Limiter) spend(c *caller, method string, tokens int) error {
 	missing := float64(min(tokens, l.CallBurst)) - c.rate.TokensAt(now)
 	wait := time.Duration(math.Ceil(missing/l.CallsPerSecond*1000)) * time.Millisecond
 	return l.refuse(c, method, ReasonRate, wait, "this identity calls more often than %v times a second", l.CallsPerSecond)
+}
+
+// leavesUnread reports whether a caller has left too much unread for another call or event. l.mu must
+// be held.
+func (l *Limiter) leavesUnread(c *caller) bool {
+	return c.unread >= UnreadOfCaller || !mayGrow(c.unread, assuredUnread, unreadInAll-l.unread)
 }
 
 func (l *Limiter) refuseUnread(c *caller, method string) error {
@@ -583,7 +624,7 @@ func (c *Call) List(ctx context.Context, asksHub bool) error {
 	// Earlier lists may have used up the limit meanwhile.
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
-	if c.caller.unread >= UnreadOfCaller || c.limiter.unread >= unreadInAll {
+	if c.limiter.leavesUnread(c.caller) || c.limiter.unread >= unreadInAll {
 		return c.limiter.refuseUnread(c.caller, c.method)
 	}
 	return nil
@@ -610,7 +651,7 @@ func (c *Call) Send(bytes int) (gone func()) {
 func (c *Call) Next() error {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
-	if c.caller.unread >= UnreadOfCaller {
+	if c.limiter.leavesUnread(c.caller) {
 		return c.limiter.refuseUnread(c.caller, c.method)
 	}
 	return nil
@@ -628,7 +669,9 @@ func (c *Call) End() {
 	c.limiter.bytes -= c.heldOfAll
 	if c.watch {
 		c.caller.watches--
+		c.limiter.watches--
 	} else {
 		c.caller.calls--
+		c.limiter.calls--
 	}
 }

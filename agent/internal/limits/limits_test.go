@@ -182,6 +182,136 @@ func TestWhatACallerHasOpenIsBounded(t *testing.T) {
 	begin(t, l, "a", true).End()
 }
 
+// opening opens calls, streams or connections, and returns functions that end what it has opened.
+func opening(l *limits.Limiter) map[string]func(identity string) (end func(), err error) {
+	open := func(watch bool) func(string) (func(), error) {
+		return func(identity string) (func(), error) {
+			call, err := l.Begin(identity, "/m", watch)
+			if err != nil {
+				return nil, err
+			}
+			return call.End, nil
+		}
+	}
+	return map[string]func(string) (func(), error){
+		limits.ReasonAllCalls: open(false), limits.ReasonAllWatches: open(true), limits.ReasonAllConnections: l.Connect,
+	}
+}
+
+// Several callers that take as much as they can leave enough to every other one, and the one with the
+// most is refused first.
+func TestWhatAllCallersHaveOpenIsBounded(t *testing.T) {
+	after := map[string]time.Duration{
+		limits.ReasonAllCalls: time.Second, limits.ReasonAllWatches: 5 * time.Second, limits.ReasonAllConnections: time.Second,
+	}
+	assured := map[string]int{limits.ReasonAllCalls: 8, limits.ReasonAllWatches: 8, limits.ReasonAllConnections: 4}
+	for reason := range after {
+		t.Run(reason, func(t *testing.T) {
+			const all = 64
+			l, _, registry := limiter(t, func(o *limits.Options) { o.AllCallsAtOnce, o.AllWatchesAtOnce, o.AllConnections = all, all, all })
+			open := opening(l)[reason]
+			// most opens as many as possible, at most some, and returns functions that end them.
+			most := func(identity string, atMost int) (ends []func()) {
+				for range atMost {
+					end, err := open(identity)
+					if err != nil {
+						requireRefused(t, err, reason, after[reason])
+						break
+					}
+					ends = append(ends, end)
+				}
+				return ends
+			}
+			const perCaller = limits.ConnectionsOfCaller // of connections, no caller may have more
+			modest := most("modest", 5)
+			require.Len(t, modest, 5)
+			greedy := map[string][]func(){}
+			sum := 5
+			for i := range 20 {
+				identity := "greedy-" + strconv.Itoa(i)
+				greedy[identity] = most(identity, perCaller)
+				require.GreaterOrEqual(t, len(greedy[identity]), assured[reason])
+				sum += len(greedy[identity])
+			}
+			require.LessOrEqual(t, sum, all+20*assured[reason])
+			require.Len(t, greedy["greedy-0"], perCaller)
+			require.Len(t, greedy["greedy-19"], assured[reason])
+			require.Len(t, most("newcomer", perCaller), assured[reason], "a newcomer gets a few")
+			count, err := testutil.GatherAndCount(registry, "capi_agent_calls_refused_total")
+			require.NoError(t, err)
+			require.Equal(t, 1, count, "for this reason")
+
+			for _, ends := range greedy {
+				for _, end := range ends {
+					end()
+				}
+			}
+			require.Len(t, most("late", perCaller), perCaller, "what has ended does not count")
+		})
+	}
+}
+
+func TestTheCallerWithTheMostIsRefusedFirst(t *testing.T) {
+	l, _, _ := limiter(t, func(o *limits.Options) { o.AllCallsAtOnce = 100 })
+	opened := map[string]int{}
+	for range 200 {
+		for _, identity := range []string{"a", "b", "c"} {
+			if _, err := l.Begin(identity, "/m", false); err == nil {
+				opened[identity]++
+			}
+		}
+	}
+	require.Equal(t, map[string]int{"a": 25, "b": 25, "c": 25}, opened, "as much is left as each of them has")
+	for range 12 {
+		begin(t, l, "d", false)
+	}
+	_, err := l.Begin("a", "/m", false)
+	requireRefused(t, err, limits.ReasonAllCalls, time.Second)
+	begin(t, l, "d", false)
+}
+
+// Each shim has a connection, and a second one while its certificate is replaced, three streams and
+// some calls at once. All of them may come to one of two agents.
+func TestAThousandShimsAreNeverRefused(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	for i := range 1000 {
+		for reason, n := range map[string]int{limits.ReasonAllConnections: 2, limits.ReasonAllWatches: 6, limits.ReasonAllCalls: 4} {
+			for range n {
+				_, err := opening(l)[reason](strconv.Itoa(i))
+				require.NoError(t, err, "%s of shim %d", reason, i)
+			}
+		}
+	}
+}
+
+func TestUnreadAnswersOfAllCallersAreBounded(t *testing.T) {
+	const mebibyte = 1 << 20
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	var gone []func()
+	unread := 0
+	for i := range 16 {
+		for range limits.UnreadOfCaller / mebibyte {
+			call, err := l.Begin(strconv.Itoa(i), "/m", false)
+			if err != nil {
+				requireRefused(t, err, limits.ReasonUnread, time.Second)
+				break
+			}
+			gone = append(gone, call.Send(mebibyte))
+			unread++
+			call.End()
+		}
+	}
+	require.LessOrEqual(t, unread, 128+16)
+	stream := begin(t, l, "other", true)
+	require.NoError(t, stream.Next(), "others are not concerned")
+	stream.Send(mebibyte)
+	requireRefused(t, stream.Next(), limits.ReasonUnread, time.Second)
+	for _, gone := range gone {
+		gone()
+	}
+	require.NoError(t, stream.Next())
+}
+
 func TestBytesInFlightAreBoundedForOneCallerAndForAll(t *testing.T) {
 	const mebibyte = 1 << 20
 	l, _, _ := limiter(t, func(*limits.Options) {})
