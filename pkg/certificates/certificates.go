@@ -70,6 +70,10 @@ type Follower struct {
 	done  chan struct{}
 	close sync.Once
 
+	// reading is held while files are read.
+	reading sync.Mutex
+
+	// mu is never held while files are read: a server may need what it guards for every call.
 	mu               sync.Mutex
 	certificate      *tls.Certificate
 	authorities      *x509.CertPool
@@ -110,28 +114,37 @@ func (f *Follower) Close() {
 
 // Certificate returns the last usable certificate. An error reports why there has never been one.
 func (f *Follower) Certificate() (*tls.Certificate, error) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.certificate == nil {
-		f.readCertificate() // the files may be usable by now
+	last := func() (*tls.Certificate, error) {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		if f.certificate == nil {
+			return nil, f.certificateError
+		}
+		return f.certificate, nil
 	}
-	if f.certificate == nil {
-		return nil, f.certificateError
+	if certificate, err := last(); err == nil {
+		return certificate, nil
 	}
-	return f.certificate, nil
+	f.readCertificate() // the files may be usable by now
+	return last()
 }
 
-// Authorities returns the last usable authorities. An error reports why there have never been any.
+// Authorities returns the last usable authorities. The pool is the same one until they change. An
+// error reports why there have never been any.
 func (f *Follower) Authorities() (*x509.CertPool, error) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.authorities == nil {
-		f.readAuthorities()
+	last := func() (*x509.CertPool, error) {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		if f.authorities == nil {
+			return nil, f.authoritiesError
+		}
+		return f.authorities, nil
 	}
-	if f.authorities == nil {
-		return nil, f.authoritiesError
+	if authorities, err := last(); err == nil {
+		return authorities, nil
 	}
-	return f.authorities, nil
+	f.readAuthorities()
+	return last()
 }
 
 // Stats returns the current numbers.
@@ -143,15 +156,16 @@ func (f *Follower) Stats() Stats {
 
 // Read reads the files now.
 func (f *Follower) Read() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
 	f.readCertificate()
 	f.readAuthorities()
 }
 
-// readCertificate must be called with f.mu held.
 func (f *Follower) readCertificate() {
+	f.reading.Lock()
+	defer f.reading.Unlock()
 	certificate, err := loadCertificate(f.files.CertFile, f.files.KeyFile)
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.log(err, f.certificateError, "certificate", f.files.CertFile, "key", f.files.KeyFile)
 	if f.certificateError = err; err != nil {
 		f.stats.CertificateErrors++
@@ -161,15 +175,20 @@ func (f *Follower) readCertificate() {
 	f.stats.CertificateNotBefore, f.stats.CertificateNotAfter = certificate.Leaf.NotBefore, certificate.Leaf.NotAfter
 }
 
-// readAuthorities must be called with f.mu held.
 func (f *Follower) readAuthorities() {
+	f.reading.Lock()
+	defer f.reading.Unlock()
 	pool, first, err := loadAuthorities(f.files.CAFile)
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.log(err, f.authoritiesError, "authorities", f.files.CAFile)
 	if f.authoritiesError = err; err != nil {
 		f.stats.AuthoritiesErrors++
 		return
 	}
-	f.authorities = pool
+	if f.authorities == nil || !f.authorities.Equal(pool) {
+		f.authorities = pool
+	}
 	f.stats.AuthoritiesNotBefore, f.stats.AuthoritiesNotAfter = first.NotBefore, first.NotAfter
 }
 

@@ -42,3 +42,27 @@ func TestFilesThatCannotBeUsedAreNamedAndNotQuoted(t *testing.T) {
 		f.Close()
 	}
 }
+
+// Users compare the pools, to look again at what they have verified only when they differ.
+func TestThePoolIsTheSameUntilTheAuthoritiesChange(t *testing.T) {
+	folder := t.TempDir()
+	file := filepath.Join(folder, "ca.crt")
+	first, second := issued(t, 1, time.Now().Add(time.Hour)), issued(t, 2, time.Now().Add(time.Hour))
+	require.NoError(t, os.WriteFile(file, first.Authorities, 0o600))
+	f := certificates.Follow(certificates.Files{CertFile: file, KeyFile: file, CAFile: file, Refresh: time.Hour})
+	defer f.Close()
+	pool, err := f.Authorities()
+	require.NoError(t, err)
+	for _, content := range [][]byte{first.Authorities, append(first.Authorities, first.Authorities...), nil} {
+		require.NoError(t, os.WriteFile(file, content, 0o600))
+		f.Read()
+		again, err := f.Authorities()
+		require.NoError(t, err)
+		require.Same(t, pool, again)
+	}
+	require.NoError(t, os.WriteFile(file, second.Authorities, 0o600))
+	f.Read()
+	changed, err := f.Authorities()
+	require.NoError(t, err)
+	require.NotSame(t, pool, changed)
+}

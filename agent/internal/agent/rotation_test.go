@@ -128,16 +128,19 @@ func (o *onboarded) replace(fresh, file string) {
 type load struct {
 	*onboarded
 
+	clients []*client.Client
 	stop    context.CancelFunc
 	running sync.WaitGroup
 	calls   []atomic.Int64
 	gaps    atomic.Int64
+	// close ends the views.
+	close func()
 }
 
 // load begins to call each client's agent. The test fails with the first call that fails.
 func (o *onboarded) load(clients []*client.Client) *load {
 	ctx, stop := context.WithCancel(o.Context())
-	l := &load{onboarded: o, stop: stop, calls: make([]atomic.Int64, len(clients))}
+	l := &load{onboarded: o, clients: clients, stop: stop, calls: make([]atomic.Int64, len(clients))}
 	for i, c := range clients {
 		l.running.Go(func() {
 			pace := rate.NewLimiter(20, 1) // below what one identity may do, together with the other's
@@ -149,11 +152,21 @@ func (o *onboarded) load(clients []*client.Client) *load {
 				l.calls[i].Add(1)
 			}
 		})
-		mirror := c.MirrorNodeGroups(o.ref())
-		l.running.Go(func() { _ = mirror.Run(ctx) })
+	}
+	l.open()
+	return l
+}
+
+// open opens a view of each agent.
+func (l *load) open() {
+	ctx, stop := context.WithCancel(l.Context())
+	var running sync.WaitGroup
+	for _, c := range l.clients {
+		mirror := c.MirrorNodeGroups(l.ref())
+		running.Go(func() { _ = mirror.Run(ctx) })
 		<-mirror.Synced()
 		changes, done := mirror.StateChanges()
-		l.running.Go(func() {
+		running.Go(func() {
 			defer done()
 			for {
 				select {
@@ -162,13 +175,24 @@ func (o *onboarded) load(clients []*client.Client) *load {
 				case <-changes:
 					if state := mirror.State(); !state.Connected && ctx.Err() == nil {
 						l.gaps.Add(1)
-						o.Logf("a view has a gap: %v", state.LastError)
+						l.Logf("a view has a gap: %v", state.LastError)
 					}
 				}
 			}
 		})
 	}
-	return l
+	l.close = func() {
+		stop()
+		running.Wait()
+	}
+}
+
+// reopens opens the views again, so that they are on the connections of new calls. The connections
+// of an expired certificate are closed, but those of this test do not expire.
+func (l *load) reopens() {
+	l.goesOn()
+	l.close()
+	l.open()
 }
 
 // goesOn waits until each client has made more calls.
@@ -185,6 +209,7 @@ func (l *load) end() {
 	l.Helper()
 	l.stop()
 	l.running.Wait()
+	l.close()
 	require.Zero(l, l.gaps.Load(), "gaps in views")
 }
 
@@ -199,6 +224,7 @@ func TestTheAuthorityIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
 		s.renews(former, 2)
 		s.signs(next)
 		s.renews(next, 2)
+		load.reopens()
 		s.trusts(next)
 		s.renews(next, 1)
 		load.goesOn()
@@ -306,6 +332,7 @@ func TestTheAuthorityOfFilesIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
 		s.renewed(next, former, next)
 		s.signs(next)
 		s.connects(next, next)
+		load.reopens()
 		s.trusts(next)
 		s.renewed(next, next)
 		load.goesOn()

@@ -30,6 +30,10 @@ type Options struct {
 	// CallsAtOnce and WatchesAtOnce are how many unary calls and watch streams a caller may have
 	// open.
 	CallsAtOnce, WatchesAtOnce int
+	// AllConnections, AllCallsAtOnce and AllWatchesAtOnce are how many connections, unary calls and
+	// watch streams all callers together may have open. A caller may open one more while it has fewer
+	// than are left, or one of a few that every caller may have.
+	AllConnections, AllCallsAtOnce, AllWatchesAtOnce int
 	// HubCallsAtOnce is how many of a caller's calls may query the hub's API server at once.
 	// Further calls wait.
 	HubCallsAtOnce int
@@ -50,6 +54,7 @@ type Options struct {
 func Defaults() Options {
 	return Options{
 		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 100,
+		AllConnections: 4000, AllCallsAtOnce: 3000, AllWatchesAtOnce: 6000,
 		HubCallsAtOnce: 16, HubRequestsPerSecond: 50, HubRequestBurst: 100,
 		RequestTimeout: 10 * time.Second, CallTimeout: 30 * time.Second, MaxCallTimeout: 2 * time.Minute, SendTimeout: 30 * time.Second,
 	}
@@ -62,9 +67,14 @@ const (
 	// total. Each may be 4 MiB in size. Further requests wait.
 	readsOfCaller, readsInAll = 8, 32
 	// largeOfCaller is how many large requests of a caller are read and handled at once. largeInAll
-	// is how many large requests are decoded at once, in total. One request allocates up to 320 MiB
-	// in total. Further requests wait.
+	// is how many large requests of which little is kept are decoded at once, in total. Further
+	// requests wait.
 	largeOfCaller, largeInAll = 1, 3
+	// decodedInAll is how many bytes of SyncClaims requests are decoded and handled at once, in
+	// total. Decoded, a request takes up to twenty times as many, until its call ends. Further
+	// requests wait. Those of up to smallDecoded bytes do not count, so that a spoke with a hundred
+	// Nodes does not wait for the large ones of others: syncsInAll bounds them.
+	decodedInAll, smallDecoded = 8 << 20, 64 << 10
 	// checksOfCaller is how many requests of a caller are validated at once. A request with a
 	// thousand long names needs 25 ms of a CPU, and no caller may use all CPUs. Further requests
 	// wait.
@@ -76,10 +86,14 @@ const (
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
 	smallRequest              = 4 << 10
 	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read.
-	// Beyond UnreadOfCaller all calls of the caller are rejected; beyond unreadInAll the lists of
-	// all callers are. Calls that were admitted earlier may exceed the limits, by two lists for
-	// each caller.
+	// Beyond UnreadOfCaller all calls of the caller are rejected, as are those of a caller with more
+	// than are left of unreadInAll; beyond unreadInAll the lists of all callers are. Calls that were
+	// admitted earlier may exceed the limits, by two lists for each caller.
 	UnreadOfCaller, unreadInAll = 32 << 20, 128 << 20
+	// assuredConnections, assuredCalls, assuredWatches and assuredUnread are what every caller may
+	// have, whatever others have. A shim has one connection, and another one while its certificate
+	// is replaced, and three streams.
+	assuredConnections, assuredCalls, assuredWatches, assuredUnread = 4, 8, 8, 1 << 20
 	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
 	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
@@ -145,7 +159,11 @@ const (
 	ReasonInFlight    = "bytes"
 	ReasonUnread      = "unread"
 	ReasonConnections = "connections"
-	ReasonHandshakes  = "handshakes"
+	// These are for what all callers have together.
+	ReasonAllCalls       = "all-calls"
+	ReasonAllWatches     = "all-watches"
+	ReasonAllConnections = "all-connections"
+	ReasonHandshakes     = "handshakes"
 )
 
 // Limiter tracks what callers have open. It is safe for concurrent use.
@@ -154,14 +172,17 @@ type Limiter struct {
 	clock           clock.PassiveClock
 	refused, slowed *prometheus.CounterVec
 	reads, large    *semaphore.Weighted
-	lists, syncs    shared
-	unknown         *handshakes
+	// decoded counts bytes.
+	lists, syncs, decoded shared
+	unknown               *handshakes
 
 	mu            sync.Mutex
 	callers       map[string]*caller
 	forgetFrom    int // the number of callers from which idle ones are forgotten
 	bytes, unread int64
-	light         map[string]bool
+	// These are the sums of all callers.
+	calls, watches, connections int
+	light                       map[string]bool
 }
 
 // shared are turns that all callers share.
@@ -186,13 +207,15 @@ type caller struct {
 func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Limiter, error) {
 	waiting := prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "capi_agent_calls_waiting",
-		Help: "Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims).",
+		Help: "Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims; " +
+			"large: to decode and handle a large SyncClaims).",
 	}, []string{"turn"})
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{}, forgetFrom: enough,
 		reads: semaphore.NewWeighted(readsInAll), large: semaphore.NewWeighted(largeInAll),
 		lists:   shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
 		syncs:   shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
+		decoded: shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
 		unknown: newHandshakes(),
 		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_calls_refused_total",
@@ -240,12 +263,16 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	defer l.mu.Unlock()
 	c := l.caller(identity)
 	switch {
-	case c.unread >= UnreadOfCaller:
+	case l.leavesUnread(c):
 		return nil, l.refuseUnread(c, method)
 	case !watch && c.calls >= l.CallsAtOnce:
 		return nil, l.refuse(c, method, ReasonCalls, time.Second, "this identity has reached its limit of %d open calls", c.calls)
 	case watch && c.watches >= l.WatchesAtOnce:
 		return nil, l.refuse(c, method, ReasonWatches, 5*time.Second, "this identity has reached its limit of %d open streams", c.watches)
+	case !watch && !mayGrow(c.calls, assuredCalls, l.AllCallsAtOnce-l.calls):
+		return nil, l.refuse(c, method, ReasonAllCalls, time.Second, allTogether, "calls", l.calls, l.AllCallsAtOnce, c.calls)
+	case watch && !mayGrow(c.watches, assuredWatches, l.AllWatchesAtOnce-l.watches):
+		return nil, l.refuse(c, method, ReasonAllWatches, 5*time.Second, allTogether, "streams", l.watches, l.AllWatchesAtOnce, c.watches)
 	}
 	tokens := 1
 	if l.light[method] {
@@ -259,11 +286,22 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	}
 	if watch {
 		c.watches++
+		l.watches++
 	} else {
 		c.calls++
+		l.calls++
 	}
 	return &Call{limiter: l, caller: c, method: method, watch: watch}, nil
 }
+
+// mayGrow reports whether a caller that has own of something may have one more of it, if every caller
+// is assured of some, and others can be left for all. Alone, a caller gets half of all. The more
+// callers take as much as they can, the fewer each of them gets, and the one with the most is the
+// first to get no more. A caller that comes later thus finds some left, and the assured ones in any
+// case. They may come on top of the sum.
+func mayGrow[N int | int64](own, assured, left N) bool { return own < assured || own < left }
+
+const allTogether = "too many %s are open over all identities (%d, of %d at most), of which this identity has %d"
 
 // caller returns the state of an identity, which it creates if needed. l.mu must be held.
 func (l *Limiter) caller(identity string) *caller {
@@ -314,11 +352,16 @@ func (l *Limiter) Connect(identity string) (ended func(), err error) {
 	if c.connections >= ConnectionsOfCaller {
 		return nil, l.refuse(c, "", ReasonConnections, time.Second, "this identity has reached its limit of %d connections", c.connections)
 	}
+	if !mayGrow(c.connections, assuredConnections, l.AllConnections-l.connections) {
+		return nil, l.refuse(c, "", ReasonAllConnections, time.Second, allTogether, "connections", l.connections, l.AllConnections, c.connections)
+	}
 	c.connections++
+	l.connections++
 	return func() {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		c.connections--
+		l.connections--
 	}, nil
 }
 
@@ -331,6 +374,12 @@ func (l *Limiter) spend(c *caller, method string, tokens int) error {
 	missing := float64(min(tokens, l.CallBurst)) - c.rate.TokensAt(now)
 	wait := time.Duration(math.Ceil(missing/l.CallsPerSecond*1000)) * time.Millisecond
 	return l.refuse(c, method, ReasonRate, wait, "this identity calls more often than %v times a second", l.CallsPerSecond)
+}
+
+// leavesUnread reports whether a caller has left too much unread for another call or event. l.mu must
+// be held.
+func (l *Limiter) leavesUnread(c *caller) bool {
+	return c.unread >= UnreadOfCaller || !mayGrow(c.unread, assuredUnread, unreadInAll-l.unread)
 }
 
 func (l *Limiter) refuseUnread(c *caller, method string) error {
@@ -448,8 +497,8 @@ func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	}, nil
 }
 
-// Decode waits until a large request that has been read may be decoded, and returns a function to
-// call once it has been decoded. The error is that of the context.
+// Decode waits until a large request that has been read, and of which little is kept, may be decoded.
+// It returns a function to call once it has been decoded. The error is that of the context.
 func (c *Call) Decode(ctx context.Context) (done func(), err error) {
 	// The semaphore that all callers share is held only for work on data that has already arrived,
 	// so neither a caller nor the hub can block it.
@@ -477,15 +526,17 @@ func (c *Call) keep(ctx context.Context, s *semaphore.Weighted) error {
 	return nil
 }
 
-// keepShared acquires one of the turns that all callers share, until the call ends.
-func (c *Call) keepShared(ctx context.Context, s shared) error {
-	if s.turns.TryAcquire(1) {
-		c.free = append(c.free, func() { s.turns.Release(1) })
-		return nil
+// keepShared acquires n of the turns that all callers share, until the call ends.
+func (c *Call) keepShared(ctx context.Context, s shared, n int64) error {
+	if !s.turns.TryAcquire(n) {
+		s.waiting.Inc()
+		defer s.waiting.Dec()
+		if err := s.turns.Acquire(ctx, n); err != nil {
+			return err
+		}
 	}
-	s.waiting.Inc()
-	defer s.waiting.Dec()
-	return c.keep(ctx, s.turns)
+	c.free = append(c.free, func() { s.turns.Release(n) })
+	return nil
 }
 
 // Hold counts the size of the request until the call ends. The error is a [*RefusedError].
@@ -531,14 +582,23 @@ func (c *Call) LeaveHub() {
 	}
 }
 
-// Sync waits until the call, whose SyncClaims request has arrived, may be decoded and handled. It
-// waits for the caller's other calls first, so that a caller that keeps itself waiting keeps no other
-// caller waiting. The error is that of the context.
-func (c *Call) Sync(ctx context.Context) error {
+// Sync waits until the call, whose SyncClaims request of that many bytes has arrived, may be decoded
+// and handled. It waits for the caller's other calls first, so that a caller that keeps itself waiting
+// keeps no other caller waiting, and last for a turn for which small requests wait as well. A large
+// request that is not handled within CallTimeout is cut, whatever its deadline: others wait for it.
+// The error is that of the context.
+func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 	if err := c.AskHub(ctx); err != nil {
 		return err
 	}
-	return c.keepShared(ctx, c.limiter.syncs)
+	if bytes > smallDecoded {
+		if err := c.keepShared(ctx, c.limiter.decoded, min(int64(bytes), decodedInAll)); err != nil {
+			return err
+		}
+		late := time.AfterFunc(c.limiter.CallTimeout, cut)
+		c.free = append(c.free, func() { late.Stop() })
+	}
+	return c.keepShared(ctx, c.limiter.syncs, 1)
 }
 
 // List waits until the call may build a list, and query the hub for it if asksHub is set. Its
@@ -558,13 +618,13 @@ func (c *Call) List(ctx context.Context, asksHub bool) error {
 	if err := c.keep(ctx, c.caller.lists); err != nil {
 		return err
 	}
-	if err := c.keepShared(ctx, c.limiter.lists); err != nil {
+	if err := c.keepShared(ctx, c.limiter.lists, 1); err != nil {
 		return err
 	}
 	// Earlier lists may have used up the limit meanwhile.
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
-	if c.caller.unread >= UnreadOfCaller || c.limiter.unread >= unreadInAll {
+	if c.limiter.leavesUnread(c.caller) || c.limiter.unread >= unreadInAll {
 		return c.limiter.refuseUnread(c.caller, c.method)
 	}
 	return nil
@@ -591,7 +651,7 @@ func (c *Call) Send(bytes int) (gone func()) {
 func (c *Call) Next() error {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
-	if c.caller.unread >= UnreadOfCaller {
+	if c.limiter.leavesUnread(c.caller) {
 		return c.limiter.refuseUnread(c.caller, c.method)
 	}
 	return nil
@@ -609,7 +669,9 @@ func (c *Call) End() {
 	c.limiter.bytes -= c.heldOfAll
 	if c.watch {
 		c.caller.watches--
+		c.limiter.watches--
 	} else {
 		c.caller.calls--
+		c.limiter.calls--
 	}
 }

@@ -182,6 +182,136 @@ func TestWhatACallerHasOpenIsBounded(t *testing.T) {
 	begin(t, l, "a", true).End()
 }
 
+// opening opens calls, streams or connections, and returns functions that end what it has opened.
+func opening(l *limits.Limiter) map[string]func(identity string) (end func(), err error) {
+	open := func(watch bool) func(string) (func(), error) {
+		return func(identity string) (func(), error) {
+			call, err := l.Begin(identity, "/m", watch)
+			if err != nil {
+				return nil, err
+			}
+			return call.End, nil
+		}
+	}
+	return map[string]func(string) (func(), error){
+		limits.ReasonAllCalls: open(false), limits.ReasonAllWatches: open(true), limits.ReasonAllConnections: l.Connect,
+	}
+}
+
+// Several callers that take as much as they can leave enough to every other one, and the one with the
+// most is refused first.
+func TestWhatAllCallersHaveOpenIsBounded(t *testing.T) {
+	after := map[string]time.Duration{
+		limits.ReasonAllCalls: time.Second, limits.ReasonAllWatches: 5 * time.Second, limits.ReasonAllConnections: time.Second,
+	}
+	assured := map[string]int{limits.ReasonAllCalls: 8, limits.ReasonAllWatches: 8, limits.ReasonAllConnections: 4}
+	for reason := range after {
+		t.Run(reason, func(t *testing.T) {
+			const all = 64
+			l, _, registry := limiter(t, func(o *limits.Options) { o.AllCallsAtOnce, o.AllWatchesAtOnce, o.AllConnections = all, all, all })
+			open := opening(l)[reason]
+			// most opens as many as possible, at most some, and returns functions that end them.
+			most := func(identity string, atMost int) (ends []func()) {
+				for range atMost {
+					end, err := open(identity)
+					if err != nil {
+						requireRefused(t, err, reason, after[reason])
+						break
+					}
+					ends = append(ends, end)
+				}
+				return ends
+			}
+			const perCaller = limits.ConnectionsOfCaller // of connections, no caller may have more
+			modest := most("modest", 5)
+			require.Len(t, modest, 5)
+			greedy := map[string][]func(){}
+			sum := 5
+			for i := range 20 {
+				identity := "greedy-" + strconv.Itoa(i)
+				greedy[identity] = most(identity, perCaller)
+				require.GreaterOrEqual(t, len(greedy[identity]), assured[reason])
+				sum += len(greedy[identity])
+			}
+			require.LessOrEqual(t, sum, all+20*assured[reason])
+			require.Len(t, greedy["greedy-0"], perCaller)
+			require.Len(t, greedy["greedy-19"], assured[reason])
+			require.Len(t, most("newcomer", perCaller), assured[reason], "a newcomer gets a few")
+			count, err := testutil.GatherAndCount(registry, "capi_agent_calls_refused_total")
+			require.NoError(t, err)
+			require.Equal(t, 1, count, "for this reason")
+
+			for _, ends := range greedy {
+				for _, end := range ends {
+					end()
+				}
+			}
+			require.Len(t, most("late", perCaller), perCaller, "what has ended does not count")
+		})
+	}
+}
+
+func TestTheCallerWithTheMostIsRefusedFirst(t *testing.T) {
+	l, _, _ := limiter(t, func(o *limits.Options) { o.AllCallsAtOnce = 100 })
+	opened := map[string]int{}
+	for range 200 {
+		for _, identity := range []string{"a", "b", "c"} {
+			if _, err := l.Begin(identity, "/m", false); err == nil {
+				opened[identity]++
+			}
+		}
+	}
+	require.Equal(t, map[string]int{"a": 25, "b": 25, "c": 25}, opened, "as much is left as each of them has")
+	for range 12 {
+		begin(t, l, "d", false)
+	}
+	_, err := l.Begin("a", "/m", false)
+	requireRefused(t, err, limits.ReasonAllCalls, time.Second)
+	begin(t, l, "d", false)
+}
+
+// Each shim has a connection, and a second one while its certificate is replaced, three streams and
+// some calls at once. All of them may come to one of two agents.
+func TestAThousandShimsAreNeverRefused(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	for i := range 1000 {
+		for reason, n := range map[string]int{limits.ReasonAllConnections: 2, limits.ReasonAllWatches: 6, limits.ReasonAllCalls: 4} {
+			for range n {
+				_, err := opening(l)[reason](strconv.Itoa(i))
+				require.NoError(t, err, "%s of shim %d", reason, i)
+			}
+		}
+	}
+}
+
+func TestUnreadAnswersOfAllCallersAreBounded(t *testing.T) {
+	const mebibyte = 1 << 20
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	var gone []func()
+	unread := 0
+	for i := range 16 {
+		for range limits.UnreadOfCaller / mebibyte {
+			call, err := l.Begin(strconv.Itoa(i), "/m", false)
+			if err != nil {
+				requireRefused(t, err, limits.ReasonUnread, time.Second)
+				break
+			}
+			gone = append(gone, call.Send(mebibyte))
+			unread++
+			call.End()
+		}
+	}
+	require.LessOrEqual(t, unread, 128+16)
+	stream := begin(t, l, "other", true)
+	require.NoError(t, stream.Next(), "others are not concerned")
+	stream.Send(mebibyte)
+	requireRefused(t, stream.Next(), limits.ReasonUnread, time.Second)
+	for _, gone := range gone {
+		gone()
+	}
+	require.NoError(t, stream.Next())
+}
+
 func TestBytesInFlightAreBoundedForOneCallerAndForAll(t *testing.T) {
 	const mebibyte = 1 << 20
 	l, _, _ := limiter(t, func(*limits.Options) {})
@@ -252,19 +382,23 @@ func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
 	require.NoError(t, <-waited)
 }
 
+const waitingHelp = `
+# HELP capi_agent_calls_waiting Calls that wait for a slot shared by all callers, by what they wait for ` +
+	`(list: to build a list; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims).
+# TYPE capi_agent_calls_waiting gauge`
+
 func TestSyncsOfAllCallersAreHandledInTheOrderOfTheirArrival(t *testing.T) {
 	l, _, registry := limiter(t, func(*limits.Options) {})
 	handled := make([]*limits.Call, 16)
 	for i := range handled {
 		handled[i] = begin(t, l, strconv.Itoa(i), false)
-		require.NoError(t, handled[i].Sync(t.Context()))
+		require.NoError(t, handled[i].Sync(t.Context(), 0, func() {}))
 	}
 	waiting := func(calls int) {
 		t.Helper()
 		require.EventuallyWithT(t, func(c *assert.CollectT) {
-			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(`
-# HELP capi_agent_calls_waiting Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims).
-# TYPE capi_agent_calls_waiting gauge
+			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
+capi_agent_calls_waiting{turn="large"} 0
 capi_agent_calls_waiting{turn="list"} 0
 capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_calls_waiting"))
 		}, time.Minute, time.Millisecond)
@@ -272,7 +406,7 @@ capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_c
 	over, cancel := context.WithCancel(t.Context())
 	late := make(chan error, 1)
 	call := begin(t, l, "late", false)
-	go func() { late <- call.Sync(over) }()
+	go func() { late <- call.Sync(over, 0, func() {}) }()
 	waiting(1)
 	cancel()
 	require.ErrorIs(t, <-late, context.Canceled)
@@ -281,7 +415,7 @@ capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_c
 	for i, identity := range []string{"a", "b"} {
 		call := begin(t, l, identity, false)
 		go func() {
-			_ = call.Sync(t.Context())
+			_ = call.Sync(t.Context(), 0, func() {})
 			turns <- identity
 		}()
 		waiting(i + 1)
@@ -326,11 +460,11 @@ func TestASyncThatWaitsForItsCallersOtherCallsKeepsNoOtherWaiting(t *testing.T) 
 	for i := range 16 {
 		identity := strconv.Itoa(i)
 		require.NoError(t, begin(t, l, identity, false).AskHub(t.Context()))
-		require.ErrorIs(t, begin(t, l, identity, false).Sync(over), context.Canceled)
+		require.ErrorIs(t, begin(t, l, identity, false).Sync(over, 0, func() {}), context.Canceled)
 	}
 	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	require.NoError(t, begin(t, l, "other", false).Sync(soon))
+	require.NoError(t, begin(t, l, "other", false).Sync(soon, 0, func() {}))
 }
 
 func TestTheOldestConnectionWithoutAnIdentityGivesWay(t *testing.T) {
@@ -384,6 +518,21 @@ func TestALargeRequestCountsAsManyCalls(t *testing.T) {
 	call.End()
 	_, err := l.Begin("a", "/m", false)
 	requireRefused(t, err, limits.ReasonRate, time.Second)
+}
+
+// A caller may choose a deadline of minutes, and keep the hub from answering in time.
+func TestALargeRequestIsCutWhenItKeepsOthersWaitingForLong(t *testing.T) {
+	l, _, _ := limiter(t, func(o *limits.Options) { o.CallTimeout = time.Millisecond })
+	cut := make(chan struct{})
+	call := begin(t, l, "a", false)
+	require.NoError(t, call.Sync(t.Context(), 1<<20, func() { close(cut) }))
+	select {
+	case <-cut:
+	case <-time.After(time.Minute):
+		t.Fatal("it is not cut")
+	}
+	call.End()
+	require.NoError(t, begin(t, l, "b", false).Sync(t.Context(), 64<<10, func() { panic("a small one has its own deadline") }))
 }
 
 func TestOneLargeRequestOfACallerIsHandledAtATime(t *testing.T) {
@@ -452,6 +601,49 @@ func TestThreeLargeRequestsAreDecodedAtATime(t *testing.T) {
 	done()
 	_, err = fourth.Decode(t.Context())
 	require.NoError(t, err)
+}
+
+func TestAFewLargeSyncsAreDecodedAndHandledAtATime(t *testing.T) {
+	const mebibyte = 1 << 20
+	l, _, registry := limiter(t, func(*limits.Options) {})
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	first, second := begin(t, l, "a", false), begin(t, l, "b", false)
+	require.NoError(t, first.Sync(t.Context(), 4*mebibyte, func() {}))
+	require.NoError(t, second.Sync(t.Context(), 4*mebibyte, func() {}))
+	require.ErrorIs(t, begin(t, l, "c", false).Sync(over, 65<<10, func() {}), context.Canceled)
+	_, err := begin(t, l, "d", false).Decode(t.Context())
+	require.NoError(t, err, "what keeps little does not wait for them")
+
+	// They are served in the order of their arrival, whatever their size, and keep no small one waiting meanwhile.
+	turns := make(chan string, 20)
+	waiting := func(calls int) {
+		t.Helper()
+		require.EventuallyWithT(t, func(c *assert.CollectT) {
+			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
+capi_agent_calls_waiting{turn="large"} `+strconv.Itoa(calls)+`
+capi_agent_calls_waiting{turn="list"} 0
+capi_agent_calls_waiting{turn="sync"} 0
+`), "capi_agent_calls_waiting"))
+		}, time.Minute, time.Millisecond)
+	}
+	for i := range 20 {
+		call := begin(t, l, strconv.Itoa(i), false)
+		go func() {
+			if call.Sync(t.Context(), 4*mebibyte-i<<15, func() {}) == nil {
+				turns <- strconv.Itoa(i)
+			}
+			call.End()
+		}()
+		waiting(i + 1)
+	}
+	require.NoError(t, begin(t, l, "small", false).Sync(t.Context(), 64<<10, func() {}))
+	first.End()
+	for i := range 20 {
+		require.Equal(t, strconv.Itoa(i), <-turns)
+	}
+	waiting(0)
+	second.End()
 }
 
 // This is the most that a shim of 5,000 Nodes does: it claims all of them, releases half of them at

@@ -324,6 +324,12 @@ func (o *Options) addLimitFlags(flags *pflag.FlagSet) {
 		"Number of calls of one identity that may exceed --limit-calls-per-second at once.")
 	flags.IntVar(&o.Limits.CallsAtOnce, "limit-calls-at-once", o.Limits.CallsAtOnce, "Maximum number of open calls of one identity.")
 	flags.IntVar(&o.Limits.WatchesAtOnce, "limit-watches-at-once", o.Limits.WatchesAtOnce, "Maximum number of open watch streams of one identity.")
+	flags.IntVar(&o.Limits.AllConnections, "limit-all-connections", o.Limits.AllConnections,
+		"Maximum number of connections of all identities together. An identity with at least as many as are left gets no more, except for 4.")
+	flags.IntVar(&o.Limits.AllCallsAtOnce, "limit-all-calls-at-once", o.Limits.AllCallsAtOnce,
+		"Maximum number of open calls of all identities together. An identity with at least as many as are left gets no more, except for 8.")
+	flags.IntVar(&o.Limits.AllWatchesAtOnce, "limit-all-watches-at-once", o.Limits.AllWatchesAtOnce,
+		"Maximum number of open watch streams of all identities together. An identity with at least as many as are left gets no more, except for 8.")
 	flags.IntVar(&o.Limits.HubCallsAtOnce, "limit-hub-calls-at-once", o.Limits.HubCallsAtOnce,
 		"Maximum number of calls of one identity that send requests to the hub's API server at the same time. Its other calls wait.")
 	flags.DurationVar(&o.Limits.RequestTimeout, "limit-request-timeout", o.Limits.RequestTimeout, "Time within which a request must arrive.")
@@ -541,6 +547,8 @@ func (o *Options) validateLimits(wrong func(flag, format string, args ...any)) {
 	for flag, n := range map[string]int{
 		"limit-call-burst": o.Limits.CallBurst, "limit-calls-at-once": o.Limits.CallsAtOnce,
 		"limit-watches-at-once": o.Limits.WatchesAtOnce, "limit-hub-calls-at-once": o.Limits.HubCallsAtOnce,
+		"limit-all-connections": o.Limits.AllConnections, "limit-all-calls-at-once": o.Limits.AllCallsAtOnce,
+		"limit-all-watches-at-once": o.Limits.AllWatchesAtOnce,
 	} {
 		if n < 1 {
 			wrong(flag, "%d is below 1", n)

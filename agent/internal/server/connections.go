@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"net"
 	"sync"
@@ -100,6 +101,8 @@ type connectionInfo struct {
 	credentials.AuthInfo
 
 	connection *connection
+	// verified is nil for connections without client certificates.
+	verified *verified
 }
 
 // identifying rejects a connection at the end of its handshake if its identity already has the
@@ -108,6 +111,8 @@ type identifying struct {
 	credentials.TransportCredentials
 
 	server *Server
+	// authorities is that of the [Listener].
+	authorities func() (*x509.CertPool, error)
 }
 
 // ServerHandshake implements [credentials.TransportCredentials]. It runs outside of calls, so a
@@ -131,6 +136,8 @@ func (s *Server) endOnPanic(of net.Conn, err *error) {
 }
 
 func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	// If they change before the handshake uses them, the certificate is verified once more.
+	authorities := i.present()
 	secured, info, err := i.TransportCredentials.ServerHandshake(raw)
 	if err != nil {
 		return nil, nil, err
@@ -149,12 +156,20 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 	}
 	accepted.until(ended)
 	accepted.known()
+	var of *verified
 	if by, remote := info.(credentials.TLSInfo); remote {
+		of = &verified{
+			authorities: i.present, clock: i.server.config.Clock, handshake: by.State, pool: authorities, chains: by.State.VerifiedChains,
+		}
 		i.server.remote.add(accepted)
 		i.server.closeWhenExpired(accepted, by)
 	}
 	seldom := &rate.Sometimes{Interval: time.Minute}
 	pause := func() (time.Duration, bool) {
+		if of.over() {
+			i.server.config.Log.Info("a connection is closed: the authority of its client certificate was withdrawn", "identity", identity)
+			return 0, true
+		}
 		pause, over := i.server.limits.Pause(identity)
 		switch {
 		case over:
@@ -169,7 +184,22 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 		return pause, over
 	}
 	spent := func(frames int) { i.server.limits.Frames(identity, frames) }
-	return paced{Conn: secured, below: accepted, pause: pause, spent: spent, counted: newFrames(), server: i.server}, connectionInfo{info, accepted}, nil
+	return paced{
+		Conn: secured, below: accepted, pause: pause, spent: spent, counted: newFrames(), server: i.server,
+	}, connectionInfo{info, accepted, of}, nil
+}
+
+// present returns the authorities that clients' certificates must lead to now, and nil if there are
+// none to lead to.
+func (i identifying) present() *x509.CertPool {
+	if i.authorities == nil {
+		return nil
+	}
+	pool, err := i.authorities()
+	if err != nil {
+		return nil // Not expected: the last usable ones are kept.
+	}
+	return pool
 }
 
 // slowRead is how many bytes are read at once from a caller that is being slowed down. It holds
@@ -183,6 +213,7 @@ type paced struct {
 	net.Conn
 
 	below *connection
+	// pause returns how long not to read, and whether to close the connection instead.
 	pause func() (pause time.Duration, over bool)
 	// spent is called with the number of new frames, which counted counts.
 	spent   func(frames int)
@@ -192,14 +223,14 @@ type paced struct {
 
 var errPanicked = errors.New("the connection is closed because of a bug in the agent")
 
-var errSlowForTooLong = errors.New("the caller keeps calling although its calls are refused, or sends too many frames")
+var errOver = errors.New("the agent closes the connection; its log has the reason")
 
 // Read implements [net.Conn]. An error ends the connection.
 func (p paced) Read(into []byte) (n int, err error) {
 	defer p.server.endOnPanic(p.Conn, &err)
 	pause, over := p.pause()
 	if over {
-		return 0, errSlowForTooLong
+		return 0, errOver
 	}
 	if pause > 0 {
 		timer := time.NewTimer(pause)
@@ -220,7 +251,7 @@ func (p paced) Read(into []byte) (n int, err error) {
 
 // Clone implements [credentials.TransportCredentials].
 func (i identifying) Clone() credentials.TransportCredentials {
-	return identifying{i.TransportCredentials.Clone(), i.server}
+	return identifying{i.TransportCredentials.Clone(), i.server, i.authorities}
 }
 
 // openConnections is the set of connections whose callers can be moved to another agent.

@@ -52,7 +52,7 @@ func TestAConnectionOfACallerThatIsRefusedIsReadSlowly(t *testing.T) {
 
 	over = true
 	_, err = p.Read(make([]byte, 1))
-	require.ErrorIs(t, err, errSlowForTooLong)
+	require.ErrorIs(t, err, errOver)
 
 	pause, over = time.Hour, false
 	ended := make(chan error)

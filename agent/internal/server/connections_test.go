@@ -168,6 +168,22 @@ func (p *rawPeer) await(enough func(answered, refused int) bool) (answered, refu
 	return answered, refused
 }
 
+// status returns the status code of the next call that ends.
+func (p *rawPeer) status() string {
+	p.Helper()
+	for frame := range p.received {
+		headers, ok := frame.(*http2.MetaHeadersFrame)
+		require.True(p, ok, "%v", frame)
+		for _, field := range headers.Fields {
+			if field.Name == "grpc-status" {
+				return field.Value
+			}
+		}
+	}
+	require.NoError(p, p.ended)
+	return ""
+}
+
 // The transport keeps a hundred bytes for each frame, whatever the frame contains.
 func TestARequestInFramesOfOneByteIsReadSlowly(t *testing.T) {
 	// The frame limits are ten times as high as the call limits.

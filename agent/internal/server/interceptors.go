@@ -124,10 +124,12 @@ func printable(id string) bool {
 	return id != "" && len(id) <= maxRequestID && !slices.ContainsFunc([]byte(id), func(b byte) bool { return b <= ' ' || b > '~' })
 }
 
-// callerOn returns the caller of a connection, from its handshake.
+// callerOn returns the caller of a connection, from its handshake. It is the caller of a new
+// connection with the same certificate.
 func (s *Server) callerOn(handshake credentials.AuthInfo) caller {
+	var by *verified
 	if of, ok := handshake.(connectionInfo); ok {
-		handshake = of.AuthInfo
+		handshake, by = of.AuthInfo, of.verified
 	}
 	switch info := handshake.(type) {
 	case credentials.TLSInfo:
@@ -135,7 +137,13 @@ func (s *Server) callerOn(handshake credentials.AuthInfo) caller {
 		if len(info.State.VerifiedChains) == 0 || len(info.State.VerifiedChains[0]) == 0 {
 			return caller{problem: "the connection has no verified client certificate"}
 		}
-		identified, err := s.config.Authorizer.FromChains(info.State.VerifiedChains)
+		chains := info.State.VerifiedChains
+		if by != nil {
+			if chains = by.now(); chains == nil {
+				return caller{problem: "no authority of this agent signs the client certificate any more"}
+			}
+		}
+		identified, err := s.config.Authorizer.FromChains(chains)
 		if err != nil {
 			return caller{problem: err.Error()}
 		}

@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -33,6 +34,9 @@ type Listener struct {
 	// NotAfter returns when the certificate that clients are shown expires. Nil means that there is
 	// none.
 	NotAfter func() time.Time
+	// Authorities returns those that clients' certificates must lead to. It returns the same pool
+	// until they change. Nil means that clients have no certificates.
+	Authorities func() (*x509.CertPool, error)
 }
 
 // TLSFiles are PEM files, which are reloaded when they change.
@@ -71,7 +75,8 @@ func ListenTLS(ctx context.Context, address string, files TLSFiles) (Listener, f
 	}
 	return Listener{
 		Listener: listener, Credentials: counting{credentials.NewTLS(mutualTLS(followed)), failed}, Security: "mutual TLS",
-		NotAfter: func() time.Time { return followed.Stats().CertificateNotAfter },
+		NotAfter:    func() time.Time { return followed.Stats().CertificateNotAfter },
+		Authorities: followed.Authorities,
 	}, followed.Close, nil
 }
 

@@ -91,19 +91,18 @@ func (r receiver) receive(ctx context.Context, method string, receive func(any) 
 	if size := raw.Len(); size > maxSmallMessageBytes && !slices.Contains(largeRequests, method) {
 		return agenterrors.TooLarge(fmt.Sprintf("the request has %d bytes; this method takes at most %d", size, maxSmallMessageBytes))
 	}
-	call := limits.FromContext(ctx)
-	if method == agentv1alpha1.ClaimService_SyncClaims_FullMethodName {
-		// Before it is decoded: a request that waits is smaller while it is encoded.
-		if err := call.Sync(ctx); err != nil {
+	// Before it is decoded: a request that waits is smaller while it is encoded.
+	switch call := limits.FromContext(ctx); {
+	case method == agentv1alpha1.ClaimService_SyncClaims_FullMethodName:
+		if err := call.Sync(ctx, raw.Len(), func() { cut(ctx) }); err != nil {
 			return throttled(err)
 		}
-	}
-	if slices.Contains(largeRequests, method) {
+	case slices.Contains(largeRequests, method):
 		done, err := call.Decode(ctx)
 		if err != nil {
 			return throttled(err)
 		}
-		defer done()
+		defer done() // little of it remains, see excerpts
 	}
 	encoded, err := needed(method, raw.ReadOnlyData())
 	if err != nil {

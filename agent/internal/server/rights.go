@@ -2,14 +2,18 @@ package server
 
 import (
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"reflect"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
@@ -29,8 +33,8 @@ func (e *endedRightsError) Unwrap() error { return e.error }
 
 // whileEntitled returns a context that is cancelled with an [*endedRightsError] once the caller of
 // a stream is no longer entitled to it: because the policy has changed, or its certificate has
-// expired or belongs to a past onboarding. entitled is called from another goroutine, with the context
-// that whileEntitled returns. If it panics, the stream ends.
+// expired, or belongs to a past onboarding or a withdrawn authority. entitled is called from another
+// goroutine, with the context that whileEntitled returns. If it panics, the stream ends.
 func (s *Server) whileEntitled(ctx context.Context, entitled func(context.Context) error) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	go func() {
@@ -90,6 +94,80 @@ func (s *Server) entitledToMany(ctx context.Context, rule authz.Rule, since call
 		return agenterrors.RightsChanged("the Clusters that this identity may read have changed; watch again")
 	}
 	return s.onboarded(ctx, c)
+}
+
+// withdrawnGrace is how long a connection stays open whose client certificate leads to no authority
+// any more. Meanwhile its streams end and its calls are refused with the reason. Then its client has
+// to connect again, with a new certificate if it has one.
+const withdrawnGrace = 10 * time.Second
+
+// verified is the client certificate of a connection, as verified by the authorities that the
+// listener has now: those of the handshake may have been withdrawn since. It is safe for concurrent
+// use.
+type verified struct {
+	authorities func() *x509.CertPool
+	clock       clock.PassiveClock
+	// handshake is the result of the handshake.
+	handshake tls.ConnectionState
+
+	mu sync.Mutex
+	// chains is what pool verified. It is nil, from withdrawn on, if there is no chain to pool.
+	pool      *x509.CertPool
+	chains    [][]*x509.Certificate
+	withdrawn time.Time
+}
+
+// now returns the chains from the certificate to the present authorities, or nil if there are none.
+// They may have expired.
+func (v *verified) now() [][]*x509.Certificate {
+	chains, _ := v.look()
+	return chains
+}
+
+// over reports whether there have been no chains for the grace period.
+func (v *verified) over() bool {
+	if v == nil {
+		return false
+	}
+	chains, withdrawn := v.look()
+	return chains == nil && v.clock.Since(withdrawn) >= withdrawnGrace
+}
+
+func (v *verified) look() (chains [][]*x509.Certificate, withdrawn time.Time) {
+	pool := v.authorities()
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if pool != v.pool {
+		before := v.chains
+		v.pool, v.chains = pool, v.verify(pool)
+		if v.chains == nil && before != nil {
+			v.withdrawn = v.clock.Now()
+		}
+	}
+	return v.chains, v.withdrawn
+}
+
+// verify does what a handshake does.
+func (v *verified) verify(pool *x509.CertPool) [][]*x509.Certificate {
+	if pool == nil {
+		return nil // Verify would use the system's.
+	}
+	at := time.Now() // as crypto/tls
+	// An expired certificate is not one of a withdrawn authority. The authorizer refuses it.
+	if until := authz.ValidUntil(v.handshake.VerifiedChains); at.After(until) {
+		at = until
+	}
+	intermediates := x509.NewCertPool()
+	for _, certificate := range v.handshake.PeerCertificates[1:] {
+		intermediates.AddCert(certificate)
+	}
+	chains, err := v.handshake.PeerCertificates[0].Verify(x509.VerifyOptions{
+		Roots: pool, Intermediates: intermediates, CurrentTime: at, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	})
+	if err != nil {
+		return nil
+	}
+	return chains
 }
 
 // closeWhenExpired closes a connection when its client certificate expires, so that a client that

@@ -6,6 +6,7 @@ import (
 	"encoding/pem"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -41,29 +43,34 @@ func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 		identity string
 		policy   string
 		expires  bool
-		want     func(error) bool
+		// withdrawn removes the authority from the agent's file.
+		withdrawn bool
+		want      func(error) bool
 	}{
-		"the role is taken back": {"reader", "identities: []", false, agenterrors.IsPermissionDenied},
+		"the role is taken back": {"reader", "identities: []", false, false, agenterrors.IsPermissionDenied},
 		"it is for another Cluster": {
-			"reader", "identities:\n- {id: spiffe://karpenter-capi/reader, roles: [reader], clusters: [fleet/b]}", false, agenterrors.IsPermissionDenied,
+			"reader", "identities:\n- {id: spiffe://karpenter-capi/reader, roles: [reader], clusters: [fleet/b]}", false, false,
+			agenterrors.IsPermissionDenied,
 		},
 		"the certificate is denied": {
-			"cluster/fleet/spoke", "deny:\n- id: spiffe://karpenter-capi/cluster/fleet/spoke", false, agenterrors.IsUnauthenticated,
+			"cluster/fleet/spoke", "deny:\n- id: spiffe://karpenter-capi/cluster/fleet/spoke", false, false, agenterrors.IsUnauthenticated,
 		},
 		"the serial number is denied": {
-			"cluster/fleet/spoke", "deny:\n- serial: $SERIAL", false, agenterrors.IsUnauthenticated,
+			"cluster/fleet/spoke", "deny:\n- serial: $SERIAL", false, false, agenterrors.IsUnauthenticated,
 		},
 		"what was issued before is denied": {
-			"cluster/fleet/spoke", "deny:\n- {id: spiffe://karpenter-capi/cluster/fleet/spoke, issuedBefore: $LATER}", false, agenterrors.IsUnauthenticated,
+			"cluster/fleet/spoke", "deny:\n- {id: spiffe://karpenter-capi/cluster/fleet/spoke, issuedBefore: $LATER}", false, false,
+			agenterrors.IsUnauthenticated,
 		},
 		"the authority is denied": {
-			"cluster/fleet/spoke", "deny:\n- issuer: $AUTHORITY", false, agenterrors.IsUnauthenticated,
+			"cluster/fleet/spoke", "deny:\n- issuer: $AUTHORITY", false, false, agenterrors.IsUnauthenticated,
 		},
 		"the authority may not sign it any more": {
-			"cluster/fleet/spoke", "issuers:\n- {fingerprints: [$AUTHORITY], clusters: [fleet/other]}", false, agenterrors.IsUnauthenticated,
+			"cluster/fleet/spoke", "issuers:\n- {fingerprints: [$AUTHORITY], clusters: [fleet/other]}", false, false, agenterrors.IsUnauthenticated,
 		},
-		"the Cluster is not listed":   {"cluster/fleet/spoke", "clusters: [fleet/other]", false, agenterrors.IsPermissionDenied},
-		"the certificate has expired": {"cluster/fleet/spoke", readerPolicy, true, agenterrors.IsUnauthenticated},
+		"the Cluster is not listed":   {"cluster/fleet/spoke", "clusters: [fleet/other]", false, false, agenterrors.IsPermissionDenied},
+		"the certificate has expired": {"cluster/fleet/spoke", readerPolicy, true, false, agenterrors.IsUnauthenticated},
+		"the authority is withdrawn":  {"cluster/fleet/spoke", readerPolicy, false, true, agenterrors.IsUnauthenticated},
 	} {
 		t.Run(name, func(t *testing.T) {
 			policies, now := &atomic.Pointer[authz.Policy]{}, clocktesting.NewFakePassiveClock(time.Now())
@@ -98,6 +105,9 @@ func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 				"$AUTHORITY", fmt.Sprintf("%x", sha256.Sum256(certificateIn(t, files.CAFile).Raw))).Replace(c.policy))
 			if c.expires {
 				now.SetTime(time.Now().Add(2 * time.Hour))
+			}
+			if c.withdrawn {
+				f.trusts(testpki.New(t))
 			}
 			for of, next := range receive {
 				err := next()
@@ -145,6 +155,69 @@ func TestAStreamOutlivesAPolicyThatLeavesItsCallersRight(t *testing.T) {
 	event, err := stream.Recv()
 	require.NoError(t, err)
 	require.Equal(t, "fleet/a", event.GetUpsert().GetId())
+}
+
+// trusts replaces the authorities that the agent accepts.
+func (f *fixture) trusts(authorities ...*testpki.Authority) {
+	f.Helper()
+	testpki.WriteBundle(f, filepath.Join(f.serverPKI, "ca.crt"), authorities...)
+}
+
+// shutOut waits until the agent accepts no new connection with a certificate of the authority.
+func (f *fixture) shutOut(authority *testpki.Authority) {
+	f.Helper()
+	require.Eventually(f, func() bool { return f.list(f.signedBy(authority, spokeURI)) != nil }, patience, 10*time.Millisecond)
+}
+
+// Streams continue, and calls succeed, for as long as one of the agent's authorities is that of the
+// certificate, or has its key. A file without authorities withdraws none.
+func TestAConnectionOutlivesOtherAuthoritiesThanItsOwn(t *testing.T) {
+	f := start(t, func(_ *fixture, c *server.Config) { c.RightsInterval = 5 * time.Millisecond })
+	c, other := f.cluster(), testpki.New(t)
+	stream, err := c.NodeGroups.WatchNodeGroups(f.ctx(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	_, err = stream.Recv()
+	require.NoError(t, err)
+	goesOn := func(id string) {
+		t.Helper()
+		require.NoError(t, f.list(c))
+		f.nodeGroups.Set(spoke, id, &agentv1alpha1.NodeGroup{Id: id})
+		event, err := stream.Recv()
+		require.NoError(t, err)
+		require.Equal(t, id, event.GetUpsert().GetId())
+	}
+	f.trusts(f.authority, other)
+	require.Eventually(t, func() bool { return f.list(f.signedBy(other, spokeURI)) == nil }, patience, 10*time.Millisecond)
+	goesOn("fleet/a")
+	f.trusts(f.authority)
+	f.shutOut(other)
+	goesOn("fleet/b")
+	f.trusts(f.authority.Renewed(t), other)
+	require.Eventually(t, func() bool { return f.list(f.signedBy(other, spokeURI)) == nil }, patience, 10*time.Millisecond)
+	goesOn("fleet/c")
+	f.trusts()
+	require.Eventually(t, func() bool { return strings.Contains(f.log.String(), "files cannot be used") }, patience, time.Millisecond)
+	goesOn("fleet/d")
+}
+
+// Its client may have a certificate of another authority by then, and connects again with that.
+func TestAConnectionIsClosedSoonAfterItsAuthorityIsWithdrawn(t *testing.T) {
+	now := clocktesting.NewFakePassiveClock(time.Now())
+	f := start(t, func(_ *fixture, c *server.Config) { c.Clock = now })
+	next := testpki.New(t)
+	f.trusts(f.authority, next)
+	require.Eventually(t, func() bool { return f.list(f.signedBy(next, spokeURI)) == nil }, patience, 10*time.Millisecond)
+	p := f.rawPeer(spokeURI)
+	p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
+	require.Equal(t, "0", p.status())
+	f.trusts(next)
+	f.shutOut(f.authority)
+	p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
+	require.Equal(t, "16", p.status(), "UNAUTHENTICATED")
+	now.SetTime(now.Now().Add(11 * time.Second))
+	p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
+	p.requireEnded()
+	require.Contains(t, f.log.String(), "the authority of its client certificate was withdrawn")
 }
 
 // A client whose certificate was rotated reconnects with the new one.

@@ -309,7 +309,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...Listener) error {
 	var running sync.WaitGroup
 	servers := make([]*grpc.Server, 0, len(listeners))
 	for _, listener := range listeners {
-		server := grpc.NewServer(append([]grpc.ServerOption{grpc.Creds(identifying{listener.Credentials, s})}, s.options...)...)
+		server := grpc.NewServer(append([]grpc.ServerOption{grpc.Creds(identifying{listener.Credentials, s, listener.Authorities})}, s.options...)...)
 		s.register(registrar{Server: server, before: s.before(), receiver: s.receiver})
 		servers = append(servers, server)
 		s.config.Log.Info("serving", "address", listener.Addr().String(), "network", listener.Addr().Network(), "security", listener.Security)

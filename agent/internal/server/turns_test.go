@@ -3,6 +3,8 @@ package server_test
 import (
 	"context"
 	"fmt"
+	"slices"
+	"strconv"
 	"testing"
 	"time"
 
@@ -12,6 +14,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	grpcstatus "google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
@@ -139,3 +142,66 @@ func TestABoundedNumberOfSyncClaimsIsHandledAtOnce(t *testing.T) {
 	}
 	f.awaitSum(0, "capi_agent_calls_waiting", "turn", "sync")
 }
+
+// worstReports returns Node reports that take the most memory for their size: map entries of one
+// character.
+func worstReports(size int) []*agentv1alpha1.NodeReport {
+	entries := func(n int) map[string]string {
+		all := map[string]string{}
+		for i := range n {
+			all[strconv.FormatInt(int64(i), 36)] = "1"
+		}
+		return all
+	}
+	report := &agentv1alpha1.NodeReport{ProviderId: "a", Capacity: entries(128), Allocatable: entries(128), Labels: entries(64)}
+	return slices.Repeat([]*agentv1alpha1.NodeReport{report}, size/(proto.Size(report)+4))
+}
+
+// A decoded request takes many times its size, until its call ends. Callers with small requests do
+// not wait for large ones.
+func TestTheDecodedRequestsOfManyTenantsAreBounded(t *testing.T) {
+	const (
+		tenants, size = 6, 4*mebibyte - 1024
+		handled       = 2 // of 8 MiB together
+		// The client has each request encoded, and the agent those that wait.
+		most = handled*worstDecoded + 2*tenants*4*mebibyte
+	)
+	f := start(t, limited(func(o *limits.Options) { o.CallTimeout = time.Hour }), func(f *fixture, _ *server.Config) {
+		f.engine.block = make(chan struct{})
+	})
+	reports := worstReports(size)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	ended := make(chan error, tenants+1)
+	syncClaims := func(n int, nodes []*agentv1alpha1.NodeReport) {
+		ref, uri := tenant(n)
+		c := f.as(uri)
+		go func() {
+			ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+			defer cancel()
+			_, err := c.Claims.SyncClaims(ctx, &agentv1alpha1.SyncClaimsRequest{Cluster: ref, Holder: "karpenter", Token: "token", Nodes: nodes})
+			ended <- err
+		}()
+	}
+	before := live()
+	for n := range tenants {
+		syncClaims(n, reports)
+	}
+	require.Eventually(t, func() bool {
+		return f.engine.syncing.Load() == handled && sum(t, f.registry, "capi_agent_calls_waiting", "turn", "large") == tenants-handled
+	}, 2*time.Minute, 10*time.Millisecond)
+	kept := live() - before
+	t.Logf("%.0f MiB are kept for %d requests", float64(kept)/mebibyte, tenants)
+	require.Less(t, kept, int64(most))
+
+	syncClaims(tenants, worstReports(60<<10))
+	require.Eventually(t, func() bool { return f.engine.syncing.Load() == handled+1 }, patience, time.Millisecond)
+	cancel()
+	for range tenants + 1 {
+		require.Equal(t, codes.Canceled, grpcstatus.Code(<-ended))
+	}
+	f.awaitSum(0, "capi_agent_calls_waiting", "turn", "large")
+}
+
+// worstDecoded is how many bytes the worst request takes until its call ends; see docs/limits.md.
+const worstDecoded = 80 * mebibyte
