@@ -40,7 +40,7 @@ func TestAPanicCostsOneNodeGroupAlone(t *testing.T) {
 			Capacity: map[string]string{"cpu": "4", "memory": "8Gi", "pods": "110"},
 		}
 	}
-	c := New(clock.RealClock{}, listed{group("broken"), group("whole")}, empty{}, time.Minute)
+	c := New(clock.RealClock{}, listed{group("broken"), group("whole")}, lists(func() {}), time.Minute)
 	c.newGroup = func(source *agentv1alpha1.NodeGroup) (*instancetype.Group, error) {
 		if source.GetName() == "broken" {
 			panic("a bug")
