@@ -198,7 +198,7 @@ func certificate(t *testing.T) string {
 // shortDir returns a folder whose path leaves room for the name of a socket.
 func shortDir(t *testing.T) string {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "charts")
+	dir, err := os.MkdirTemp("", "charts") //nolint:usetesting // That of the test is too long.
 	require.NoError(t, err)
 	t.Cleanup(func() { assert.NoError(t, os.RemoveAll(dir)) })
 	return dir

@@ -80,7 +80,7 @@ func TestAnotherClustersNodeGroupsAreAnsweredLikeThoseThatDoNotExist(t *testing.
 	theirs.Spec.ClusterName = "another"
 	for _, invented := range []int{0, maxLookups - 1, maxLookups, 2 * maxLookups} {
 		t.Run(fmt.Sprintf("behind %d that do not exist", invented), func(t *testing.T) {
-			answer := func(last string) (error, reads) {
+			answer := func(last string) (reads, error) {
 				e := quiet(engineWith(t, theirs.DeepCopy()))
 				live := reads{}
 				e.Reader = live.of(e.Reader)
@@ -88,12 +88,12 @@ func TestAnotherClustersNodeGroupsAreAnsweredLikeThoseThatDoNotExist(t *testing.
 				r.ValidateOnly = true
 				_, err := e.Create(t.Context(), r)
 				require.Error(t, err)
-				return err, live
+				return live, err
 			}
-			existing, read := answer("theirs")
-			missing, readToo := answer("absent")
+			read, existing := answer("theirs")
+			readToo, missing := answer("absent")
 			assert.Equal(t, strings.ReplaceAll(missing.Error(), "absent", "theirs"), existing.Error())
-			assert.IsType(t, missing, existing)
+			assert.Equal(t, fmt.Sprintf("%T", missing), fmt.Sprintf("%T", existing))
 			assert.Equal(t, readToo, read)
 		})
 	}

@@ -27,7 +27,7 @@ func TestContentThatPanicsIsNotUsed(t *testing.T) {
 			}
 			return new(string(content)), nil
 		}},
-		reader: kube, usable: prometheus.NewGauge(prometheus.GaugeOpts{Name: "usable"}), first: make(chan struct{}),
+		reader: kube, usable: prometheus.NewGauge(prometheus.GaugeOpts{Name: "usable", Help: "Whether it is."}), first: make(chan struct{}),
 	}
 	write := func(content string) {
 		t.Helper()

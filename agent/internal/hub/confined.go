@@ -54,10 +54,13 @@ func (c confining) transform(transform toolscache.TransformFunc) toolscache.Tran
 	if transform == nil {
 		return nil
 	}
-	return func(object any) (transformed any, err error) {
-		transformed = object // unless transform returns
-		defer c.to(object)
-		return transform(object)
+	return func(object any) (any, error) {
+		transformed, err := object, error(nil)
+		func() {
+			defer c.to(object)
+			transformed, err = transform(object)
+		}()
+		return transformed, err
 	}
 }
 

@@ -159,7 +159,8 @@ const (
 	ReasonInFlight    = "bytes"
 	ReasonUnread      = "unread"
 	ReasonConnections = "connections"
-	// These are for what all callers have together.
+	// ReasonAllCalls, ReasonAllWatches and ReasonAllConnections are for what all callers have
+	// together.
 	ReasonAllCalls       = "all-calls"
 	ReasonAllWatches     = "all-watches"
 	ReasonAllConnections = "all-connections"

@@ -17,7 +17,7 @@ func makesPanic() { panic("a bug") }
 func TestAPanicIsAnErrorThatIsLoggedAndCounted(t *testing.T) {
 	var lines []string
 	log := funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{})
-	counter := prometheus.NewCounter(prometheus.CounterOpts{Name: "panics"})
+	counter := prometheus.NewCounter(prometheus.CounterOpts{Name: "panics_total", Help: "Panics."})
 	err := panics.Confined(log, counter, "something is lost", func() error {
 		makesPanic()
 		return nil

@@ -61,9 +61,9 @@ func (f *fixture) dialRaw(uri string) *tls.Conn {
 	return secured
 }
 
-func (f *fixture) rawPeer(uri string, settings ...http2.Setting) *rawPeer {
+func (f *fixture) rawPeer(settings ...http2.Setting) *rawPeer {
 	f.Helper()
-	conn := f.dialRaw(uri)
+	conn := f.dialRaw(spokeURI)
 	p := &rawPeer{T: f.T, conn: conn, received: make(chan http2.Frame, 1<<16), framer: http2.NewFramer(conn, conn)}
 	p.framer.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
 	p.encoder = hpack.NewEncoder(&p.headers)
@@ -251,7 +251,7 @@ func TestACallerThatDoesNotReadItsAnswersLosesItsConnection(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p := f.rawPeer(spokeURI, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+			p := f.rawPeer(http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
 			p.T = t
 			call(p)
 			p.requireEnded()
@@ -263,7 +263,7 @@ func TestACallerThatDoesNotReadItsAnswersLosesItsConnection(t *testing.T) {
 func TestUnreadAnswersOfACallerAreBounded(t *testing.T) {
 	f := start(t)
 	withMachines(f)
-	p := f.rawPeer(spokeURI, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+	p := f.rawPeer(http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
 	const calls = 100
 	for range calls {
 		p.call(agentv1alpha1.MachineService_ListMachines_FullMethodName, listMachines)
@@ -381,7 +381,7 @@ func TestUnreadAnswersCountAsWhatIsKeptForThem(t *testing.T) {
 			for i := range c.machines {
 				f.machines.Set(spoke, strconv.Itoa(i), &agentv1alpha1.Machine{Name: strconv.Itoa(i), ProviderId: strings.Repeat("x", c.machineBytes)})
 			}
-			p := f.rawPeer(spokeURI, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+			p := f.rawPeer(http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
 			another := f.raw(spokeURI)
 			before := live()
 			for range c.calls {

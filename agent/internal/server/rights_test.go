@@ -207,7 +207,7 @@ func TestAConnectionIsClosedSoonAfterItsAuthorityIsWithdrawn(t *testing.T) {
 	next := testpki.New(t)
 	f.trusts(f.authority, next)
 	require.Eventually(t, func() bool { return f.list(f.signedBy(next, spokeURI)) == nil }, patience, 10*time.Millisecond)
-	p := f.rawPeer(spokeURI)
+	p := f.rawPeer()
 	p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
 	require.Equal(t, "0", p.status())
 	f.trusts(next)

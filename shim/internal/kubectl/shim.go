@@ -259,7 +259,8 @@ func readSecret(ctx context.Context, reader client.Reader, name types.Namespaced
 	switch {
 	case apierrors.IsForbidden(err):
 		return nil, problem(fmt.Errorf("reading Karpenter's certificate: %w", err),
-			fmt.Sprintf("Ask for permission to get the secret %s in the namespace %s, or use a certificate of your own: --tls-dir.", name.Name, name.Namespace))
+			fmt.Sprintf("Ask for permission to get the secret %s in the namespace %s, or use a certificate of your own: --tls-dir.",
+				name.Name, name.Namespace))
 	case apierrors.IsNotFound(err):
 		return nil, problem(fmt.Errorf("karpenter's certificate, the secret %s, does not exist", name),
 			"Onboard the cluster (docs/operations.md), or use a certificate of your own: --tls-dir.")
