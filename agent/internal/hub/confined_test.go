@@ -21,6 +21,7 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
@@ -154,6 +155,9 @@ func TestAPanicInACacheCostsOneObjectAlone(t *testing.T) {
 		require.Contains(t, lines.String(), part)
 	}
 	require.Greater(t, testutil.ToFloat64(panics.Objects), counted)
+	shown, err := testutil.GatherAndCount(metrics.Registry, "capi_agent_panics_total")
+	require.NoError(t, err)
+	require.Equal(t, 4, shown, "from the start, one for each part")
 
 	// The next version of an object.
 	source.Modify(machineOf("transform", "v2"))
