@@ -67,8 +67,8 @@ const (
 	// total. Each may be 4 MiB in size. Further requests wait.
 	readsOfCaller, readsInAll = 8, 32
 	// largeOfCaller is how many large requests of a caller are read and handled at once. largeInAll
-	// is how many large requests of which little is kept are decoded at once, in total. Further
-	// requests wait.
+	// is how many large requests other than SyncClaims are decoded at once, in total. Little of them
+	// is kept. Further requests wait.
 	largeOfCaller, largeInAll = 1, 3
 	// decodedInAll is how many bytes of SyncClaims requests are decoded and handled at once, in
 	// total. Decoded, a request takes up to twenty times as many, until its call ends. Further
@@ -302,7 +302,7 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 // case. They may come on top of the sum.
 func mayGrow[N int | int64](own, assured, left N) bool { return own < assured || own < left }
 
-const allTogether = "too many %s are open over all identities (%d, of %d at most), of which this identity has %d"
+const allTogether = "all identities together have too many open %s: %d of %d, of which this identity has %d"
 
 // caller returns the state of an identity, which it creates if needed. l.mu must be held.
 func (l *Limiter) caller(identity string) *caller {
@@ -498,8 +498,8 @@ func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	}, nil
 }
 
-// Decode waits until a large request that has been read, and of which little is kept, may be decoded.
-// It returns a function to call once it has been decoded. The error is that of the context.
+// Decode waits until a large request other than SyncClaims, which has been read, may be decoded. It
+// returns a function to call once it has been decoded. The error is that of the context.
 func (c *Call) Decode(ctx context.Context) (done func(), err error) {
 	// The semaphore that all callers share is held only for work on data that has already arrived,
 	// so neither a caller nor the hub can block it.

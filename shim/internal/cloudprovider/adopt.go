@@ -28,7 +28,7 @@ var errNoNodeGroup = errors.New("it belongs to no node group; label its MachineD
 // be adopted until something changes. Any other error says nothing about the Machine, and the call
 // should be retried.
 func IsAdoptionRefused(err error) bool {
-	if agenterrors.IsSpokeMismatch(err) {
+	if agenterrors.IsSpokeMismatch(err) { // it is the shim that is refused
 		return false
 	}
 	return errors.Is(err, errNoNodeGroup) || agenterrors.IsRefused(err) || agenterrors.IsNoRoom(err) || agenterrors.IsEnded(err) ||

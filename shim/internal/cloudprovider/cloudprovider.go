@@ -119,8 +119,8 @@ func (c *CloudProvider) GetSupportedNodeClasses() []status.Object {
 }
 
 // GetInstanceTypes returns the instance types in the newest snapshot of the catalogue, and none for
-// a NodePool of another provider. Of a node class that selects nothing it returns those that
-// NodeClaims remember, of which none is available.
+// a NodePool of another provider. For a node class that selects nothing, it returns the instance
+// types that NodeClaims remember, without available offerings.
 //
 // It returns an error before the agent was first reached, while existing NodeClaims are being
 // adopted, for a node class that does not exist, and for one that selects nothing and that no

@@ -802,7 +802,7 @@ var mutants = []mutant{
 		{" && (c.Spec.Spoke == \"\" || s.known == \"\" || s.known == s.Spoke)\n", "\n"},
 	}},
 	{
-		name: "another Cluster's node groups are told apart from names that do not exist",
+		name: "callers can tell another Cluster's node groups from names that do not exist",
 		test: "TestAnotherClustersNodeGroupsAreAnsweredLikeThoseThatDoNotExist",
 		edits: []edit{
 			{"apierrors.IsNotFound(err) || err == nil && md.Spec.ClusterName != cluster.Name; missing {\n", "apierrors.IsNotFound(err); missing {\n"},
