@@ -249,6 +249,13 @@ func TestNothingIsClaimedWhileTheLiveSetsOfThisClusterAreRefused(t *testing.T) {
 	require.NoError(t, err)
 }
 
+// An adoption that was refused is not tried again before something about the Machine changes.
+func TestARefusalOfTheShimSaysNothingAboutAMachine(t *testing.T) {
+	assert.False(t, cloudprovider.IsAdoptionRefused(agenterrors.SpokeMismatch("elsewhere")))
+	notOpen := agenterrors.Rejected(time.Now(), agenterrors.Rejection{NodeGroup: "default/a", Reason: agenterrors.ReasonNotOpen})
+	assert.True(t, cloudprovider.IsAdoptionRefused(notOpen))
+}
+
 func TestALostRaceInTheHubIsRepeatedAtOnce(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	w.Agent.Fail("CreateClaim", 2, agenterrors.Conflict("again"))
