@@ -209,14 +209,19 @@ func run(ctx context.Context) error {
 	})
 	undecorated := metrics.Decorate(provider)
 	decorated := overlay.Decorate(undecorated, op.GetClient(), op.InstanceTypeStore)
-	adopting = adoption.New(op.GetClient(), decorated, provider, claims, finder, agent, cluster, op.EventRecorder)
+	adopting = adoption.New(adoption.Config{
+		Kube: op.GetClient(), CloudProvider: decorated, Provider: provider, Claims: claims, Unclaimed: finder, Agent: agent, Cluster: cluster,
+		Recorder: op.EventRecorder,
+	})
 	repairPolicies, err := health.NewRepairPolicyMatcher(ctx, decorated)
 	if err != nil {
 		return fmt.Errorf("compiling the repair policies: %w", err)
 	}
 	clusterState := state.NewCluster(op.Clock, op.GetClient(), decorated, state.WithRepairPolicyMatcher(repairPolicies))
-	failed := failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
-		finder, opts.AgentTimeout)
+	failed := failedmachine.New(failedmachine.Config{
+		Kube: op.GetClient(), Live: op.GetAPIReader(), CloudProvider: decorated, Claims: claims, NodeGroups: nodeGroups, Agent: agent.Claims,
+		Cluster: cluster, Recorder: op.EventRecorder, Unclaimed: finder, Timeout: opts.AgentTimeout, Clock: op.Clock,
+	})
 	core := controllers.NewControllers(
 		ctx, op.Manager, op.Clock, registration.PlanningClient(failed.Client(static.Client(op.GetClient()))), op.EventRecorder,
 		decorated, undecorated, clusterState,
@@ -235,8 +240,13 @@ func run(ctx context.Context) error {
 	op.WithControllers(ctx,
 		claimSync,
 		adopting,
-		adoption.NewNodes(op.Clock, op.GetClient(), provider, finder, catalogue, agent, cluster, op.EventRecorder, adopting.Settled),
-		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
+		adoption.NewNodes(adoption.NodesConfig{
+			Kube: op.GetClient(), Provider: provider, Unclaimed: finder, Catalogue: catalogue, Agent: agent, Cluster: cluster,
+			Recorder: op.EventRecorder, Settled: adopting.Settled, Clock: op.Clock,
+		}),
+		providerid.New(providerid.Config{
+			Kube: op.GetClient(), Live: op.GetAPIReader(), CloudProvider: decorated, Claims: claims, Cluster: cluster, Recorder: op.EventRecorder,
+		}),
 		failed,
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, compatibility, cluster, op.EventRecorder,
 			opts.HubUnreachableGracePeriod),

@@ -79,33 +79,37 @@ type Provider interface {
 	Describe(nodeClass string, claim *agentv1alpha1.Claim) *karpv1.NodeClaim
 }
 
+// Config configures a [Controller]. All fields are REQUIRED.
+type Config struct {
+	// Kube reads from a cache with indexes on the provider IDs of Nodes and NodeClaims.
+	Kube client.Client
+	// CloudProvider determines which NodeClaims belong to this provider.
+	CloudProvider cloudprovider.CloudProvider
+	// Provider creates claims on existing Machines.
+	Provider Provider
+	// Claims is a mirror of the shim's claims.
+	Claims Claims
+	// Unclaimed finds the Machines of NodeClaims that never had a claim.
+	Unclaimed *unclaimed.Finder
+	// Agent returns machines to the user.
+	Agent *agentclient.Client
+	// Cluster is the Cluster that the shim acts for.
+	Cluster *agentv1alpha1.ClusterRef
+	// Recorder records events.
+	Recorder events.Recorder
+}
+
 // Controller adopts the Machines of NodeClaims without a claim, and returns Machines to the user.
 type Controller struct {
-	kube          client.Client
-	cloudProvider cloudprovider.CloudProvider
-	provider      Provider
-	claims        Claims
-	machines      *unclaimed.Finder
-	agent         *agentclient.Client
-	cluster       *agentv1alpha1.ClusterRef
-	recorder      events.Recorder
+	Config
 
 	settled atomic.Bool
 	mu      sync.Mutex
 	seen    map[types.UID]bool // NodeClaims handled so far, until all are
 }
 
-// New returns the controller. kube reads from a cache with indexes on the provider IDs of Nodes and
-// NodeClaims. cloudProvider determines which NodeClaims belong to this provider.
-func New(
-	kube client.Client, cloudProvider cloudprovider.CloudProvider, provider Provider, claims Claims, machines *unclaimed.Finder,
-	agent *agentclient.Client, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
-) *Controller {
-	return &Controller{
-		kube: kube, cloudProvider: cloudProvider, provider: provider, claims: claims, machines: machines, agent: agent,
-		cluster: cluster, recorder: recorder, seen: map[types.UID]bool{},
-	}
-}
+// New returns the controller.
+func New(c Config) *Controller { return &Controller{Config: c, seen: map[types.UID]bool{}} }
 
 // Reconcile checks one NodeClaim. Create and Delete adopt for NodeClaims that are not launched or
 // are being deleted.
@@ -119,7 +123,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	// Other NodeClaims must not wait for one that an admission webhook or the API server refuses to
 	// change.
 	log.FromContext(ctx).Error(err, "the adoption of a Machine cannot be completed")
-	c.recorder.Publish(incomplete(nodeClaim, err))
+	c.Recorder.Publish(incomplete(nodeClaim, err))
 	c.sawToIt(uid)
 	return reconcile.Result{RequeueAfter: look}, nil
 }
@@ -130,10 +134,10 @@ func isRejected(err error) bool {
 }
 
 func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
-	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) {
+	if !nodeclaimutils.IsManaged(nodeClaim, c.CloudProvider) {
 		return reconcile.Result{}, nil
 	}
-	if !c.claims.State().Synced { // the source of all NodeClaims follows
+	if !c.Claims.State().Synced { // the source of all NodeClaims follows
 		return reconcile.Result{}, nil
 	}
 	if nodeClaim.DeletionTimestamp.IsZero() && v1alpha1.ReturnsMachine(nodeClaim) {
@@ -144,7 +148,7 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}
-	if claim, known := c.claims.Get(string(nodeClaim.UID)); known && isLive(claim) {
+	if claim, known := c.Claims.Get(string(nodeClaim.UID)); known && isLive(claim) {
 		if claim.GetAdoptMachine() == "" {
 			return c.unprotect(ctx, nodeClaim)
 		}
@@ -154,7 +158,7 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}
-	machine, err := c.machines.Of(ctx, nodeClaim)
+	machine, err := c.Unclaimed.Of(ctx, nodeClaim)
 	switch {
 	case errors.Is(err, unclaimed.ErrUnknownMachine):
 		return c.keep(ctx, nodeClaim)
@@ -196,7 +200,7 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 			return reconcile.Result{}, client.IgnoreNotFound(err)
 		}
 	}
-	claim, err := c.provider.Adopt(ctx, nodeClaim, machine)
+	claim, err := c.Provider.Adopt(ctx, nodeClaim, machine)
 	switch {
 	case err == nil:
 	case isPassing(ctx, err):
@@ -204,12 +208,12 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 		return reconcile.Result{RequeueAfter: soon}, nil
 	default: // the Node is protected, so that other NodeClaims need not wait for this one
 		log.FromContext(ctx).Error(err, "a Machine cannot be adopted", "machine", machine.GetName())
-		c.recorder.Publish(lo.Ternary(provider.IsAdoptionRefused(err), c.machines.Event(nodeClaim, machine, err), incomplete(nodeClaim, err)))
+		c.Recorder.Publish(lo.Ternary(provider.IsAdoptionRefused(err), c.Unclaimed.Event(nodeClaim, machine, err), incomplete(nodeClaim, err)))
 		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	log.FromContext(ctx).Info("adopted a Machine", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId())
-	c.recorder.Publish(events.Event{
+	c.Recorder.Publish(events.Event{
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeNormal,
 		Reason:         "MachineAdopted",
@@ -237,7 +241,7 @@ func adopted(machine *agentv1alpha1.Machine, policy v1alpha1.AdoptionPolicy) str
 
 // node returns the NodeClaim's Node, or nil if it has none.
 func (c *Controller) node(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*corev1.Node, error) {
-	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.kube, nodeClaim)
+	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.Kube, nodeClaim)
 	if err != nil || len(nodes) == 0 {
 		return nil, err
 	}
@@ -252,7 +256,7 @@ func rightfulOf(nodeClaims []*karpv1.NodeClaim, node *corev1.Node) *karpv1.NodeC
 // duplicate returns an event about a NodeClaim whose machine belongs to another one, with
 // instructions to end it without draining the Node.
 func (c *Controller) duplicate(nodeClaim, rightful *karpv1.NodeClaim) events.Event {
-	own := placeholder.ProviderID(c.cluster.GetNamespace(), c.cluster.GetName(), string(nodeClaim.UID))
+	own := placeholder.ProviderID(c.Cluster.GetNamespace(), c.Cluster.GetName(), string(nodeClaim.UID))
 	return events.Event{
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,
@@ -282,11 +286,11 @@ func incomplete(nodeClaim *karpv1.NodeClaim, why error) events.Event {
 // isDuplicate reports whether the machine belongs to another NodeClaim. If so, it publishes an
 // event, and nothing else needs to be done about this NodeClaim.
 func (c *Controller) isDuplicate(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
-	rightful, err := owners.Of(ctx, c.kube, nodeClaim)
+	rightful, err := owners.Of(ctx, c.Kube, nodeClaim)
 	if err != nil || rightful.UID == nodeClaim.UID {
 		return false, err
 	}
-	c.recorder.Publish(c.duplicate(nodeClaim, rightful))
+	c.Recorder.Publish(c.duplicate(nodeClaim, rightful))
 	c.sawToIt(nodeClaim.UID)
 	return true, nil
 }
@@ -295,7 +299,7 @@ func (c *Controller) isDuplicate(ctx context.Context, nodeClaim *karpv1.NodeClai
 // does not exist.
 func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v1alpha1.AdoptionPolicy, error) {
 	class := &v1alpha1.ClusterAPINodeClass{}
-	if err := c.kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Spec.NodeClassRef.Name}, class); client.IgnoreNotFound(err) != nil {
+	if err := c.Kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Spec.NodeClassRef.Name}, class); client.IgnoreNotFound(err) != nil {
 		return v1alpha1.AdoptionPolicy{}, fmt.Errorf("getting the NodeClass: %w", err)
 	}
 	return class.Spec.Adoption, nil
@@ -319,7 +323,7 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 			return nodeGone(err)
 		}
 	}
-	c.recorder.Publish(c.machines.Unknown(nodeClaim))
+	c.Recorder.Publish(c.Unclaimed.Unknown(nodeClaim))
 	c.sawToIt(nodeClaim.UID)
 	return reconcile.Result{RequeueAfter: look}, nil
 }
@@ -343,7 +347,7 @@ func (c *Controller) unprotect(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	stored := node.DeepCopy()
 	delete(node.Labels, v1alpha1.AdoptedLabel)
 	delete(node.Annotations, karpv1.DoNotDisruptAnnotationKey)
-	if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
+	if err := c.Kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("ending the protection of Node %s: %w", node.Name, err))
 	}
 	log.FromContext(ctx).Info("ended the protection of a Node whose machine was unknown", "Node", node.Name)
@@ -361,7 +365,7 @@ func (c *Controller) protect(ctx context.Context, object client.Object, policy v
 	stored, _ := object.DeepCopyObject().(client.Object)
 	object.SetAnnotations(lo.OmitByKeys(object.GetAnnotations(), []string{v1alpha1.NodeGroupAnnotation}))
 	markAdopted(object, policy)
-	if err := c.kube.Patch(ctx, object, client.MergeFrom(stored)); err != nil {
+	if err := c.Kube.Patch(ctx, object, client.MergeFrom(stored)); err != nil {
 		return fmt.Errorf("protecting %s from disruption: %w", object.GetName(), err)
 	}
 	return nil
@@ -390,9 +394,9 @@ func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 		return reconcile.Result{}, err
 	}
 	if _, marked := nodeClaim.Labels[v1alpha1.AdoptedLabel]; !marked || !wasAdopted(nodeClaim) {
-		described := c.provider.Describe(nodeClaim.Spec.NodeClassRef.Name, claim)
+		described := c.Provider.Describe(nodeClaim.Spec.NodeClassRef.Name, claim)
 		if described == nil {
-			c.recorder.Publish(incomplete(nodeClaim, fmt.Errorf("node group %s cannot be described to Karpenter; see the status of "+
+			c.Recorder.Publish(incomplete(nodeClaim, fmt.Errorf("node group %s cannot be described to Karpenter; see the status of "+
 				"ClusterAPINodeClass %s, if that exists", claim.GetNodeGroupId(), nodeClaim.Spec.NodeClassRef.Name)))
 			c.sawToIt(nodeClaim.UID)
 			return reconcile.Result{RequeueAfter: look}, nil
@@ -405,7 +409,7 @@ func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 		nodeClaim.Labels = lo.Assign(nodeClaim.Labels, facts(described.Labels, node))
 		nodeClaim.Annotations = lo.Assign(nodeClaim.Annotations, described.Annotations)
 		markAdopted(nodeClaim, policy)
-		if err := c.kube.Patch(ctx, nodeClaim, client.MergeFrom(stored)); err != nil {
+		if err := c.Kube.Patch(ctx, nodeClaim, client.MergeFrom(stored)); err != nil {
 			return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("completing the NodeClaim: %w", err))
 		}
 	}
@@ -417,7 +421,7 @@ func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 			return node.Labels[key] == "" || isKarpenters(key)
 		}))
 		node.Annotations = lo.Assign(node.Annotations, map[string]string{v1alpha1.NodeGroupAnnotation: group})
-		if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
+		if err := c.Kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
 			return nodeGone(fmt.Errorf("completing Node %s: %w", node.Name, err))
 		}
 	}
@@ -469,10 +473,10 @@ func (c *Controller) Settled() bool { return c.settled.Load() }
 func (c *Controller) Start(ctx context.Context) error {
 	looks := 0
 	err := wait.PollUntilContextCancel(ctx, settleLook, true, func(ctx context.Context) (bool, error) {
-		if !c.claims.State().Synced {
+		if !c.Claims.State().Synced {
 			return false, nil
 		}
-		nodeClaims, err := nodeclaimutils.ListManaged(ctx, c.kube, c.cloudProvider)
+		nodeClaims, err := nodeclaimutils.ListManaged(ctx, c.Kube, c.CloudProvider)
 		if err != nil {
 			log.FromContext(ctx).Error(err, "listing the NodeClaims to adopt")
 			return false, nil
@@ -500,9 +504,9 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 	}
 	return controllerruntime.NewControllerManagedBy(m).
 		Named(name).
-		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.cloudProvider))).
-		WatchesRawSource(claimsource.NodeClaims(c.claims)).
-		WatchesRawSource(claimsource.AllNodeClaims(c.claims, c.kube)).
+		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.CloudProvider))).
+		WatchesRawSource(claimsource.NodeClaims(c.Claims)).
+		WatchesRawSource(claimsource.AllNodeClaims(c.Claims, c.Kube)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }

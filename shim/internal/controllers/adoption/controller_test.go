@@ -57,9 +57,16 @@ func setUp(t *testing.T) *env {
 	response, err := w.Client.Machines.ListMachines(w.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: w.Cluster})
 	require.NoError(t, err)
 	require.Len(t, response.GetMachines(), 1)
-	return &env{
-		Env: w, t: t, clock: clk, machine: response.GetMachines()[0],
-		controller: adoption.New(w.Kube, w.CloudProvider, w.CloudProvider, w.Claims, w.Unclaimed, w.Client, w.Cluster, w.Recorder),
+	e := &env{Env: w, t: t, clock: clk, machine: response.GetMachines()[0]}
+	e.controller = adoption.New(e.config())
+	return e
+}
+
+// config returns the controller's configuration, which tests may change.
+func (e *env) config() adoption.Config {
+	return adoption.Config{
+		Kube: e.Kube, CloudProvider: e.CloudProvider, Provider: e.CloudProvider, Claims: e.Claims, Unclaimed: e.Unclaimed, Agent: e.Client,
+		Cluster: e.Cluster, Recorder: e.Recorder,
 	}
 }
 
@@ -275,7 +282,9 @@ func (f failing) Adopt(context.Context, *karpv1.NodeClaim, *agentv1alpha1.Machin
 
 // use replaces the controller's client and provider.
 func (e *env) use(kube client.Client, adopter adoption.Provider) {
-	e.controller = adoption.New(kube, e.CloudProvider, adopter, e.Claims, e.Unclaimed, e.Client, e.Cluster, e.Recorder)
+	c := e.config()
+	c.Kube, c.Provider = kube, adopter
+	e.controller = adoption.New(c)
 }
 
 // Nothing is known in this case, so the user must get no event, least of all one that suggests
@@ -336,7 +345,9 @@ func TestNothingIsSettledWhileTheAgentIsSilent(t *testing.T) {
 func TestAllNodeClaimsAreHandledOnceTheClaimsAreKnown(t *testing.T) {
 	e := setUp(t)
 	mirror := e.Client.MirrorClaims(e.Cluster, v1alpha1.Holder)
-	controller := adoption.New(e.Kube, e.CloudProvider, e.CloudProvider, mirror, e.Unclaimed, e.Client, e.Cluster, e.Recorder)
+	c := e.config()
+	c.Claims = mirror
+	controller := adoption.New(c)
 	left := e.left("left")
 	result, err := controller.Reconcile(e.Context(), left.DeepCopy())
 	require.NoError(t, err)

@@ -55,35 +55,42 @@ type Catalogue interface {
 	Snapshot() *catalogue.Snapshot
 }
 
+// NodesConfig configures [Nodes]. All fields are REQUIRED.
+type NodesConfig struct {
+	// Kube reads from a cache with an index on the NodeClaims' status.providerID.
+	Kube client.Client
+	// Provider describes node groups.
+	Provider Provider
+	// Unclaimed finds the Machines without a claim.
+	Unclaimed *unclaimed.Finder
+	// Catalogue holds the node groups, and which of them node classes select.
+	Catalogue Catalogue
+	// Agent is asked whether a machine could be adopted.
+	Agent *agentclient.Client
+	// Cluster is the Cluster that the shim acts for.
+	Cluster *agentv1alpha1.ClusterRef
+	// Recorder records events.
+	Recorder events.Recorder
+	// Settled is [Controller.Settled]: existing NodeClaims adopt first. A Node adopted before them
+	// might use up the room above the min size, and the machine of a NodeClaim could then be adopted
+	// only by raising replicas.
+	Settled func() bool
+	// Clock provides the time.
+	Clock clock.PassiveClock
+}
+
 // Nodes creates NodeClaims for Nodes without one, as node classes request: see
 // [v1alpha1.AdoptionPolicy].
 type Nodes struct {
-	clock     clock.PassiveClock
-	kube      client.Client
-	provider  Provider
-	machines  *unclaimed.Finder
-	catalogue Catalogue
-	agent     *agentclient.Client
-	cluster   *agentv1alpha1.ClusterRef
-	recorder  events.Recorder
-	settled   func() bool
+	NodesConfig
 
 	mu    sync.Mutex
 	rates map[types.UID]*rate.Limiter // by node class
 }
 
-// NewNodes returns the controller. kube reads from a cache with an index on the NodeClaims'
-// status.providerID. settled is [Controller.Settled]: existing NodeClaims adopt first. A Node
-// adopted before them might use up the room above the min size, and the machine of a NodeClaim
-// could then be adopted only by raising replicas.
-func NewNodes(
-	clk clock.PassiveClock, kube client.Client, provider Provider, machines *unclaimed.Finder, catalogue Catalogue, agent *agentclient.Client,
-	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, settled func() bool,
-) *Nodes {
-	return &Nodes{
-		clock: clk, kube: kube, provider: provider, machines: machines, catalogue: catalogue, agent: agent, cluster: cluster, recorder: recorder,
-		settled: settled, rates: map[types.UID]*rate.Limiter{},
-	}
+// NewNodes returns the controller.
+func NewNodes(c NodesConfig) *Nodes {
+	return &Nodes{NodesConfig: c, rates: map[types.UID]*rate.Limiter{}}
 }
 
 // Reconcile checks one Node.
@@ -101,16 +108,16 @@ func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Res
 		return reconcile.Result{}, err
 	}
 	nodeClaims := &karpv1.NodeClaimList{}
-	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForProviderID(node.Spec.ProviderID), client.UnsafeDisableDeepCopy); err != nil {
+	if err := c.Kube.List(ctx, nodeClaims, nodeclaimutils.ForProviderID(node.Spec.ProviderID), client.UnsafeDisableDeepCopy); err != nil {
 		return reconcile.Result{}, fmt.Errorf("looking for the NodeClaim: %w", err)
 	}
 	if len(nodeClaims.Items) > 0 {
 		return reconcile.Result{}, nil
 	}
-	if !c.settled() {
+	if !c.Settled() {
 		return reconcile.Result{RequeueAfter: soon}, nil
 	}
-	machine, err := c.machines.With(ctx, node.Spec.ProviderID)
+	machine, err := c.Unclaimed.With(ctx, node.Spec.ProviderID)
 	if err != nil {
 		log.FromContext(ctx).V(1).Info("not known whether the Node's machine is to be adopted", "reason", err.Error())
 		return reconcile.Result{RequeueAfter: look}, nil
@@ -131,11 +138,11 @@ func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Res
 // ends such a NodeClaim within minutes.
 func (c *Nodes) waitsFor(ctx context.Context, machine *agentv1alpha1.Machine) (bool, error) {
 	all := &karpv1.NodeClaimList{}
-	if err := c.kube.List(ctx, all, client.UnsafeDisableDeepCopy); err != nil {
+	if err := c.Kube.List(ctx, all, client.UnsafeDisableDeepCopy); err != nil {
 		return false, fmt.Errorf("listing the NodeClaims: %w", err)
 	}
 	for i := range all.Items {
-		name, ours := chosenFor(&all.Items[i], c.cluster.GetNamespace())
+		name, ours := chosenFor(&all.Items[i], c.Cluster.GetNamespace())
 		switch {
 		case name == "":
 		case ours:
@@ -143,7 +150,7 @@ func (c *Nodes) waitsFor(ctx context.Context, machine *agentv1alpha1.Machine) (b
 				return true, nil
 			}
 		default:
-			chosen, err := c.machines.Named(ctx, name)
+			chosen, err := c.Unclaimed.Named(ctx, name)
 			if err != nil {
 				log.FromContext(ctx).V(1).Info("not known whether a NodeClaim comes first", "reason", err.Error())
 				return true, nil
@@ -196,7 +203,7 @@ func notReady(node *corev1.Node) string {
 // classes returns the node classes whose policy is to adopt such a Node.
 func (c *Nodes) classes(ctx context.Context, requested bool) ([]v1alpha1.ClusterAPINodeClass, error) {
 	list := &v1alpha1.ClusterAPINodeClassList{}
-	if err := c.kube.List(ctx, list); err != nil {
+	if err := c.Kube.List(ctx, list); err != nil {
 		return nil, fmt.Errorf("listing the NodeClasses: %w", err)
 	}
 	return lo.Filter(list.Items, func(class v1alpha1.ClusterAPINodeClass, _ int) bool { return wants(&class, requested) }), nil
@@ -210,15 +217,15 @@ func wants(class *v1alpha1.ClusterAPINodeClass, requested bool) bool {
 func (c *Nodes) adopt(
 	ctx context.Context, node *corev1.Node, machine *agentv1alpha1.Machine, classes []v1alpha1.ClusterAPINodeClass, requested bool,
 ) (reconcile.Result, error) {
-	snapshot := c.catalogue.Snapshot()
+	snapshot := c.Catalogue.Snapshot()
 	if snapshot == nil {
 		return reconcile.Result{RequeueAfter: soon}, nil // the agent has not been reached yet
 	}
 	pools := &karpv1.NodePoolList{}
-	if err := c.kube.List(ctx, pools); err != nil {
+	if err := c.Kube.List(ctx, pools); err != nil {
 		return reconcile.Result{}, fmt.Errorf("listing the NodePools: %w", err)
 	}
-	class, nodeClaim, err := propose(snapshot, c.provider, pools.Items, node, machine, classes)
+	class, nodeClaim, err := propose(snapshot, c.Provider, pools.Items, node, machine, classes)
 	if err != nil {
 		c.report(node, machine, err)
 		return reconcile.Result{RequeueAfter: look}, nil
@@ -226,13 +233,13 @@ func (c *Nodes) adopt(
 	if class == nil {
 		return reconcile.Result{RequeueAfter: longLook}, nil // no node class selects its node group
 	}
-	now := c.clock.Now()
+	now := c.Clock.Now()
 	turn := c.rate(class).ReserveN(now, 1)
 	if wait := turn.DelayFrom(now); wait > 0 {
 		turn.CancelAt(now)
 		return reconcile.Result{RequeueAfter: wait}, nil
 	}
-	if err := allowed(ctx, c.agent, c.cluster, machine, true); err != nil {
+	if err := allowed(ctx, c.Agent, c.Cluster, machine, true); err != nil {
 		turn.CancelAt(now) // leave the turn to another Node
 		switch {
 		case !provider.IsAdoptionRefused(err):
@@ -255,7 +262,7 @@ func (c *Nodes) adopt(
 	}
 	log.FromContext(ctx).Info("made a NodeClaim to adopt a machine", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId(),
 		"node-pool", nodeClaim.Labels[karpv1.NodePoolLabelKey])
-	c.recorder.Publish(events.Event{
+	c.Recorder.Publish(events.Event{
 		InvolvedObject: node,
 		Type:           corev1.EventTypeNormal,
 		Reason:         "MachineAdopted",
@@ -268,7 +275,7 @@ func (c *Nodes) adopt(
 // make prepares the Node and creates its NodeClaim. If the API server would refuse the NodeClaim,
 // the Node is not changed.
 func (c *Nodes) make(ctx context.Context, node *corev1.Node, nodeClaim *karpv1.NodeClaim, policy v1alpha1.AdoptionPolicy) error {
-	if err := wouldBeCreated(ctx, c.kube, nodeClaim); err != nil {
+	if err := wouldBeCreated(ctx, c.Kube, nodeClaim); err != nil {
 		return err
 	}
 	stored := node.DeepCopy()
@@ -276,10 +283,10 @@ func (c *Nodes) make(ctx context.Context, node *corev1.Node, nodeClaim *karpv1.N
 	// started.
 	node.Labels = lo.Assign(node.Labels, map[string]string{karpv1.NodeDoNotSyncTaintsLabelKey: yes})
 	markAdopted(node, policy) // even if adopted before: an earlier permission to disrupt applied to that adoption
-	if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
+	if err := c.Kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
 		return fmt.Errorf("preparing the Node: %w", err)
 	}
-	if err := c.kube.Create(ctx, nodeClaim); err != nil {
+	if err := c.Kube.Create(ctx, nodeClaim); err != nil {
 		return fmt.Errorf("creating its NodeClaim: %w", err)
 	}
 	return nil
@@ -359,7 +366,7 @@ func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 // report publishes on a Node why it is not adopted although its node class requests that.
 func (c *Nodes) report(node *corev1.Node, machine *agentv1alpha1.Machine, why error) {
 	message := strings.ReplaceAll(why.Error(), "\n", "; ")
-	c.recorder.Publish(events.Event{
+	c.Recorder.Publish(events.Event{
 		InvolvedObject: node,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "MachineNotAdopted",
@@ -374,7 +381,7 @@ func (c *Nodes) report(node *corev1.Node, machine *agentv1alpha1.Machine, why er
 func (c *Nodes) Register(_ context.Context, m manager.Manager) error {
 	every := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
 		nodes := &corev1.NodeList{}
-		if err := c.kube.List(ctx, nodes, client.UnsafeDisableDeepCopy); err != nil {
+		if err := c.Kube.List(ctx, nodes, client.UnsafeDisableDeepCopy); err != nil {
 			log.FromContext(ctx).Error(err, "listing the Nodes to adopt")
 			return nil
 		}

@@ -41,7 +41,10 @@ func setUpNodes(t *testing.T, policy v1alpha1.AdoptionPolicy, disturbances ...in
 	for _, disturbance := range disturbances {
 		e.kube = interceptor.NewClient(e.kube, disturbance)
 	}
-	e.nodes = adoption.NewNodes(e.clock, e.kube, e.CloudProvider, e.Unclaimed, e.Catalogue, e.Client, e.Cluster, e.Recorder, e.isSettled)
+	e.nodes = adoption.NewNodes(adoption.NodesConfig{
+		Kube: e.kube, Provider: e.CloudProvider, Unclaimed: e.Unclaimed, Catalogue: e.Catalogue, Agent: e.Client, Cluster: e.Cluster,
+		Recorder: e.Recorder, Settled: e.isSettled, Clock: e.clock,
+	})
 	e.node = e.userNode("node", e.machine.GetProviderId())
 	e.Create(e.node)
 	e.pool = e.nodePool(shimtest.NodePoolName)

@@ -32,23 +32,23 @@ import (
 // so that core drains none, and what core has set on the Node meanwhile is removed. Finally the
 // NodeClaim is deleted.
 func (c *Controller) returnMachine(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
-	response, err := c.agent.Claims.ReturnMachine(ctx, &agentv1alpha1.ReturnMachineRequest{
-		Cluster: c.cluster, ClaimId: string(nodeClaim.UID), Reason: "NodeClaim " + nodeClaim.Name + " returns its machine",
+	response, err := c.Agent.Claims.ReturnMachine(ctx, &agentv1alpha1.ReturnMachineRequest{
+		Cluster: c.Cluster, ClaimId: string(nodeClaim.UID), Reason: "NodeClaim " + nodeClaim.Name + " returns its machine",
 	})
 	claim := response.GetClaim()
 	switch {
 	case agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) == agenterrors.ReasonClaimNotFound, unclaimed.NeverMade(claim):
 		// The machine belongs to the user anyway, or to another NodeClaim.
-		rightful, err := owners.Of(ctx, c.kube, nodeClaim)
+		rightful, err := owners.Of(ctx, c.Kube, nodeClaim)
 		if err != nil {
 			return reconcile.Result{}, err
 		}
 		if rightful.UID != nodeClaim.UID {
-			c.recorder.Publish(c.duplicate(nodeClaim, rightful))
+			c.Recorder.Publish(c.duplicate(nodeClaim, rightful))
 			return reconcile.Result{RequeueAfter: look}, nil
 		}
 	case agenterrors.IsNotReturnable(err):
-		c.recorder.Publish(notReturned(nodeClaim, status.Convert(err).Message()))
+		c.Recorder.Publish(notReturned(nodeClaim, status.Convert(err).Message()))
 		return reconcile.Result{RequeueAfter: look}, nil
 	case err != nil:
 		log.FromContext(ctx).V(1).Info("the agent did not return the machine yet", "reason", err.Error())
@@ -56,7 +56,7 @@ func (c *Controller) returnMachine(ctx context.Context, nodeClaim *karpv1.NodeCl
 	case claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		return reconcile.Result{RequeueAfter: soon}, nil
 	case !claim.GetReturned():
-		c.recorder.Publish(notReturned(nodeClaim, "the claim has ended in another way: "+claim.GetMessage()))
+		c.Recorder.Publish(notReturned(nodeClaim, "the claim has ended in another way: "+claim.GetMessage()))
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	node, err := c.returned(ctx, nodeClaim, claim)
@@ -68,11 +68,11 @@ func (c *Controller) returnMachine(ctx context.Context, nodeClaim *karpv1.NodeCl
 			return reconcile.Result{}, client.IgnoreNotFound(err)
 		}
 	}
-	own := placeholder.ProviderID(c.cluster.GetNamespace(), c.cluster.GetName(), string(nodeClaim.UID))
+	own := placeholder.ProviderID(c.Cluster.GetNamespace(), c.Cluster.GetName(), string(nodeClaim.UID))
 	if nodeClaim.Status.ProviderID != own {
 		stored := nodeClaim.DeepCopy()
 		nodeClaim.Status.ProviderID = own
-		if err := c.kube.Status().Patch(ctx, nodeClaim, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+		if err := c.Kube.Status().Patch(ctx, nodeClaim, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 			return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("detaching the NodeClaim from its Node: %w", err))
 		}
 		if node != nil { // core labels the Nodes of NodeClaims: give it time to see that this is not one of them
@@ -82,7 +82,7 @@ func (c *Controller) returnMachine(ctx context.Context, nodeClaim *karpv1.NodeCl
 	log.FromContext(ctx).Info("returned a machine to the user", "machine", claim.GetMachine().GetName())
 	// Delete only the version just written: with another provider ID, core would drain the Node.
 	preconditions := client.Preconditions{UID: &nodeClaim.UID, ResourceVersion: &nodeClaim.ResourceVersion}
-	if err := c.kube.Delete(ctx, nodeClaim, preconditions); err != nil {
+	if err := c.Kube.Delete(ctx, nodeClaim, preconditions); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("deleting the NodeClaim: %w", err))
 	}
 	returnsTotal.Inc(nil)
@@ -97,7 +97,7 @@ func (c *Controller) returned(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 		if id == "" || placeholder.Is(id) {
 			continue
 		}
-		if node, err := owners.Node(ctx, c.kube, id); node != nil || err != nil {
+		if node, err := owners.Node(ctx, c.Kube, id); node != nil || err != nil {
 			return node, err
 		}
 	}
@@ -105,10 +105,10 @@ func (c *Controller) returned(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 		return nil, nil //nolint:nilnil // documented
 	}
 	node := &corev1.Node{}
-	if err := c.kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Status.NodeName}, node); err != nil {
+	if err := c.Kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Status.NodeName}, node); err != nil {
 		return nil, client.IgnoreNotFound(fmt.Errorf("getting Node %s: %w", nodeClaim.Status.NodeName, err))
 	}
-	if others, err := owners.Others(ctx, c.kube, nodeClaim, node.Spec.ProviderID); len(others) > 0 || err != nil {
+	if others, err := owners.Others(ctx, c.Kube, nodeClaim, node.Spec.ProviderID); len(others) > 0 || err != nil {
 		return nil, err // it belongs to another NodeClaim
 	}
 	return node, nil
@@ -127,10 +127,10 @@ func (c *Controller) detach(ctx context.Context, node *corev1.Node, nodeClaim *k
 	if equality.Semantic.DeepEqual(stored, node) {
 		return nil
 	}
-	if err := c.kube.Patch(ctx, node, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+	if err := c.Kube.Patch(ctx, node, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 		return fmt.Errorf("detaching Node %s: %w", node.Name, err)
 	}
-	c.recorder.Publish(events.Event{
+	c.Recorder.Publish(events.Event{
 		InvolvedObject: node,
 		Type:           corev1.EventTypeNormal,
 		Reason:         "MachineReturned",

@@ -79,43 +79,50 @@ type NodeGroups interface {
 	Get(id string) (*agentv1alpha1.NodeGroup, bool)
 }
 
+// Config configures a [Controller]. All fields are REQUIRED.
+type Config struct {
+	// Kube reads from a cache with an index on Nodes' spec.providerID.
+	Kube client.Client
+	// Live reads from the API server.
+	Live client.Reader
+	// CloudProvider determines which NodeClaims belong to this provider.
+	CloudProvider cloudprovider.CloudProvider
+	// Claims is a mirror of the shim's claims.
+	Claims Claims
+	// NodeGroups is a mirror of the agent's node groups.
+	NodeGroups NodeGroups
+	// Agent confirms that a claim has ended or is unknown.
+	Agent agentv1alpha1.ClaimServiceClient
+	// Cluster is the Cluster that the shim acts for.
+	Cluster *agentv1alpha1.ClusterRef
+	// Recorder records events.
+	Recorder events.Recorder
+	// Unclaimed finds the Machines of NodeClaims that never had a claim.
+	Unclaimed *unclaimed.Finder
+	// Timeout bounds each call to the agent.
+	Timeout time.Duration
+	// Clock provides the time.
+	Clock clock.PassiveClock
+}
+
 // Controller deletes NodeClaims whose machine will not come. See the package documentation.
 type Controller struct {
-	clock         clock.PassiveClock
-	kube          client.Client
-	live          client.Reader
-	cloudProvider cloudprovider.CloudProvider
-	claims        Claims
-	groups        NodeGroups
-	agent         agentv1alpha1.ClaimServiceClient
-	cluster       *agentv1alpha1.ClusterRef
-	recorder      events.Recorder
-	unclaimed     *unclaimed.Finder
-	timeout       time.Duration
+	Config
 
 	mu     sync.Mutex
 	told   map[types.UID]string    // the machine's progress in the last event, by NodeClaim
 	looked map[types.UID]time.Time // when the controller first looked at a launched NodeClaim that is not registered
 }
 
-// New returns the controller. kube reads from a cache with an index on Nodes' spec.providerID; live
-// reads from the API server. timeout bounds each call to the agent.
-func New(
-	clk clock.PassiveClock, kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims Claims, groups NodeGroups,
-	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, finder *unclaimed.Finder,
-	timeout time.Duration,
-) *Controller {
-	return &Controller{
-		clock: clk, kube: kube, live: live, cloudProvider: cloudProvider, claims: claims, groups: groups, agent: agent, cluster: cluster,
-		recorder: recorder, unclaimed: finder, timeout: timeout, told: map[types.UID]string{},
-		looked: map[types.UID]time.Time{},
-	}
+// New returns the controller.
+func New(c Config) *Controller {
+	return &Controller{Config: c, told: map[types.UID]string{}, looked: map[types.UID]time.Time{}}
 }
 
 // Reconcile checks one NodeClaim.
 func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
-	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) || !nodeClaim.DeletionTimestamp.IsZero() || v1alpha1.ReturnsMachine(nodeClaim) {
+	if !nodeclaimutils.IsManaged(nodeClaim, c.CloudProvider) || !nodeClaim.DeletionTimestamp.IsZero() || v1alpha1.ReturnsMachine(nodeClaim) {
 		c.forget(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}
@@ -127,12 +134,12 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	if !registered {
 		c.looksAt(nodeClaim)
 	}
-	if !c.claims.State().Synced {
+	if !c.Claims.State().Synced {
 		return c.wait(ctx, nodeClaim)
 	}
-	claim, known := c.claims.Get(string(nodeClaim.UID))
+	claim, known := c.Claims.Get(string(nodeClaim.UID))
 	switch {
-	case !known && c.clock.Since(launched.LastTransitionTime.Time) < claimLag:
+	case !known && c.Clock.Since(launched.LastTransitionTime.Time) < claimLag:
 		return reconcile.Result{RequeueAfter: claimLag}, nil
 	case !known, claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		return c.lost(ctx, nodeClaim, registered)
@@ -186,7 +193,7 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 		}
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
-	if !c.claims.State().Connected {
+	if !c.Claims.State().Connected {
 		return c.wait(ctx, nodeClaim)
 	}
 	c.tell(nodeClaim, claim)
@@ -197,14 +204,14 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 	case !joined.IsZero(): // core registers it, and gets its full timeout for that
 		return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, joined)
 	case c.comes(claim):
-		return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now().Add(-extendAfter))
+		return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.Clock.Now().Add(-extendAfter))
 	}
 	return reconcile.Result{RequeueAfter: look}, nil
 }
 
 // unknown handles a NodeClaim for which the agent is certain to have no claim.
 func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
-	switch machine, err := c.unclaimed.Of(ctx, nodeClaim); {
+	switch machine, err := c.Unclaimed.Of(ctx, nodeClaim); {
 	case errors.Is(err, unclaimed.ErrUnknownMachine): // package adoption reports it; core has its own timeout for one without a Node
 		return reconcile.Result{RequeueAfter: look}, nil
 	case err != nil:
@@ -224,7 +231,7 @@ func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (
 // shared reports whether another NodeClaim has the same provider ID and a live claim, as can happen
 // with the NodeClaims of other providers.
 func (c *Controller) shared(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
-	others, err := owners.Others(ctx, c.kube, nodeClaim, nodeClaim.Status.ProviderID)
+	others, err := owners.Others(ctx, c.Kube, nodeClaim, nodeClaim.Status.ProviderID)
 	if err != nil {
 		return false, err
 	}
@@ -243,9 +250,9 @@ func (c *Controller) shared(ctx context.Context, nodeClaim *karpv1.NodeClaim) (b
 // ask reads the claim from the agent. known is false only if the agent is certain that there is
 // none.
 func (c *Controller) ask(ctx context.Context, nodeClaim *karpv1.NodeClaim) (claim *agentv1alpha1.Claim, known bool, err error) {
-	ctx, cancel := context.WithTimeout(ctx, c.timeout)
+	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
-	response, err := c.agent.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: c.cluster, ClaimId: string(nodeClaim.UID)})
+	response, err := c.Agent.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: c.Cluster, ClaimId: string(nodeClaim.UID)})
 	if agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) == agenterrors.ReasonClaimNotFound {
 		return nil, false, nil
 	}
@@ -263,9 +270,9 @@ func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	if nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue() {
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
-	state := c.claims.State()
-	if c.clock.Since(nodeClaim.CreationTimestamp.Time) > registrationTimeout && !state.Connected && c.clock.Since(state.Since) >= look {
-		c.recorder.Publish(events.Event{
+	state := c.Claims.State()
+	if c.Clock.Since(nodeClaim.CreationTimestamp.Time) > registrationTimeout && !state.Connected && c.Clock.Since(state.Since) >= look {
+		c.Recorder.Publish(events.Event{
 			InvolvedObject: nodeClaim,
 			Type:           corev1.EventTypeWarning,
 			Reason:         "AgentSilent",
@@ -275,14 +282,14 @@ func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 			DedupeTimeout: 10 * time.Minute,
 		})
 	}
-	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now().Add(-extendAfter))
+	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.Clock.Now().Add(-extendAfter))
 }
 
 // hasReadyNode reports whether a Node of the NodeClaim is Ready. If the cache has no such Node, it
 // reads from the API server: after a restore of the cluster the cache may already have the
 // NodeClaim but not its Node.
 func (c *Controller) hasReadyNode(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
-	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.kube, nodeClaim)
+	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.Kube, nodeClaim)
 	if err != nil {
 		return false, err
 	}
@@ -294,7 +301,7 @@ func (c *Controller) hasReadyNode(ctx context.Context, nodeClaim *karpv1.NodeCla
 	}
 	// Also look up the Node by name: the NodeClaim may temporarily carry the placeholder, which no
 	// Node has.
-	for _, reader := range []client.Reader{c.kube, c.live} {
+	for _, reader := range []client.Reader{c.Kube, c.Live} {
 		node := &corev1.Node{}
 		err := reader.Get(ctx, client.ObjectKey{Name: nodeClaim.Status.NodeName}, node)
 		if client.IgnoreNotFound(err) != nil {
@@ -312,12 +319,12 @@ func isReady(node *corev1.Node) bool {
 }
 
 func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, reason, message string) (reconcile.Result, error) {
-	if err := c.kube.Delete(ctx, nodeClaim, client.Preconditions{UID: &nodeClaim.UID}); err != nil {
+	if err := c.Kube.Delete(ctx, nodeClaim, client.Preconditions{UID: &nodeClaim.UID}); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("deleting the NodeClaim: %w", err))
 	}
 	c.forget(nodeClaim.UID)
 	log.FromContext(ctx).Info("gave up a NodeClaim", "reason", reason, "message", message)
-	c.recorder.Publish(events.Event{
+	c.Recorder.Publish(events.Event{
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,
 		Reason:         reason,
@@ -347,13 +354,13 @@ func (c *Controller) tellNodePool(ctx context.Context, nodeClaim *karpv1.NodeCla
 	if key.Name == "" {
 		return // created by a user
 	}
-	if err := c.kube.Get(ctx, key, nodePool); err != nil {
+	if err := c.Kube.Get(ctx, key, nodePool); err != nil {
 		if !apierrors.IsNotFound(err) {
 			log.FromContext(ctx).Error(err, "reading the NodePool for an event", "NodePool", key.Name)
 		}
 		return
 	}
-	c.recorder.Publish(events.Event{
+	c.Recorder.Publish(events.Event{
 		InvolvedObject: nodePool,
 		Type:           corev1.EventTypeWarning,
 		Reason:         machineFailed,
@@ -373,7 +380,7 @@ func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.N
 		return nil
 	}
 	current := &karpv1.NodeClaim{}
-	if err := c.live.Get(ctx, client.ObjectKeyFromObject(nodeClaim), current); err != nil {
+	if err := c.Live.Get(ctx, client.ObjectKeyFromObject(nodeClaim), current); err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	condition = current.StatusConditions().Get(karpv1.ConditionTypeRegistered)
@@ -383,11 +390,11 @@ func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.N
 	stored := current.DeepCopy()
 	current.SetConditions(lo.Map(current.GetConditions(), func(each status.Condition, _ int) status.Condition {
 		if each.Type == karpv1.ConditionTypeRegistered {
-			each.LastTransitionTime = metav1.NewTime(c.clock.Now())
+			each.LastTransitionTime = metav1.NewTime(c.Clock.Now())
 		}
 		return each
 	}))
-	err := c.kube.Status().Patch(ctx, current, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{}))
+	err := c.Kube.Status().Patch(ctx, current, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{}))
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		return nil
 	}
@@ -403,8 +410,8 @@ func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.N
 func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 	return controllerruntime.NewControllerManagedBy(m).
 		Named(name).
-		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.cloudProvider))).
-		WatchesRawSource(claimsource.NodeClaims(c.claims)).
+		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.CloudProvider))).
+		WatchesRawSource(claimsource.NodeClaims(c.Claims)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }

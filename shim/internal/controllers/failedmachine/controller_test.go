@@ -40,11 +40,21 @@ func setUp(t *testing.T, agent ...fakeagent.Option) *env {
 	clk := clocktesting.NewFakeClock(time.Now())
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithAgent(agent...), shimtest.WithClock(clk))
 	w.Eventually(func() bool { return w.Claims.State().Synced }, "the mirror of claims is complete")
-	return &env{
-		Env: w, t: t, clock: clk,
-		controller: failedmachine.New(clk, w.Kube, w.Kube, w.CloudProvider, w.Claims, w.NodeGroups, w.Client.Claims, w.Cluster,
-			w.Recorder, w.Unclaimed, shimtest.Timeout),
+	e := &env{Env: w, t: t, clock: clk}
+	e.use()
+	return e
+}
+
+// use replaces the controller by a new one, with the changes to its configuration.
+func (e *env) use(changes ...func(*failedmachine.Config)) {
+	c := failedmachine.Config{
+		Kube: e.Kube, Live: e.Kube, CloudProvider: e.CloudProvider, Claims: e.Claims, NodeGroups: e.NodeGroups, Agent: e.Client.Claims,
+		Cluster: e.Cluster, Recorder: e.Recorder, Unclaimed: e.Unclaimed, Timeout: shimtest.Timeout, Clock: e.clock,
 	}
+	for _, change := range changes {
+		change(&c)
+	}
+	e.controller = failedmachine.New(c)
 }
 
 func (e *env) reconcile(nodeClaim *karpv1.NodeClaim) reconcile.Result {
@@ -235,8 +245,7 @@ func TestANodeThatIsNotInTheCacheIsNotTakenForGone(t *testing.T) {
 			return c.List(ctx, list, opts...)
 		},
 	})
-	e.controller = failedmachine.New(e.clock, cache, e.Kube, e.CloudProvider, e.Claims, e.NodeGroups, e.Client.Claims, e.Cluster,
-		e.Recorder, e.Unclaimed, shimtest.Timeout)
+	e.use(func(c *failedmachine.Config) { c.Kube = cache })
 	result := e.reconcile(nodeClaim)
 	assert.True(t, e.Exists(nodeClaim))
 	assert.Positive(t, result.RequeueAfter, "looked at again")
@@ -270,12 +279,9 @@ func TestTheMirrorIsNotTrustedWithADeletion(t *testing.T) {
 	fresh := e.Client.MirrorClaims(e.Cluster, "nobody-in-particular")
 	go func() { _ = fresh.Run(t.Context()) }()
 	require.NoError(t, fresh.WaitForSync(t.Context()))
-	controller := failedmachine.New(e.clock, e.Kube, e.Kube, e.CloudProvider, fresh, e.NodeGroups, e.Client.Claims, e.Cluster,
-		e.Recorder, e.Unclaimed, shimtest.Timeout)
+	e.use(func(c *failedmachine.Config) { c.Claims = fresh })
 	e.clock.Step(time.Minute)
-	e.Get(nodeClaim)
-	_, err := controller.Reconcile(e.Context(), nodeClaim)
-	require.NoError(t, err)
+	e.reconcile(nodeClaim)
 	assert.Equal(t, 1, e.Agent.Calls("GetClaim"))
 	assert.True(t, e.Exists(nodeClaim))
 }
@@ -315,8 +321,7 @@ func TestAMachineThatFailsLeavesATraceOnItsNodePool(t *testing.T) {
 		Provision: fakeagent.Manual, Join: fakeagent.Manual, Terminate: fakeagent.Manual,
 	}))
 	told := &events{}
-	e.controller = failedmachine.New(e.clock, e.Kube, e.Kube, e.CloudProvider, e.Claims, e.NodeGroups, e.Client.Claims, e.Cluster,
-		coreevents.NewRecorder(told), e.Unclaimed, shimtest.Timeout)
+	e.use(func(c *failedmachine.Config) { c.Recorder = coreevents.NewRecorder(told) })
 	e.NodePool()
 	fails := func(name string) {
 		t.Helper()
@@ -651,8 +656,7 @@ func TestTheMirrorIsNotTrustedAboutWhoSharesAMachine(t *testing.T) {
 	empty := e.Client.MirrorClaims(e.Cluster, "another-holder")
 	go func() { _ = empty.Run(t.Context()) }()
 	require.NoError(t, empty.WaitForSync(t.Context()))
-	e.controller = failedmachine.New(e.clock, e.Kube, e.Kube, e.CloudProvider, empty, e.NodeGroups, e.Client.Claims, e.Cluster,
-		e.Recorder, e.Unclaimed, shimtest.Timeout)
+	e.use(func(c *failedmachine.Config) { c.Claims = empty })
 	e.clock.Step(time.Hour)
 	e.reconcile(duplicate)
 	assert.True(t, e.Exists(duplicate))

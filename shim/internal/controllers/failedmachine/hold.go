@@ -56,7 +56,7 @@ func (c *Controller) holds(nodeClaim *karpv1.NodeClaim) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	first, looked := c.looked[nodeClaim.UID]
-	return !looked || c.clock.Since(first) < holdFor
+	return !looked || c.Clock.Since(first) < holdFor
 }
 
 // looksAt records that the controller looks at a launched NodeClaim.
@@ -64,6 +64,6 @@ func (c *Controller) looksAt(nodeClaim *karpv1.NodeClaim) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if _, looked := c.looked[nodeClaim.UID]; !looked {
-		c.looked[nodeClaim.UID] = c.clock.Now()
+		c.looked[nodeClaim.UID] = c.Clock.Now()
 	}
 }

@@ -49,7 +49,7 @@ func (c *Controller) comes(claim *agentv1alpha1.Claim) bool {
 	if claim.GetReason() == claimreasons.NodeNotSeen {
 		return false
 	}
-	group, known := c.groups.Get(claim.GetNodeGroupId())
+	group, known := c.NodeGroups.Get(claim.GetNodeGroupId())
 	return !known || group.GetAvailability().GetReason() != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED
 }
 
@@ -68,7 +68,7 @@ func (c *Controller) joinedAt(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 	if !at.IsZero() || stepOf(claim) != provisioned {
 		return at, nil
 	}
-	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.kube, nodeClaim)
+	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.Kube, nodeClaim)
 	for _, node := range nodes {
 		at = node.CreationTimestamp.Time
 	}
@@ -110,7 +110,7 @@ func whereabouts(claim *agentv1alpha1.Claim) string {
 // tell publishes the machine's progress on a NodeClaim that has waited for long, whenever it
 // changes.
 func (c *Controller) tell(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) {
-	if c.clock.Since(nodeClaim.CreationTimestamp.Time) < tellAfter || !c.claims.State().Connected {
+	if c.Clock.Since(nodeClaim.CreationTimestamp.Time) < tellAfter || !c.Claims.State().Connected {
 		return
 	}
 	where := whereabouts(claim)
@@ -121,7 +121,7 @@ func (c *Controller) tell(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Clai
 	if !news {
 		return
 	}
-	c.recorder.Publish(events.Event{
+	c.Recorder.Publish(events.Event{
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeNormal,
 		Reason:         "WaitingForMachine",

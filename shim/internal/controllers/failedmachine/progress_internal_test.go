@@ -17,11 +17,11 @@ func (g groups) Get(id string) (*agentv1alpha1.NodeGroup, bool) {
 }
 
 func TestCoreWaitsNoLongerThanItsOwnTimeWhereTheAgentWouldForEver(t *testing.T) {
-	c := &Controller{groups: groups{
+	c := &Controller{Config: Config{NodeGroups: groups{
 		"fleet/open":   {Availability: &agentv1alpha1.Availability{Available: true}},
 		"fleet/full":   {Availability: &agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE}},
 		"fleet/paused": {Availability: &agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED}},
-	}}
+	}}}
 	for _, test := range []struct {
 		group, reason string
 		comes         bool

@@ -49,29 +49,34 @@ const (
 	concurrency = 100
 )
 
-// Controller sets the provider IDs of NodeClaims.
-type Controller struct {
-	kube          client.Client
-	live          client.Reader
-	cloudProvider cloudprovider.CloudProvider
-	claims        claimsource.Claims
-	cluster       *agentv1alpha1.ClusterRef
-	recorder      events.Recorder
+// Config configures a [Controller]. All fields are REQUIRED.
+type Config struct {
+	// Kube reads from a cache with an index on status.providerID.
+	Kube client.Client
+	// Live reads from the API server.
+	Live client.Reader
+	// CloudProvider determines which NodeClaims belong to this provider.
+	CloudProvider cloudprovider.CloudProvider
+	// Claims is a mirror of the shim's claims.
+	Claims claimsource.Claims
+	// Cluster is the Cluster that the shim acts for.
+	Cluster *agentv1alpha1.ClusterRef
+	// Recorder records events.
+	Recorder events.Recorder
 }
 
-// New returns the controller. kube reads from a cache with an index on status.providerID; live
-// reads from the API server.
-func New(
-	kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims claimsource.Claims,
-	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
-) *Controller {
-	return &Controller{kube: kube, live: live, cloudProvider: cloudProvider, claims: claims, cluster: cluster, recorder: recorder}
+// Controller sets the provider IDs of NodeClaims.
+type Controller struct {
+	Config
 }
+
+// New returns the controller.
+func New(c Config) *Controller { return &Controller{Config: c} }
 
 // Reconcile checks one NodeClaim.
 func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
-	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) {
+	if !nodeclaimutils.IsManaged(nodeClaim, c.CloudProvider) {
 		return reconcile.Result{}, nil
 	}
 	providerID, ok := c.providerID(nodeClaim.UID)
@@ -81,7 +86,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 
 	// Decide from a live read, because the cache may be stale.
 	current := &karpv1.NodeClaim{}
-	if err := c.live.Get(ctx, client.ObjectKeyFromObject(nodeClaim), current); err != nil {
+	if err := c.Live.Get(ctx, client.ObjectKeyFromObject(nodeClaim), current); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	switch {
@@ -96,7 +101,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return c.refuse(ctx, current, fmt.Sprintf("The NodeClaim has provider ID %s, but its machine has %s.",
 			current.Status.ProviderID, providerID)), nil
 	}
-	others, err := owners.Others(ctx, c.kube, current, providerID)
+	others, err := owners.Others(ctx, c.Kube, current, providerID)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
@@ -114,7 +119,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 
 // providerID returns the provider ID of the machine of a claim that has not ended.
 func (c *Controller) providerID(uid types.UID) (string, bool) {
-	claim, ok := c.claims.Get(string(uid))
+	claim, ok := c.Claims.Get(string(uid))
 	if !ok || claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 		return "", false
 	}
@@ -123,7 +128,7 @@ func (c *Controller) providerID(uid types.UID) (string, bool) {
 }
 
 func (c *Controller) placeholder(uid types.UID) string {
-	return placeholder.ProviderID(c.cluster.GetNamespace(), c.cluster.GetName(), string(uid))
+	return placeholder.ProviderID(c.Cluster.GetNamespace(), c.Cluster.GetName(), string(uid))
 }
 
 // patch writes only the provider ID, and only if the NodeClaim has not changed since it was read.
@@ -136,7 +141,7 @@ func (c *Controller) patch(ctx context.Context, nodeClaim *karpv1.NodeClaim, pro
 		return reconcile.Result{}, fmt.Errorf("encoding the patch: %w", err)
 	}
 	registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue()
-	if err := c.kube.Status().Patch(ctx, nodeClaim, client.RawPatch(types.MergePatchType, patch)); err != nil {
+	if err := c.Kube.Status().Patch(ctx, nodeClaim, client.RawPatch(types.MergePatchType, patch)); err != nil {
 		if apierrors.IsConflict(err) {
 			return reconcile.Result{RequeueAfter: time.Millisecond}, nil
 		}
@@ -151,7 +156,7 @@ func (c *Controller) patch(ctx context.Context, nodeClaim *karpv1.NodeClaim, pro
 func (c *Controller) refuse(ctx context.Context, nodeClaim *karpv1.NodeClaim, message string) reconcile.Result {
 	conflictsTotal.Inc(nil)
 	log.FromContext(ctx).Error(nil, "cannot set the NodeClaim's provider ID", "reason", message)
-	c.recorder.Publish(events.Event{
+	c.Recorder.Publish(events.Event{
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "ProviderIDConflict",
@@ -166,8 +171,8 @@ func (c *Controller) refuse(ctx context.Context, nodeClaim *karpv1.NodeClaim, me
 func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 	return controllerruntime.NewControllerManagedBy(m).
 		Named(name).
-		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.cloudProvider))).
-		WatchesRawSource(claimsource.NodeClaims(c.claims)).
+		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.CloudProvider))).
+		WatchesRawSource(claimsource.NodeClaims(c.Claims)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }

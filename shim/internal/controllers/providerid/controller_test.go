@@ -48,11 +48,17 @@ func (p *patches) record(_ context.Context, _ client.Client, object client.Objec
 	return json.Unmarshal(data, &content)
 }
 
+func newController(w *shimtest.Env) *providerid.Controller {
+	return providerid.New(providerid.Config{
+		Kube: w.Kube, Live: w.Kube, CloudProvider: w.CloudProvider, Claims: w.Claims, Cluster: w.Cluster, Recorder: w.Recorder,
+	})
+}
+
 func setUp(t *testing.T) (*shimtest.Env, *patches, func(*karpv1.NodeClaim) reconcile.Result) {
 	t.Helper()
 	recorded := &patches{}
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithInterceptor(onStatusPatch(recorded.record)))
-	controller := providerid.New(w.Kube, w.Kube, w.CloudProvider, w.Claims, w.Cluster, w.Recorder)
+	controller := newController(w)
 	return w, recorded, func(nodeClaim *karpv1.NodeClaim) reconcile.Result {
 		t.Helper()
 		result, err := controller.Reconcile(w.Context(), nodeClaim)
@@ -172,7 +178,7 @@ func TestALostRaceIsTriedAgain(t *testing.T) {
 			}
 			return nil
 		})))
-	controller := providerid.New(w.Kube, w.Kube, w.CloudProvider, w.Claims, w.Cluster, w.Recorder)
+	controller := newController(w)
 	nodeClaim := w.Launched("claim")
 	w.Provision(nodeClaim, machineID)
 	result, err := controller.Reconcile(w.Context(), nodeClaim.DeepCopy())
@@ -201,7 +207,7 @@ func TestTheLockIsHonoured(t *testing.T) {
 			current.Status.NodeName = "raced"
 			return c.SubResource("status").Update(ctx, current)
 		})))
-	controller := providerid.New(w.Kube, w.Kube, w.CloudProvider, w.Claims, w.Cluster, w.Recorder)
+	controller := newController(w)
 	nodeClaim := w.Launched("claim")
 	w.Provision(nodeClaim, machineID)
 	_, err := controller.Reconcile(w.Context(), nodeClaim.DeepCopy())
