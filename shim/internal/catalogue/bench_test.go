@@ -15,19 +15,17 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
-	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// mirrored is a mirror without changes.
-type mirrored struct{ groups []*agentv1alpha1.NodeGroup }
+// mirrored is a mirror whose node groups the benchmark replaces.
+type mirrored struct {
+	listed
+	groups []*agentv1alpha1.NodeGroup
+}
 
 func (m *mirrored) List() ([]*agentv1alpha1.NodeGroup, uint64) { return slices.Clone(m.groups), 1 }
-
-func (*mirrored) Synced() <-chan struct{} { return nil }
-
-func (*mirrored) Subscribe() *agentclient.Subscription { return nil }
 
 // cached is a reader with one node class.
 type cached struct{ client.Reader }

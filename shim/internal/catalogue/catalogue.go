@@ -43,7 +43,9 @@ var ErrNotSynced = errors.New("the agent's node groups are not known yet")
 
 // NodeGroups is a mirror of the agent's node groups.
 type NodeGroups interface {
+	Get(id string) (*agentv1alpha1.NodeGroup, bool)
 	List() ([]*agentv1alpha1.NodeGroup, uint64)
+	State() agentclient.State
 	Synced() <-chan struct{}
 	Subscribe() *agentclient.Subscription
 }
@@ -227,6 +229,14 @@ func (c *Catalogue) GroupLabels(groupID string) map[string]string {
 		}
 	}
 	return nil
+}
+
+// IsGone reports whether the agent does not have the node group now. It is false while the agent is
+// unreachable. Unlike a [Snapshot], it never lags behind the agent's newest view.
+func (c *Catalogue) IsGone(groupID string) bool {
+	connected := c.nodeGroups.State().Connected // read first: the view may be the one before an outage
+	_, exists := c.nodeGroups.Get(groupID)
+	return connected && !exists
 }
 
 // Refresh requests a new snapshot, which is built asynchronously.

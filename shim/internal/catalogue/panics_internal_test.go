@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -20,18 +21,20 @@ type listed []*agentv1alpha1.NodeGroup
 func (l listed) List() ([]*agentv1alpha1.NodeGroup, uint64) { return l, 1 }
 func (listed) Synced() <-chan struct{}                      { return nil }
 func (listed) Subscribe() *agentclient.Subscription         { return nil }
+func (listed) State() agentclient.State                     { return agentclient.State{Synced: true, Connected: true} }
 
-// lists runs before each list of an API server without objects.
-type lists func()
+func (l listed) Get(id string) (*agentv1alpha1.NodeGroup, bool) {
+	return lo.Find(l, func(g *agentv1alpha1.NodeGroup) bool { return g.GetId() == id })
+}
 
-func (lists) Get(context.Context, client.ObjectKey, client.Object, ...client.GetOption) error {
+// empty is an API server without objects.
+type empty struct{}
+
+func (empty) Get(context.Context, client.ObjectKey, client.Object, ...client.GetOption) error {
 	return nil
 }
 
-func (l lists) List(context.Context, client.ObjectList, ...client.ListOption) error {
-	l()
-	return nil
-}
+func (empty) List(context.Context, client.ObjectList, ...client.ListOption) error { return nil }
 
 func TestAPanicCostsOneNodeGroupAlone(t *testing.T) {
 	group := func(name string) *agentv1alpha1.NodeGroup {
@@ -40,7 +43,7 @@ func TestAPanicCostsOneNodeGroupAlone(t *testing.T) {
 			Capacity: map[string]string{"cpu": "4", "memory": "8Gi", "pods": "110"},
 		}
 	}
-	c := New(clock.RealClock{}, listed{group("broken"), group("whole")}, lists(func() {}), time.Minute)
+	c := New(clock.RealClock{}, listed{group("broken"), group("whole")}, empty{}, time.Minute)
 	c.newGroup = func(source *agentv1alpha1.NodeGroup) (*instancetype.Group, error) {
 		if source.GetName() == "broken" {
 			panic("a bug")

@@ -559,13 +559,14 @@ const goneFor = time.Hour
 
 // deselected reports whether the node class's selector does not match the group, or the group has
 // been gone for at least goneFor. No selector matches a MachineDeployment without the opt-in label.
-// While the agent is unreachable, no group is gone for good: it may be back.
+// While the agent is unreachable, no group is gone for good, and the snapshot may lack one that is
+// back.
 func (c *CloudProvider) deselected(snapshot *catalogue.Snapshot, class *catalogue.Class, groupID string) bool {
 	if group, ok := snapshot.Source(groupID); ok {
 		return !class.Selects(group)
 	}
 	since, gone := snapshot.GoneSince(groupID)
-	return gone && c.Claims.State().Connected && c.Clock.Since(since) >= goneFor
+	return gone && c.Clock.Since(since) >= goneFor && c.Catalogue.IsGone(groupID)
 }
 
 // Reboot is not supported: Cluster API has no such operation.

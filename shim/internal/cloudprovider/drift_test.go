@@ -17,8 +17,10 @@ import (
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/disruption"
 	"sigs.k8s.io/karpenter/pkg/controllers/provisioning"
 
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
@@ -164,6 +166,52 @@ func TestANodeGroupIsNotGoneForGoodWhileTheAgentIsUnreachable(t *testing.T) {
 	reason, err = w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
 	require.NoError(t, err)
 	assert.Equal(t, cloudprovider.DriftNodeGroupNotSelected, reason)
+}
+
+// The streams of claims and of node groups are opened one after the other, and the catalogue is
+// rebuilt after that.
+func TestANodeGroupThatIsBackDriftsNothingBeforeItIsInTheCatalogue(t *testing.T) {
+	clk := clocktesting.NewFakeClock(time.Now())
+	groups := &followed{connected: true}
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithClock(clk),
+		shimtest.WithNodeGroups(func(mirror catalogue.NodeGroups) catalogue.NodeGroups {
+			groups.NodeGroups = mirror
+			return groups
+		}))
+	nodeClaim := w.Launched("claim", shimtest.Registered)
+	id := nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]
+	w.Agent.RemoveNodeGroup(id)
+	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the group is gone")
+	clk.Step(2 * time.Hour)
+	drifts := func() corecloudprovider.DriftReason {
+		reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
+		require.NoError(t, err)
+		return reason
+	}
+	require.Equal(t, cloudprovider.DriftNodeGroupNotSelected, drifts())
+	groups.connected = false
+	assert.Empty(t, drifts(), "only the claims are followed again")
+	groups.connected, groups.back = true, id
+	assert.Empty(t, drifts(), "the catalogue is older than the agent's view")
+}
+
+// followed is a mirror in the state that the test sets, and with a group that the catalogue has not
+// been told about.
+type followed struct {
+	catalogue.NodeGroups
+	connected bool
+	back      string
+}
+
+func (f *followed) State() agentclient.State {
+	return agentclient.State{Synced: true, Connected: f.connected}
+}
+
+func (f *followed) Get(id string) (*agentv1alpha1.NodeGroup, bool) {
+	if id == f.back {
+		return &agentv1alpha1.NodeGroup{}, true
+	}
+	return f.NodeGroups.Get(id)
 }
 
 func TestANodeKeepsItsPriceWhenItsNodeGroupGoes(t *testing.T) {

@@ -96,6 +96,7 @@ type settings struct {
 	ttl         time.Duration
 	clock       clock.Clock
 	offerFull   bool
+	nodeGroups  func(catalogue.NodeGroups) catalogue.NodeGroups
 }
 
 // WithAgent passes options to the fake agent.
@@ -123,12 +124,20 @@ func WithClock(clk clock.Clock) Option {
 	return func(s *settings) { s.clock = clk }
 }
 
+// WithNodeGroups replaces the node groups that the catalogue reads by what change returns.
+func WithNodeGroups(change func(mirror catalogue.NodeGroups) catalogue.NodeGroups) Option {
+	return func(s *settings) { s.nodeGroups = change }
+}
+
 // New returns an environment whose agent has the given node groups, and whose API server has one
 // node class that selects all of them.
 func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *Env {
 	tb.Helper()
 	reservations.Do(instancetype.Reservations)
-	s := settings{ttl: time.Minute, clock: clock.RealClock{}}
+	s := settings{
+		ttl: time.Minute, clock: clock.RealClock{},
+		nodeGroups: func(mirror catalogue.NodeGroups) catalogue.NodeGroups { return mirror },
+	}
 	for _, option := range options {
 		option(&s)
 	}
@@ -142,7 +151,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *E
 	w.NodeGroups = w.Client.MirrorNodeGroups(w.Cluster)
 	w.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder)
 	w.Kube = FakeKube(s.interceptor)
-	w.Catalogue = catalogue.New(s.clock, w.NodeGroups, w.Kube, s.ttl)
+	w.Catalogue = catalogue.New(s.clock, s.nodeGroups(w.NodeGroups), w.Kube, s.ttl)
 	w.Catalogue.OfferFullReservations = s.offerFull
 	require.NoError(tb, w.Catalogue.Watch(w.Context(), informersOf(tb, w.Kube)))
 	w.Unclaimed = unclaimed.New(s.clock, w.Kube, w.Client, w.Claims, w.Cluster, Timeout)
