@@ -199,10 +199,13 @@ func run(ctx context.Context) error {
 		Unclaimed: finder,
 		Static:    static,
 		Settled:   func() bool { return adopting.Settled() },
-		Refused:   func() error { return claimSync.Refused() },
-		Recorder:  op.EventRecorder,
-		Timeout:   opts.AgentTimeout,
-		Clock:     op.Clock,
+		Refused: func() error {
+			_, err := claimSync.Refused()
+			return err
+		},
+		Recorder: op.EventRecorder,
+		Timeout:  opts.AgentTimeout,
+		Clock:    op.Clock,
 
 		RepairAfter:    opts.NodeRepairAfter,
 		TracerProvider: traces.Provider(),
@@ -235,8 +238,10 @@ func run(ctx context.Context) error {
 	if err := op.Add(resumed); err != nil {
 		return fmt.Errorf("adding to the manager: %w", err)
 	}
-	claimSync = claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
-		opts.ClaimSyncInterval, opts.AgentTimeout)
+	claimSync = claimsync.New(claimsync.Config{
+		Live: op.GetAPIReader(), CloudProvider: decorated, Agent: agent.Claims, Cluster: cluster, Recorder: op.EventRecorder,
+		Reconnected: connection.Reconnected(), Interval: opts.ClaimSyncInterval, Timeout: opts.AgentTimeout, Clock: op.Clock,
+	})
 	op.WithControllers(ctx,
 		claimSync,
 		adopting,
@@ -248,8 +253,10 @@ func run(ctx context.Context) error {
 			Kube: op.GetClient(), Live: op.GetAPIReader(), CloudProvider: decorated, Claims: claims, Cluster: cluster, Recorder: op.EventRecorder,
 		}),
 		failed,
-		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, compatibility, cluster, op.EventRecorder,
-			opts.HubUnreachableGracePeriod),
+		nodeclass.New(nodeclass.Config{
+			Kube: op.GetClient(), Catalogue: catalogue, Connection: nodeGroups, Certificate: certificate, Compatibility: compatibility,
+			LiveSets: claimSync, Cluster: cluster, Recorder: op.EventRecorder, Grace: opts.HubUnreachableGracePeriod, Clock: op.Clock,
+		}),
 		floor.New(op.Clock, op.GetClient(), finder, claimSync.Soon, op.EventRecorder),
 		latenode.New(op.Clock, decorated, clusterState),
 	)

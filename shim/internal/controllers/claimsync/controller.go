@@ -25,7 +25,6 @@ import (
 	"github.com/awslabs/operatorpkg/reconciler"
 	"github.com/awslabs/operatorpkg/singleton"
 	"github.com/samber/lo"
-	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/util/workqueue"
@@ -74,34 +73,40 @@ const (
 // values.
 var reportedLabels = []string{corev1.LabelTopologyZone, corev1.LabelTopologyRegion, corev1.LabelInstanceTypeStable}
 
-// Controller reports the NodeClaims and Nodes to the agent.
-type Controller struct {
-	clock         clock.PassiveClock
-	live          client.Reader
-	cloudProvider cloudprovider.CloudProvider
-	agent         agentv1alpha1.ClaimServiceClient
-	cluster       *agentv1alpha1.ClusterRef
-	recorder      events.Recorder
-	reconnected   <-chan event.GenericEvent
-	asked         chan event.GenericEvent
-	interval      time.Duration
-	timeout       time.Duration
-	refused       atomic.Pointer[error]
+// Config configures a [Controller]. All fields are REQUIRED.
+type Config struct {
+	// Live reads from the API server.
+	Live client.Reader
+	// CloudProvider determines which NodeClaims belong to this provider.
+	CloudProvider cloudprovider.CloudProvider
+	// Agent receives the reports.
+	Agent agentv1alpha1.ClaimServiceClient
+	// Cluster is the Cluster that the shim acts for.
+	Cluster *agentv1alpha1.ClusterRef
+	// Recorder records events.
+	Recorder events.Recorder
+	// Reconnected receives an event whenever the shim follows an agent again. Each begins a round.
+	Reconnected <-chan event.GenericEvent
+	// Interval is the time between two rounds.
+	Interval time.Duration
+	// Timeout bounds each call to the agent.
+	Timeout time.Duration
+	// Clock provides the time.
+	Clock clock.PassiveClock
 }
 
-// New returns the controller. live reads from the API server. A round runs at each interval and
-// whenever reconnected receives an event. timeout bounds each call to the agent.
-func New(
-	clk clock.PassiveClock, live client.Reader, cloudProvider cloudprovider.CloudProvider,
-	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
-	reconnected <-chan event.GenericEvent,
-	interval, timeout time.Duration,
-) *Controller {
-	return &Controller{
-		clock: clk, live: live, cloudProvider: cloudProvider,
-		agent: agent, cluster: cluster, recorder: recorder, reconnected: reconnected, asked: make(chan event.GenericEvent, 1),
-		interval: interval, timeout: timeout,
-	}
+// Controller reports the NodeClaims and Nodes to the agent.
+type Controller struct {
+	Config
+
+	asked   chan event.GenericEvent
+	verdict atomic.Pointer[verdict] // nil before the first answer
+	turned  chan struct{}
+}
+
+// New returns the controller.
+func New(c Config) *Controller {
+	return &Controller{Config: c, asked: make(chan event.GenericEvent, 1), turned: make(chan struct{}, 1)}
 }
 
 // Soon requests a round within seconds, for Nodes that the agent should know of before the next
@@ -115,13 +120,32 @@ func (c *Controller) Soon() {
 }
 
 // Refused returns the agent's error if it refuses this cluster's live sets, because the shim has the
-// identity of another cluster's. It is nil if the last set was accepted, and while the agent has not
-// answered yet. It is safe for concurrent use.
-func (c *Controller) Refused() error {
-	if refused := c.refused.Load(); refused != nil {
-		return *refused
+// identity of another cluster's, and nil if the last set was accepted. known is false, and the error
+// nil, until the agent has answered a set of this process. It is safe for concurrent use.
+func (c *Controller) Refused() (known bool, err error) {
+	verdict := c.verdict.Load()
+	if verdict == nil {
+		return false, nil
 	}
-	return nil
+	return true, verdict.refused
+}
+
+// RefusalChanges receives a value after the result of [Controller.Refused] has changed. It has one
+// reader.
+func (c *Controller) RefusalChanges() <-chan struct{} { return c.turned }
+
+// verdict is the agent's answer to a live set.
+type verdict struct{ refused error }
+
+// setVerdict records whether the agent refuses the live sets, and reports a change.
+func (c *Controller) setVerdict(refused error) {
+	if before := c.verdict.Swap(&verdict{refused}); before != nil && before.refused == nil && refused == nil {
+		return
+	}
+	select {
+	case c.turned <- struct{}{}:
+	default: // a change is waiting to be read
+	}
 }
 
 // Reconcile runs one round. After an error the next round follows with backoff and begins with a
@@ -132,8 +156,8 @@ func (c *Controller) Reconcile(ctx context.Context) (reconciler.Result, error) {
 		errorsTotal.Inc(nil)
 		return reconciler.Result{}, fmt.Errorf("syncing claims: %w", err)
 	}
-	lastSuccess.Set(float64(c.clock.Now().Unix()), nil)
-	return reconciler.Result{RequeueAfter: c.interval}, nil
+	lastSuccess.Set(float64(c.Clock.Now().Unix()), nil)
+	return reconciler.Result{RequeueAfter: c.Interval}, nil
 }
 
 func (c *Controller) sync(ctx context.Context) error {
@@ -141,13 +165,13 @@ func (c *Controller) sync(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	spokeID, err := spoke.ID(ctx, c.live)
+	spokeID, err := spoke.ID(ctx, c.Live)
 	if err != nil {
 		return err
 	}
 	// Not from the cache: a NodeClaim missing from it would lose its machine.
 	nodeClaims := &karpv1.NodeClaimList{}
-	if err := c.live.List(ctx, nodeClaims); err != nil {
+	if err := c.Live.List(ctx, nodeClaims); err != nil {
 		return fmt.Errorf("listing NodeClaims: %w", err)
 	}
 	if nodeClaims.Continue != "" {
@@ -159,28 +183,27 @@ func (c *Controller) sync(ctx context.Context) error {
 	}
 	reports, complete := fitting(nodes)
 	request := &agentv1alpha1.SyncClaimsRequest{
-		Cluster: c.cluster,
+		Cluster: c.Cluster,
 		Holder:  v1alpha1.Holder,
 		Token:   token,
 		// NodeClaims that are being deleted count: their machines go once core has drained them.
 		LiveClaimIds: lo.FilterMap(nodeClaims.Items, func(nc karpv1.NodeClaim, _ int) (string, bool) {
-			return string(nc.UID), nodeclaimutils.IsManaged(&nc, c.cloudProvider)
+			return string(nc.UID), nodeclaimutils.IsManaged(&nc, c.CloudProvider)
 		}),
 		Nodes:         reports,
 		NodesComplete: complete,
 		SpokeId:       spokeID,
 	}
-	ctx, cancel := context.WithTimeout(ctx, c.timeout)
+	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
-	response, err := c.agent.SyncClaims(ctx, request)
+	response, err := c.Agent.SyncClaims(ctx, request)
 	if err != nil {
 		if agenterrors.IsSpokeMismatch(err) {
-			c.refused.Store(&err)
-			c.announce(ctx, "LiveSetRefused", "The agent refuses the live set of this cluster: "+status.Convert(err).Message())
+			c.setVerdict(err)
 		}
 		return fmt.Errorf("sending the live set: %w", err)
 	}
-	c.refused.Store(nil)
+	c.setVerdict(nil)
 	collectedTotal.Add(float64(len(response.GetCollectedClaimIds())), nil)
 	unknownClaims.Set(float64(len(response.GetUnknownClaimIds())), nil)
 	if collected := response.GetCollectedClaimIds(); len(collected) > 0 {
@@ -204,11 +227,11 @@ func (c *Controller) sync(ctx context.Context) error {
 // claim without a NodeClaim.
 func (c *Controller) announce(ctx context.Context, reason, message string) {
 	classes := &v1alpha1.ClusterAPINodeClassList{}
-	if err := c.live.List(ctx, classes); err != nil {
+	if err := c.Live.List(ctx, classes); err != nil {
 		log.FromContext(ctx).Error(err, "listing the NodeClasses for an event", "reason", reason, "message", message)
 	}
 	for i := range classes.Items {
-		c.recorder.Publish(events.Event{
+		c.Recorder.Publish(events.Event{
 			InvolvedObject: &classes.Items[i],
 			Type:           corev1.EventTypeWarning,
 			Reason:         reason,
@@ -228,9 +251,9 @@ func abridged(ids []string) string {
 }
 
 func (c *Controller) token(ctx context.Context) (string, error) {
-	ctx, cancel := context.WithTimeout(ctx, c.timeout)
+	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
-	response, err := c.agent.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: c.cluster, Holder: v1alpha1.Holder})
+	response, err := c.Agent.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: c.Cluster, Holder: v1alpha1.Holder})
 	if err != nil {
 		return "", fmt.Errorf("requesting a sync token: %w", err)
 	}
@@ -243,7 +266,7 @@ func (c *Controller) nodes(ctx context.Context) ([]described, error) {
 	var all []described
 	for next := ""; ; {
 		page := &corev1.NodeList{} // a new list each time: reading into a used one keeps fields that the next page lacks
-		if err := c.live.List(ctx, page, client.Limit(nodesPerPage), client.Continue(next)); err != nil {
+		if err := c.Live.List(ctx, page, client.Limit(nodesPerPage), client.Continue(next)); err != nil {
 			return nil, fmt.Errorf("listing Nodes: %w", err)
 		}
 		for i := range page.Items {
@@ -333,11 +356,11 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 	return controllerruntime.NewControllerManagedBy(m).
 		Named(name).
 		WatchesRawSource(singleton.Source()).
-		WatchesRawSource(source.Channel(c.reconnected, after(0))).
+		WatchesRawSource(source.Channel(c.Reconnected, after(0))).
 		WatchesRawSource(source.Channel(c.asked, after(gatherAsked))).
 		WithOptions(controller.Options{
 			// The default backoff grows to a quarter of an hour, which is too long after an outage.
-			RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](time.Second, min(c.interval, 30*time.Second)),
+			RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](time.Second, min(c.Interval, 30*time.Second)),
 		}).
 		Complete(singleton.AsReconciler(c))
 }

@@ -33,10 +33,17 @@ import (
 
 const interval = time.Minute
 
+func newController(w *shimtest.Env, reconnected <-chan event.GenericEvent, interval time.Duration) *claimsync.Controller {
+	return claimsync.New(claimsync.Config{
+		Live: w.Kube, CloudProvider: w.CloudProvider, Agent: w.Client.Claims, Cluster: w.Cluster, Recorder: w.Recorder,
+		Reconnected: reconnected, Interval: interval, Timeout: shimtest.Timeout, Clock: clock.RealClock{},
+	})
+}
+
 func setUp(t *testing.T, options ...shimtest.Option) (*shimtest.Env, *claimsync.Controller) {
 	t.Helper()
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, options...)
-	return w, claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, w.Recorder, nil, interval, shimtest.Timeout)
+	return w, newController(w, nil, interval)
 }
 
 func phase(w *shimtest.Env, nodeClaim *karpv1.NodeClaim) agentv1alpha1.ClaimPhase {
@@ -396,23 +403,33 @@ func TestASetIsNotSentWithoutTheClustersIdentity(t *testing.T) {
 
 func TestAShimOfAnotherClusterReleasesNothing(t *testing.T) {
 	w, c := setUp(t)
+	known, err := c.Refused()
+	require.NoError(t, err)
+	require.False(t, known, "before the first answer")
 	theirs := w.Launched("theirs")
 	sync(t, w, c)
+	<-c.RefusalChanges()
+	sync(t, w, c)
+	require.Empty(t, c.RefusalChanges(), "nothing has changed")
 	require.NoError(t, w.Kube.Delete(w.Context(), theirs))
 	system := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem}}
 	require.NoError(t, w.Kube.Delete(w.Context(), system))
 	w.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem, UID: "another-cluster"}})
-	_, err := c.Reconcile(w.Context())
+	_, err = c.Reconcile(w.Context())
 	require.Error(t, err)
 	assert.True(t, agenterrors.IsSpokeMismatch(err), "%v", err)
 	assert.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, phase(w, theirs))
-	assert.Contains(t, w.Recorder.Reasons(), "LiveSetRefused")
-	assert.True(t, agenterrors.IsSpokeMismatch(c.Refused()), "%v", c.Refused())
+	known, refused := c.Refused()
+	assert.True(t, known)
+	assert.True(t, agenterrors.IsSpokeMismatch(refused), "%v", refused)
+	<-c.RefusalChanges()
 
 	require.NoError(t, w.Kube.Delete(w.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem}}))
 	w.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem, UID: shimtest.SpokeID}})
 	sync(t, w, c)
-	require.NoError(t, c.Refused())
+	_, refused = c.Refused()
+	require.NoError(t, refused)
+	<-c.RefusalChanges()
 }
 
 // A cluster restored from a backup has lost NodeClaims whose Nodes come back without being
@@ -437,7 +454,7 @@ func TestClaimsWhoseNodesWereRegisteredAreReportedAndKept(t *testing.T) {
 func TestARoundIsDoneAtTheStartWhenAnAgentIsFollowedAgainAndWhenAskedFor(t *testing.T) {
 	reconnected := make(chan event.GenericEvent)
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
-	c := claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, w.Recorder, reconnected, time.Hour, shimtest.Timeout)
+	c := newController(w, reconnected, time.Hour)
 	// The manager only runs the controller, which has its own readers, so no API server is called.
 	m, err := manager.New(&rest.Config{Host: "127.0.0.1:1"}, manager.Options{
 		Metrics: metricsserver.Options{BindAddress: "0"},

@@ -79,6 +79,7 @@ const (
 	reasonConnecting      = "Connecting"
 	reasonUnreachable     = "AgentUnreachable"
 	reasonRefused         = "AgentRefused"
+	reasonLiveSetRefused  = "LiveSetRefused"
 	reasonReachable       = "AgentReachable"
 	reasonProblems        = "ProblemsReported"
 )
@@ -105,35 +106,50 @@ type CompatibilityCheck interface {
 	Changes() <-chan struct{}
 }
 
+// LiveSets reports whether the agent accepts what this cluster reports of itself. The controller
+// that synchronizes claims implements it.
+type LiveSets interface {
+	// Refused returns the agent's error if it refuses the cluster's live sets, else nil. known is
+	// false until the agent has answered one.
+	Refused() (known bool, err error)
+	// RefusalChanges receives a value after the result of Refused has changed. It has one reader.
+	RefusalChanges() <-chan struct{}
+}
+
+// Config configures a [Controller]. All fields are REQUIRED.
+type Config struct {
+	// Kube reads from a cache with indexes on NodeClaims' spec.nodeClassRef.
+	Kube client.Client
+	// Catalogue has the node groups that each node class selects.
+	Catalogue *catalogue.Catalogue
+	// Connection, Certificate, Compatibility and LiveSets determine the conditions about the agent.
+	Connection    Connection
+	Certificate   Certificate
+	Compatibility CompatibilityCheck
+	LiveSets      LiveSets
+	// Cluster is the Cluster that the shim acts for.
+	Cluster *agentv1alpha1.ClusterRef
+	// Recorder records events.
+	Recorder events.Recorder
+	// Grace is how long the agent may be unreachable before node classes stop being Ready.
+	Grace time.Duration
+	// Clock provides the time.
+	Clock clock.Clock
+}
+
 // Controller maintains the status and the finalizer of ClusterAPINodeClasses.
 type Controller struct {
-	clock      clock.Clock
-	kube       client.Client
-	catalogue  *catalogue.Catalogue
-	connection Connection
-	// certificate may be replaced at any time.
-	certificate   Certificate
-	compatibility CompatibilityCheck
-	cluster       *agentv1alpha1.ClusterRef
-	recorder      events.Recorder
-	grace         time.Duration
-	started       time.Time
+	Config
+
+	started time.Time
 
 	mu      sync.Mutex
 	written map[string]time.Time // time of the last write of the status, by node class
 }
 
-// New returns the controller. kube reads from a cache with indexes on NodeClaims'
-// spec.nodeClassRef. grace is how long the agent may be unreachable before node classes stop being
-// Ready.
-func New(
-	clk clock.Clock, kube client.Client, catalogue *catalogue.Catalogue, connection Connection, certificate Certificate,
-	compatibility CompatibilityCheck, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, grace time.Duration,
-) *Controller {
-	return &Controller{
-		clock: clk, kube: kube, catalogue: catalogue, connection: connection, certificate: certificate, compatibility: compatibility, cluster: cluster,
-		recorder: recorder, grace: grace, started: clk.Now(), written: map[string]time.Time{},
-	}
+// New returns the controller.
+func New(c Config) *Controller {
+	return &Controller{Config: c, started: c.Clock.Now(), written: map[string]time.Time{}}
 }
 
 // Reconcile checks one node class.
@@ -147,7 +163,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 		controllerutil.AddFinalizer(nodeClass, v1alpha1.NodeClassFinalizer)
 		// The patch replaces the whole list of finalizers, so it must apply to the version that was
 		// read.
-		if err := c.kube.Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+		if err := c.Kube.Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 			return retryConflict(fmt.Errorf("adding the finalizer: %w", err))
 		}
 	}
@@ -163,11 +179,11 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 			return reconcile.Result{RequeueAfter: min(wait, cmp.Or(again.RequeueAfter, wait))}, err
 		}
 	}
-	if err := c.kube.Status().Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+	if err := c.Kube.Status().Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 		return retryConflict(fmt.Errorf("patching the status: %w", err))
 	}
 	c.mu.Lock()
-	c.written[nodeClass.Name] = c.clock.Now()
+	c.written[nodeClass.Name] = c.Clock.Now()
 	c.mu.Unlock()
 	c.announce(ctx, stored, nodeClass)
 	return again, nil
@@ -176,17 +192,17 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 // graceEnds returns the rest of the grace period of an unreachable agent, or zero if the agent is
 // connected or the period is over.
 func (c *Controller) graceEnds() time.Duration {
-	state := c.connection.State()
+	state := c.Connection.State()
 	if state.Connected {
 		return 0
 	}
-	return max(0, c.grace-c.clock.Since(c.silentSince(state)))
+	return max(0, c.Grace-c.Clock.Since(c.silentSince(state)))
 }
 
 // lookAgain returns when a condition may turn without any event, or zero if none can.
 func (c *Controller) lookAgain() time.Duration {
 	grace := c.graceEnds()
-	if _, found := c.certificate.Warning(); !found {
+	if _, found := c.Certificate.Warning(); !found {
 		return grace
 	}
 	return min(cmp.Or(grace, certificateLook), certificateLook)
@@ -202,13 +218,13 @@ func (c *Controller) silentSince(state agentclient.State) time.Time {
 // tooSoon returns how long the write of a status in which no condition turned must still wait.
 func (c *Controller) tooSoon(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (time.Duration, error) {
 	nodeClaims := &karpv1.NodeClaimList{}
-	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
+	if err := c.Kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
 		return 0, fmt.Errorf("listing the NodeClaims that refer to the NodeClass: %w", err)
 	}
 	stays := min(max(shortestStatus, time.Duration(len(nodeClaims.Items))*forEachNodeClaim), longestStatus)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.written[nodeClass.Name].Add(stays).Sub(c.clock.Now()), nil
+	return c.written[nodeClass.Name].Add(stays).Sub(c.Clock.Now()), nil
 }
 
 // turned reports whether a condition changed in anything but its message.
@@ -227,14 +243,14 @@ func retryConflict(err error) (reconcile.Result, error) {
 
 // describe sets the status.
 func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
-	conditions := nodeClass.StatusConditions(status.WithClock(c.clock))
+	conditions := nodeClass.StatusConditions(status.WithClock(c.Clock))
 	c.describeConnection(conditions)
 	c.describeCertificate(conditions)
 	c.describeCompatibility(conditions)
 
-	snapshot := c.catalogue.Snapshot()
+	snapshot := c.Catalogue.Snapshot()
 	if snapshot == nil {
-		if before := conditions.Get(v1alpha1.ConditionNodeGroupsFound); !before.IsUnknown() && c.clock.Since(c.started) < c.grace {
+		if before := conditions.Get(v1alpha1.ConditionNodeGroupsFound); !before.IsUnknown() && c.Clock.Since(c.started) < c.Grace {
 			conditions.Set(*before) // A restart alone does not change the condition.
 			return
 		}
@@ -273,7 +289,7 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 }
 
 func (c *Controller) nothingFound(nodeClass *v1alpha1.ClusterAPINodeClass, class *catalogue.Class, snapshot *catalogue.Snapshot) string {
-	cluster := c.cluster.GetNamespace() + "/" + c.cluster.GetName()
+	cluster := c.Cluster.GetNamespace() + "/" + c.Cluster.GetName()
 	if unusable := len(class.Selected); unusable > 0 {
 		return fmt.Sprintf("none of the %d node groups of Cluster %s that match can be used: the condition %s has the reasons",
 			unusable, cluster, v1alpha1.ConditionNodeGroupsValid)
@@ -290,14 +306,23 @@ func (c *Controller) nothingFound(nodeClass *v1alpha1.ClusterAPINodeClass, class
 }
 
 func (c *Controller) describeConnection(conditions status.ConditionSet) {
-	state := c.connection.State()
+	state := c.Connection.State()
+	before := conditions.Get(v1alpha1.ConditionAgentReachable)
 	if state.Connected {
-		conditions.SetTrue(v1alpha1.ConditionAgentReachable)
+		switch known, err := c.LiveSets.Refused(); {
+		case err != nil:
+			// Machines of new claims would join the cluster whose identity the shim has.
+			message := "the agent refuses the live set of this cluster: " + explain(err)
+			conditions.SetFalse(v1alpha1.ConditionAgentReachable, reasonLiveSetRefused, lo.Ellipsis(message, longestMessage))
+		case !known && before.IsFalse() && before.Reason == reasonLiveSetRefused:
+			conditions.Set(*before) // A restart alone does not change the condition.
+		default:
+			conditions.SetTrue(v1alpha1.ConditionAgentReachable)
+		}
 		return
 	}
 	since := c.silentSince(state)
-	before := conditions.Get(v1alpha1.ConditionAgentReachable)
-	if c.clock.Since(since) < c.grace {
+	if c.Clock.Since(since) < c.Grace {
 		// The outage may be short: keep the condition, for the new generation as well.
 		if before.IsUnknown() {
 			conditions.SetUnknownWithReason(v1alpha1.ConditionAgentReachable, reasonConnecting, "connecting to the agent")
@@ -318,7 +343,7 @@ func (c *Controller) describeConnection(conditions status.ConditionSet) {
 }
 
 func (c *Controller) describeCertificate(conditions status.ConditionSet) {
-	switch warning, found := c.certificate.Warning(); {
+	switch warning, found := c.Certificate.Warning(); {
 	case !found:
 		lo.Must0(conditions.Clear(v1alpha1.ConditionAgentCertificateValid)) // fails only for conditions that Ready depends on
 	case warning != "":
@@ -329,7 +354,7 @@ func (c *Controller) describeCertificate(conditions status.ConditionSet) {
 }
 
 func (c *Controller) describeCompatibility(conditions status.ConditionSet) {
-	switch result := c.compatibility.Result(); {
+	switch result := c.Compatibility.Result(); {
 	case !result.Known:
 		if before := conditions.Get(v1alpha1.ConditionAgentCompatible); before != nil {
 			conditions.Set(*before) // A restart alone does not change the condition.
@@ -359,7 +384,7 @@ func (c *Controller) announce(ctx context.Context, before, after *v1alpha1.Clust
 	} {
 		was, is := find(before, kind), find(after, kind)
 		if kind == v1alpha1.ConditionAgentReachable && was.IsFalse() && is.IsTrue() {
-			c.recorder.Publish(events.Event{
+			c.Recorder.Publish(events.Event{
 				InvolvedObject: after,
 				Type:           corev1.EventTypeNormal,
 				Reason:         reasonReachable,
@@ -371,7 +396,7 @@ func (c *Controller) announce(ctx context.Context, before, after *v1alpha1.Clust
 			continue
 		}
 		log.FromContext(ctx).Info("ClusterAPINodeClass condition is False", "condition", kind, "reason", is.Reason, "message", is.Message)
-		c.recorder.Publish(events.Event{
+		c.Recorder.Publish(events.Event{
 			InvolvedObject: after,
 			Type:           corev1.EventTypeWarning,
 			Reason:         is.Reason,
@@ -395,12 +420,12 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 		return reconcile.Result{}, nil
 	}
 	nodeClaims := &karpv1.NodeClaimList{}
-	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
+	if err := c.Kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
 		return reconcile.Result{}, fmt.Errorf("listing the NodeClaims that refer to the NodeClass: %w", err)
 	}
 	if len(nodeClaims.Items) > 0 {
 		names := lo.Map(lo.Slice(nodeClaims.Items, 0, 5), func(nc karpv1.NodeClaim, _ int) string { return nc.Name })
-		c.recorder.Publish(events.Event{
+		c.Recorder.Publish(events.Event{
 			InvolvedObject: nodeClass,
 			Type:           corev1.EventTypeNormal,
 			Reason:         "WaitingOnNodeClaims",
@@ -415,7 +440,7 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 	}
 	stored := nodeClass.DeepCopy()
 	controllerutil.RemoveFinalizer(nodeClass, v1alpha1.NodeClassFinalizer)
-	if err := c.kube.Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+	if err := c.Kube.Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 		return retryConflict(fmt.Errorf("removing the finalizer: %w", err))
 	}
 	c.mu.Lock()
@@ -429,9 +454,10 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 	return controllerruntime.NewControllerManagedBy(m).
 		Named(name).
 		For(&v1alpha1.ClusterAPINodeClass{}).
-		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.catalogue.Changes(), func() {} })).
-		WatchesRawSource(c.on(c.connection.StateChanges)).
-		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.compatibility.Changes(), func() {} })).
+		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.Catalogue.Changes(), func() {} })).
+		WatchesRawSource(c.on(c.Connection.StateChanges)).
+		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.Compatibility.Changes(), func() {} })).
+		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.LiveSets.RefusalChanges(), func() {} })).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }
@@ -449,7 +475,7 @@ func (c *Controller) on(tell func() (changes <-chan struct{}, stop func())) sour
 				case <-changes:
 				}
 				nodeClasses := &v1alpha1.ClusterAPINodeClassList{}
-				if err := c.kube.List(ctx, nodeClasses); err != nil {
+				if err := c.Kube.List(ctx, nodeClasses); err != nil {
 					log.FromContext(ctx).Error(err, "listing NodeClasses")
 					continue
 				}

@@ -16,6 +16,7 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -49,6 +50,16 @@ func (f *compatibility) Result() connectivity.Compatibility { return f.result }
 
 func (f *compatibility) Changes() <-chan struct{} { return nil }
 
+// liveSets is the agent's answer that the test sets.
+type liveSets struct {
+	known   bool
+	refused error
+}
+
+func (l *liveSets) Refused() (bool, error) { return l.known, l.refused }
+
+func (l *liveSets) RefusalChanges() <-chan struct{} { return nil }
+
 type env struct {
 	*shimtest.Env
 	t          *testing.T
@@ -56,6 +67,7 @@ type env struct {
 	connection *connection
 	certificate
 	compatibility compatibility
+	liveSets      liveSets
 	again         time.Duration // the last result's RequeueAfter
 	controller    *nodeclass.Controller
 }
@@ -74,7 +86,10 @@ func setUp(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *env {
 }
 
 func (e *env) with(c *catalogue.Catalogue) *nodeclass.Controller {
-	return nodeclass.New(e.clock, e.Kube, c, e.connection, &e.certificate, &e.compatibility, e.Cluster, e.Recorder, grace)
+	return nodeclass.New(nodeclass.Config{
+		Kube: e.Kube, Catalogue: c, Connection: e.connection, Certificate: &e.certificate, Compatibility: &e.compatibility,
+		LiveSets: &e.liveSets, Cluster: e.Cluster, Recorder: e.Recorder, Grace: grace, Clock: e.clock,
+	})
 }
 
 func (e *env) reconcile(name string) *v1alpha1.ClusterAPINodeClass {
@@ -249,6 +264,26 @@ func TestAnAgentThatRefusesUsIsAnotherReason(t *testing.T) {
 	assert.Equal(t, "AgentRefused", condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentReachable).Reason)
 	e.connection.state.LastError = errors.New("silent")
 	assert.Equal(t, "AgentUnreachable", condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentReachable).Reason)
+}
+
+// Machines of new claims would join the cluster whose identity the shim has, so Karpenter must not
+// launch anything, and the user must learn why.
+func TestARefusedLiveSetCostsReadinessAtOnce(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentReachable).IsTrue(), "no set was answered yet")
+	e.liveSets.known, e.liveSets.refused = true, agenterrors.SpokeMismatch("the live set was read in another cluster")
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	reachable := condition(nodeClass, v1alpha1.ConditionAgentReachable)
+	assert.True(t, reachable.IsFalse())
+	assert.Equal(t, "LiveSetRefused", reachable.Reason)
+	assert.Contains(t, reachable.Message, "the live set was read in another cluster")
+	assert.True(t, condition(nodeClass, status.ConditionReady).IsFalse())
+	assert.Equal(t, []string{"LiveSetRefused"}, e.Recorder.Reasons())
+
+	e.liveSets = liveSets{}
+	assert.Equal(t, nodeClass.ResourceVersion, e.reconcile(shimtest.NodeClassName).ResourceVersion, "a restart changes nothing")
+	e.liveSets.known = true
+	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentReachable).IsTrue())
 }
 
 func TestARestartWithoutTheAgent(t *testing.T) {

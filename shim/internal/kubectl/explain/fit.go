@@ -337,7 +337,10 @@ func classRemedy(class *v1alpha1.ClusterAPINodeClass) []string {
 	if !condition.IsFalse() {
 		return []string{"Give the MachineDeployments the label node.cluster.x-k8s.io/karpenter-member, or correct spec.scalableResourceSelector."}
 	}
-	if condition.Reason == "AgentRefused" {
+	switch condition.Reason {
+	case "LiveSetRefused":
+		return []string{"The message has the UIDs of two clusters: see \"Claims whose owner is missing\" in docs/troubleshooting.md."}
+	case "AgentRefused":
 		return []string{
 			"Compare the certificate of Karpenter with --cluster-namespace and --cluster-name, and with the agent's policy (docs/install.md).",
 			"See whether the Cluster is onboarded: kubectl capi spokes --hub-kubeconfig <file>",
