@@ -9,8 +9,6 @@ package claimreasons
 // Reasons of claims (Claim.reason) and of events in their history (ClaimEvent.reason). [All] lists
 // them, in the order in which they were added.
 const (
-	// Created means that the claim was stored.
-	Created = "Created"
 	// WaitingForMachine means that replicas were raised, and that Cluster API has not created a
 	// Machine yet.
 	WaitingForMachine = "WaitingForMachine"
@@ -71,7 +69,7 @@ const (
 // All returns every reason of claims and of their events, in the order in which they were added.
 func All() []string {
 	return []string{
-		Created, WaitingForMachine, Bound, NodeJoined, ReleaseRequested, Collected, OwnerMissing, Released, HandedOver, ReturnRequested,
+		WaitingForMachine, Bound, NodeJoined, ReleaseRequested, Collected, OwnerMissing, Released, HandedOver, ReturnRequested,
 		Returned, Cancelled, MachineDeleting, MachineLost, Failed, Late, NodeNotSeen, WaitingForInfrastructure, WaitingForNode, NoRoom, Refused,
 		NodeGroupGone, NeverMade, WriteRefused, StateLost, Binding,
 	}

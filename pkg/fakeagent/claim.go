@@ -153,7 +153,7 @@ func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *c
 		message:     "a machine of " + g.id + " is on its way",
 		createdAt:   a.now(),
 	}
-	c.happened(c.createdAt, claimreasons.Created, "claimed a machine of "+g.id)
+	c.happened(c.createdAt, claimreasons.WaitingForMachine, "a replica of node group "+g.id+" is reserved")
 	return c
 }
 
