@@ -160,18 +160,18 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, entry Ass
 	case c.Status.Phase == v1alpha1.PhasePending && entry.UID == "" && s.checkDeadlines(d, c, nil):
 		// It waited long enough.
 	case c.Status.Phase == "":
-		s.markEntered(d, c)
+		s.markAdmitted(d, c)
 	}
 }
 
-func (s *Snapshot) markEntered(d *Decision, c *v1alpha1.MachineClaim) {
-	d.Actions = append(d.Actions, s.Entered(c))
+func (s *Snapshot) markAdmitted(d *Decision, c *v1alpha1.MachineClaim) {
+	d.Actions = append(d.Actions, s.Admitted(c))
 }
 
-// Entered returns the action that records on a claim that its replica is accounted for, so that
+// Admitted returns the action that records on a claim that its replica is accounted for, so that
 // this is known even if the ledger is lost.
-func (s *Snapshot) Entered(c *v1alpha1.MachineClaim) Action {
-	return Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{
+func (s *Snapshot) Admitted(c *v1alpha1.MachineClaim) Action {
+	return Action{Kind: MarkAdmitted, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{
 		Reason:  ReasonWaitingForMachine,
 		Message: fmt.Sprintf("a replica of MachineDeployment %s is reserved; waiting for its Machine", c.Spec.NodeGroup),
 	}}

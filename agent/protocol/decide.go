@@ -120,8 +120,8 @@ func (a Action) String() string {
 type ActionKind string
 
 const (
-	// MarkEntered records on the claim that its replica is accounted for.
-	MarkEntered ActionKind = "mark-admitted"
+	// MarkAdmitted records on the claim that its replica is accounted for.
+	MarkAdmitted ActionKind = "mark-admitted"
 	// Bind moves the claim from Pending to Bound and then labels its Machine.
 	Bind ActionKind = "bind"
 	// Fail gives up a claim's Machine: the agent itself releases the claim.
@@ -246,7 +246,7 @@ func Decide(s *Snapshot) *Decision {
 // replica to the next one, that comes first.
 func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
 	// A claim that is not marked as entered yet is mostly a lagging cache, and no reason to wait.
-	more := slices.ContainsFunc(d.Actions, func(a Action) bool { return a.Kind != MarkEntered })
+	more := slices.ContainsFunc(d.Actions, func(a Action) bool { return a.Kind != MarkAdmitted })
 	if d.Ledger == nil || more || len(d.Refused) > 0 || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
 		return false
 	}

@@ -186,7 +186,7 @@ func (s *Snapshot) actOnCarried(d *Decision, c *v1alpha1.MachineClaim) {
 	case s.recordsReturn(c):
 		d.end(c, ReasonReturned, returned)
 	case s.entered(c):
-		s.markEntered(d, c)
+		s.markAdmitted(d, c)
 	default:
 		made := latest(c.CreationTimestamp.Time, s.Deployment.CreationTimestamp.Time)
 		for _, m := range s.Machines {

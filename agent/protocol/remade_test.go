@@ -100,7 +100,7 @@ func TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger(t *testing.T) {
 			kind: Restore,
 		},
 		"the ledger has it": {
-			change: func(s *Snapshot) { s.Ledger.Pending = map[string]Assignment{"c": {}} }, kind: MarkEntered,
+			change: func(s *Snapshot) { s.Ledger.Pending = map[string]Assignment{"c": {}} }, kind: MarkAdmitted,
 		},
 		"nobody knows it": {
 			change: func(*Snapshot) {}, kind: End,

@@ -144,7 +144,7 @@ func (g *group) planLocked(ctx context.Context) (*protocol.Decision, error) {
 		return nil, err
 	}
 	g.belongsTo(s)
-	g.answerEntered(s) // whichever agent entered them
+	g.answerAdmitted(s) // whichever agent entered them
 	s.SpareSince = g.spareSince
 	if left, _ := g.panicBackoff(); left > 0 {
 		return &protocol.Decision{RequeueAfter: left}, nil

@@ -214,7 +214,7 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 		s  *protocol.Snapshot // what the write that entered it was decided from
 	)
 	err := recovered(ctx, func() (err error) {
-		s, in, err = g.enterOnly(ctx, md, c)
+		s, in, err = g.admitOnly(ctx, md, c)
 		return err
 	})
 	if bug, panicked := errors.AsType[*panics.Error](err); panicked {
@@ -227,7 +227,7 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 		end()
 		return in
 	}
-	entered := s.Entered(c.DeepCopy()) // the call uses the original
+	entered := s.Admitted(c.DeepCopy()) // the call uses the original
 	// The call is answered meanwhile. If this fails, a run does it. Until then only the ledger
 	// knows of the claim.
 	g.engine.spawn(func() {
@@ -239,9 +239,9 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 	return true
 }
 
-// enterOnly enters a claim if that is all there is to do, and reports whether the ledger has the
+// admitOnly enters a claim if that is all there is to do, and reports whether the ledger has the
 // claim. If this call wrote it, it returns the snapshot that it decided from. lock is held.
-func (g *group) enterOnly(
+func (g *group) admitOnly(
 	ctx context.Context, read *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim,
 ) (from *protocol.Snapshot, in bool, err error) {
 	e := g.engine
@@ -526,7 +526,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			case err == nil:
 				conflicts, raced = 0, false
 				g.refuse(asked, d.Refused)
-				if err := g.markNewlyEntered(ctx, s, d); err != nil {
+				if err := g.markNewlyAdmitted(ctx, s, d); err != nil {
 					return g.retry(d, 0), err
 				}
 				continue
@@ -689,10 +689,10 @@ func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.De
 	return nil
 }
 
-// markNewlyEntered marks the claims that a ledger write has entered. They were read before that
+// markNewlyAdmitted marks the claims that a ledger write has entered. They were read before that
 // write, and the API server refuses the mark on a claim that has changed since, so nothing needs to
 // be read again.
-func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) error {
+func (g *group) markNewlyAdmitted(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) error {
 	var marks []protocol.Action
 	for _, c := range s.Claims {
 		id := c.Spec.ClaimID
@@ -703,7 +703,7 @@ func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *p
 		}
 		// A claim that was assigned a Machine is bound by the next step.
 		if entry, entered := d.Ledger.Pending[id]; entered && entry == (protocol.Assignment{}) && c.Status.Phase == "" {
-			marks = append(marks, s.Entered(c))
+			marks = append(marks, s.Admitted(c))
 		}
 	}
 	if len(marks) == 0 {
@@ -762,9 +762,9 @@ func (g *group) answerFrom(s *protocol.Snapshot, d *protocol.Decision, in *proto
 	}
 }
 
-// answerEntered answers the waiting calls whose claims are in the ledger, whichever agent entered
+// answerAdmitted answers the waiting calls whose claims are in the ledger, whichever agent entered
 // them.
-func (g *group) answerEntered(s *protocol.Snapshot) {
+func (g *group) answerAdmitted(s *protocol.Snapshot) {
 	if s.Ledger == nil {
 		return
 	}

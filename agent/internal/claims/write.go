@@ -301,7 +301,7 @@ func (e *Engine) writeStatus(ctx context.Context, c *v1alpha1.MachineClaim) erro
 
 func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 	switch a.Kind {
-	case protocol.MarkEntered:
+	case protocol.MarkAdmitted:
 		c := a.Claim.DeepCopy()
 		if err := e.own(ctx, c); err != nil {
 			return err

@@ -60,7 +60,7 @@ var mutants = []mutant{
 		{"more || len(d.Refused) > 0 || s.Ledger == nil ||", "more || s.Ledger == nil ||"},
 	}},
 	{name: "a claim's mark waits for another reading", test: "TestAStepThatEntersClaimsMarksThem", edits: []edit{
-		{"				if err := g.markNewlyEntered(ctx, s, d); err != nil {\n", "				if err := error(nil); err != nil {\n"},
+		{"				if err := g.markNewlyAdmitted(ctx, s, d); err != nil {\n", "				if err := error(nil); err != nil {\n"},
 	}},
 	{name: "a claim whose entry was removed is refused its replica", test: "TestAClaimWhoseEntryWasRemovedHasItsReplica", edits: []edit{
 		{"	b.readmit()\n", ""},
@@ -75,7 +75,7 @@ var mutants = []mutant{
 		{"	if d.Ledger == nil || more || len", "	_ = more\n	if d.Ledger == nil || len"},
 	}},
 	{name: "a claim that waits for room is answered by the agent alone that enters it", test: "TestACallIsAnsweredWhenAnotherAgentEntersItsClaim", edits: []edit{
-		{"	g.answerEntered(s) // whichever agent entered them\n", ""},
+		{"	g.answerAdmitted(s) // whichever agent entered them\n", ""},
 	}},
 	{name: "a call is refused by what was read before it began", test: "TestARefusalIsNotOlderThanTheCall", edits: []edit{
 		{"		g.answerThese(id, asked[id], outcome{refusal: &refusal})\n", "		g.answer(id, outcome{refusal: &refusal})\n"},

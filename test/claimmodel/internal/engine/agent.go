@@ -241,7 +241,7 @@ func (w *writer) takesFloor(d *decision) string {
 func (w *writer) perform(a action) {
 	c, i := int(a.claim), int(a.machine)
 	switch a.kind {
-	case markEntered, bind, restore, end:
+	case markAdmitted, bind, restore, end:
 		w.changeClaim(a, c, i)
 	case label:
 		w.label(c, i, false)
@@ -284,7 +284,7 @@ func (w *writer) changeClaim(a action, c, i int) {
 	to := &next.claims[c]
 	what, violation := doEnd, ""
 	switch a.kind {
-	case markEntered:
+	case markAdmitted:
 		to.phase, what, i = pending, doMark, 0
 	case bind:
 		to.phase, to.machine, what = bound, uint8(i+1), doBind

@@ -43,7 +43,7 @@ type action struct {
 type kind uint8
 
 const (
-	markEntered kind = iota + 1
+	markAdmitted kind = iota + 1
 	bind
 	restore
 	label
@@ -61,7 +61,7 @@ const (
 // kinds are the explored actions. The others write only for users, or need what the model does not
 // have: deadlines and lost objects.
 var kinds = map[protocol.ActionKind]kind{
-	protocol.MarkEntered: markEntered, protocol.Bind: bind, protocol.Restore: restore, protocol.Label: label, protocol.Unbind: unbind,
+	protocol.MarkAdmitted: markAdmitted, protocol.Bind: bind, protocol.Restore: restore, protocol.Label: label, protocol.Unbind: unbind,
 	protocol.End: end,
 	// In the model, only calls move claims.
 	protocol.MoveOn:      end,
