@@ -79,6 +79,7 @@ func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Clust
 				continue
 			}
 			lookups++
+			md = clusterv1.MachineDeployment{} // decoding into another Cluster's object would keep what this one lacks
 			err = e.Reader.Get(ctx, key, &md)
 		}
 		switch {
