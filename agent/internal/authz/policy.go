@@ -162,7 +162,8 @@ type PolicyFile struct {
 	path    string
 	parse   func(content []byte) (*Policy, error)
 	log     logr.Logger
-	content []byte
+	content []byte // as last read, nil before
+	failure error  // why content cannot be used
 	current atomic.Pointer[Policy]
 }
 
@@ -206,21 +207,22 @@ func (f *PolicyFile) load() error {
 	if err != nil {
 		return fmt.Errorf("reading the policy file: %w", err)
 	}
-	if f.current.Load() != nil && bytes.Equal(content, f.content) {
-		return nil
+	if f.content != nil && bytes.Equal(content, f.content) {
+		return f.failure
 	}
+	f.content, f.failure = content, nil
 	var policy *Policy
 	err = panics.Confined(f.log, panics.Objects, "the policy file is not used because of a bug in the agent", func() (err error) {
 		policy, err = f.parse(content)
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("policy file %s: %w", f.path, err)
+		f.failure = fmt.Errorf("policy file %s: %w", f.path, err)
+		return f.failure
 	}
 	if f.current.Load() != nil {
 		f.log.Info("the changed policy file is in use")
 	}
-	f.content = content
 	f.current.Store(policy)
 	return nil
 }

@@ -420,6 +420,9 @@ func (s *Spokes) report(err error, about types.NamespacedName) {
 	if err == nil || apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) {
 		return
 	}
+	if _, panicked := errors.AsType[*panics.Error](err); panicked {
+		return // it is logged already
+	}
 	text := err.Error()
 	if meta.IsNoMatchError(err) {
 		err = errNotInstalled
