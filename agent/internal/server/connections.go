@@ -105,8 +105,8 @@ type connectionInfo struct {
 	verified *verified
 }
 
-// identifying rejects a connection at the end of its handshake if its identity already has the
-// maximum number of connections.
+// identifying rejects a connection at the end of its handshake if its identity, or all identities
+// together, already have the maximum number of connections. It closes those of withdrawn authorities.
 type identifying struct {
 	credentials.TransportCredentials
 

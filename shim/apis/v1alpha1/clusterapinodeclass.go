@@ -155,8 +155,8 @@ type SelectedNodeGroup struct {
 	// available is whether the node group accepts a claim now.
 	Available bool `json:"available"`
 	// reason is why it is unavailable: AtMaxSize, CoolingDown, Paused, Deleting, ReplicasOwned,
-	// ReplicasLowered, Invalid, QuotaExceeded, MachinesBlocked, NoRoom, PriceUnknown, NoCapacity,
-	// Unusable, or Other. Absent when available.
+	// ReplicasLowered, Invalid, QuotaExceeded, MachinesBlocked, Reserved, NoRoom, PriceUnknown,
+	// NoCapacity, Unusable, or Other. Absent when available.
 	// +optional
 	Reason string `json:"reason,omitempty"`
 	// message is the reason in a sentence.

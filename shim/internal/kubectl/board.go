@@ -195,7 +195,7 @@ func (b *board) seeGroup(g *agentv1alpha1.NodeGroup) []change {
 	was, is := before.GetAvailability(), g.GetAvailability()
 	switch {
 	case before != nil && was.GetAvailable() && !is.GetAvailable(), before == nil && !is.GetAvailable():
-		changes = append(changes, change{"NodeGroup", g.GetId(), "takes no claims: " + joined(explain.Word(is.GetReason()), is.GetMessage())})
+		changes = append(changes, change{"NodeGroup", g.GetId(), "refuses claims: " + joined(explain.Word(is.GetReason()), is.GetMessage())})
 	case before != nil && !was.GetAvailable() && is.GetAvailable():
 		changes = append(changes, change{"NodeGroup", g.GetId(), "accepts claims again"})
 	}

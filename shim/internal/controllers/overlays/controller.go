@@ -108,7 +108,7 @@ func (c *Controller) offered(ctx context.Context) (uint64, error) {
 		nodePool := &nodePools.Items[i]
 		types, err := c.cloudProvider.GetInstanceTypes(ctx, nodePool)
 		if err != nil {
-			continue // its node class does not exist, or there is nothing of it: core skips the NodePool, too
+			continue // its node class does not exist or selects nothing: core skips the NodePool, too
 		}
 		lines := lo.FlatMap(types, func(t *cloudprovider.InstanceType, _ int) []string {
 			return lo.Map(t.Offerings, func(o *cloudprovider.Offering, _ int) string {
