@@ -17,11 +17,19 @@ func TestAPolicyFileThatPanicsLeavesTheLastValidOne(t *testing.T) {
 	file, err := LoadPolicyFile(path, "karpenter-capi", logr.Discard())
 	require.NoError(t, err)
 	before, parse := file.Current(), file.parse
-	file.parse = func([]byte) (*Policy, error) { panic("a bug") }
+	panicked := 0
+	file.parse = func([]byte) (*Policy, error) {
+		panicked++
+		panic("a bug")
+	}
 	write("clusters: []")
-	require.ErrorContains(t, file.load(), "a bug")
+	for range 3 {
+		require.ErrorContains(t, file.load(), "a bug")
+	}
+	require.Equal(t, 1, panicked, "each panic is logged and counted")
 	require.Same(t, before, file.Current())
 	file.parse = parse
+	write("clusters: [] # again")
 	require.NoError(t, file.load())
 	require.NotSame(t, before, file.Current())
 }
