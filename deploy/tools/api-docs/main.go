@@ -1,7 +1,7 @@
 // Command protoc-gen-api-docs is a protoc plugin that writes one Markdown page, api.md, about all the files it is asked to
 // generate: each service and RPC with its comment, each message with its fields and their constraints, each enum.
 //
-// Comments are taken as Markdown, as they are.
+// Comments are taken as Markdown, as they are. The generators that exist do not show protovalidate's constraints.
 package main
 
 import (

@@ -3,6 +3,9 @@
 //
 //	options-docs docs/options.md <binary>:<prefix of its environment variables>[:all] …
 //
+// Cobra's own generator is not used: it writes a page for each command, without environment variables, and does not see the
+// shim's flags, which Karpenter core defines with package flag.
+//
 // With all, the flags of commands can be set by environment variables, too. Otherwise only those of the binary itself can.
 package main
 

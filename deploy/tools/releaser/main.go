@@ -1,6 +1,7 @@
 // Command releaser makes what a release consists of beside binaries: images, charts that refer to
 // them, a changelog and checksums. It needs neither a container engine nor a registry, except to
-// push. docs/releases.md describes the result.
+// push. docs/releases.md describes the result. Neither ko nor goreleaser is used: they build the
+// binaries once more, with flags of their own, and cannot write the images' digests into charts.
 package main
 
 import (

@@ -1,5 +1,6 @@
 // Package pki issues the certificates of a sandbox. The keys are stored in its folder without
-// further protection.
+// further protection. The agent's tests have an authority of their own, package testpki,
+// which also makes invalid certificates.
 package pki
 
 import (
