@@ -138,10 +138,10 @@ func deeds() []deed {
 		{name: "the pod goes", at: always, gone: true, do: func(l *life, ctx context.Context) error { return l.scale(ctx, 0) }},
 		{name: "a person deletes the NodeClaim", replaces: true, at: func(s stage) bool { return !s.leaving }, do: (*life).deleteNodeClaims},
 		{name: "a person deletes the Node", replaces: true, at: func(s stage) bool { return s.node }, do: func(l *life, ctx context.Context) error {
-			return eachOf(ctx, l.Spoke.Delete, l.nodes())
+			return eachOf(ctx, l.Spoke.Delete, l.nodesFound())
 		}},
 		{name: "a person deletes the Machine", replaces: true, at: func(s stage) bool { return s.instance }, do: func(l *life, ctx context.Context) error {
-			return eachOf(ctx, l.Hub.Delete, l.machines())
+			return eachOf(ctx, l.Hub.Delete, l.machinesFound())
 		}},
 		{name: "a person deletes the MachineClaim", at: always, do: func(l *life, ctx context.Context) error {
 			return eachOf(ctx, l.Hub.Delete, lo.Filter(l.claims(), func(c agentv1.MachineClaim, _ int) bool { return lo.Contains(l.found, c.Spec.ClaimID) }))
@@ -158,15 +158,16 @@ func deeds() []deed {
 			return nil
 		}},
 		{name: "the instance is lost", replaces: true, at: func(s stage) bool { return s.instance }, do: func(l *life, ctx context.Context) error {
-			return eachOf(ctx, l.Hub.Delete, l.instances())
+			return eachOf(ctx, l.Hub.Delete, l.instancesFound())
 		}},
 		{
 			name: "the instance is lost, and a cloud controller manager deletes its Node", replaces: true, at: func(s stage) bool { return s.node },
 			do: func(l *life, ctx context.Context) error {
-				if err := eachOf(ctx, l.Hub.Delete, l.instances()); err != nil {
+				nodes := l.nodesFound()
+				if err := eachOf(ctx, l.Hub.Delete, l.instancesFound()); err != nil {
 					return err
 				}
-				return eachOf(ctx, l.Spoke.Delete, l.nodes())
+				return eachOf(ctx, l.Spoke.Delete, nodes)
 			},
 		},
 		{name: "both agents are killed", at: always, do: func(l *life, _ context.Context) error {
@@ -516,6 +517,24 @@ func (l *life) claimedMachines() []clusterv1.Machine {
 
 func (l *life) instances() []simv1.SimMachine {
 	return list(l.hub, &simv1.SimMachineList{}, l.ofGroup()...).Items
+}
+
+// machinesFound returns the Machines of the claims at the stage. While one of them leaves, the pod's
+// next one may already exist.
+func (l *life) machinesFound() []clusterv1.Machine {
+	return lo.Filter(l.machines(), func(m clusterv1.Machine, _ int) bool { return lo.Contains(l.found, m.Labels[agentv1.ClaimLabel]) })
+}
+
+func (l *life) instancesFound() []simv1.SimMachine {
+	return lo.Filter(l.instances(), func(i simv1.SimMachine, _ int) bool {
+		return lo.ContainsBy(l.machinesFound(), func(m clusterv1.Machine) bool { return m.Spec.InfrastructureRef.Name == i.Name })
+	})
+}
+
+func (l *life) nodesFound() []corev1.Node {
+	return lo.Filter(l.nodes(), func(n corev1.Node, _ int) bool {
+		return lo.ContainsBy(l.machinesFound(), func(m clusterv1.Machine) bool { return m.Spec.ProviderID == n.Spec.ProviderID })
+	})
 }
 
 func (l *life) replicas() int {
