@@ -88,6 +88,6 @@ func (s *Spokes) writeReport(ctx context.Context, cluster *clusterv1.Cluster, re
 	if err := s.Client.Status().Patch(ctx, spoke, client.MergeFrom(before)); err != nil {
 		return fmt.Errorf("writing the Spoke's status: %w", err)
 	}
-	s.see(spoke)
+	s.wrote(spoke)
 	return nil
 }
