@@ -108,6 +108,8 @@ var syncCases = []testCase{
 	{"sync.first-spoke", fault(), "refuses another cluster's set where the first one's had no claims", func(s *suite) {
 		_, err := s.sync(s.list(holder, false).GetToken())
 		require.NoError(s, err)
+		_, err = s.syncFrom("", s.list(holder, false).GetToken())
+		require.NoError(s, err)
 		// Once: an attempt that is accepted makes the other cluster the known one.
 		_, err = s.syncFrom("another-spoke", s.list(holder, false).GetToken(), "not-here")
 		require.True(s, agenterrors.IsSpokeMismatch(err), "%v", err)
