@@ -217,7 +217,7 @@ func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 // noteOwner records on a claim of the live set which cluster it belongs to, and that its owner
 // exists. Each change of the cluster writes all claims and their Machines. Therefore another cluster
 // is recorded once it is the known one, which changes only now and then, whatever a caller sends.
-// Only of holders for which none is known, it is recorded at once.
+// For a holder whose cluster is never known, it is recorded at once.
 func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 	var notes []note
 	record := s.Spoke != "" && c.Spec.Spoke != s.Spoke && (c.Spec.Spoke == "" || s.known == s.Spoke || !e.recordsSpoke(s.Holder))

@@ -228,7 +228,7 @@ func (s *Spokes) clearSpokeID(ctx context.Context, spoke *v1alpha1.Spoke) error 
 	s.mu.Lock()
 	delete(s.noted, key)
 	s.mu.Unlock()
-	s.wrote(spoke)
+	s.wrote(spoke, s.Clock.Now()) // whatever else was written meanwhile
 	return nil
 }
 
@@ -379,13 +379,13 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 		Message: "The shim synchronizes its claims.", LastTransitionTime: metav1.NewTime(now),
 	})
 	if equality.Semantic.DeepEqual(before.Status, spoke.Status) { // another agent has written it
-		s.saw(client.ObjectKeyFromObject(spoke), &spoke.Status, began)
+		s.see(client.ObjectKeyFromObject(spoke), &spoke.Status, began, time.Time{})
 		return nil
 	}
 	if err := s.Client.Status().Patch(ctx, spoke, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); err != nil {
 		return fmt.Errorf("writing the Spoke's status: %w", err)
 	}
-	s.wrote(spoke)
+	s.wrote(spoke, began)
 	return nil
 }
 
@@ -433,35 +433,33 @@ func (s *Spokes) ReadSpokeID(ctx context.Context, cluster types.NamespacedName) 
 		return "", err
 	}
 	if spoke.ResourceVersion == "" {
-		s.saw(cluster, nil, began)
+		s.see(cluster, nil, began, time.Time{})
 		return "", nil
 	}
-	s.saw(cluster, &spoke.Status, began)
+	s.see(cluster, &spoke.Status, began, time.Time{})
 	return spoke.Status.SpokeID, nil
 }
 
-// wrote records the status of a Spoke that this agent has written.
-func (s *Spokes) wrote(spoke *v1alpha1.Spoke) {
-	key := client.ObjectKeyFromObject(spoke)
-	s.mu.Lock()
-	before, known := s.seen[key]
-	s.seen[key] = sight{status: spoke.Status, written: s.Clock.Now()}
-	s.mu.Unlock()
-	if !known || !equality.Semantic.DeepEqual(before.status, spoke.Status) {
-		s.Changed(key)
-	}
+// wrote is [Spokes.see] for a Spoke that this agent has just written, after a read that began at the
+// given time.
+func (s *Spokes) wrote(spoke *v1alpha1.Spoke, began time.Time) {
+	s.see(client.ObjectKeyFromObject(spoke), &spoke.Status, began, s.Clock.Now())
 }
 
-// saw records the status of a Spoke that a request returned which began at the given time, nil if
-// there is no Spoke. What was written since then is newer, and stays.
-func (s *Spokes) saw(key types.NamespacedName, status *v1alpha1.SpokeStatus, began time.Time) {
+// see records the status of a Spoke that was read by a request which began at the given time, or was
+// written based on it; nil if there is no Spoke. What was written since then is newer, and stays.
+// written is zero for a read.
+func (s *Spokes) see(key types.NamespacedName, status *v1alpha1.SpokeStatus, began, written time.Time) {
 	s.mu.Lock()
 	before, known := s.seen[key]
 	changed := false
 	switch {
-	case known && !before.written.Before(began):
+	case before.written.After(began):
 	case status != nil:
-		s.seen[key] = sight{status: *status, written: before.written}
+		if written.IsZero() {
+			written = before.written
+		}
+		s.seen[key] = sight{status: *status, written: written}
 		changed = !known || !equality.Semantic.DeepEqual(before.status, *status)
 	default:
 		delete(s.seen, key)
@@ -483,7 +481,7 @@ func (s *Spokes) seeAll(all map[types.NamespacedName]v1alpha1.SpokeStatus, unrea
 		next[key] = sight{status: status, written: s.seen[key].written}
 	}
 	for key, known := range s.seen {
-		if unread[key] || !known.written.Before(began) {
+		if unread[key] || known.written.After(began) {
 			next[key] = known
 		} else if _, remains := all[key]; !remains {
 			changed = append(changed, key)
