@@ -13,16 +13,17 @@ import (
 // Another cluster is a Cluster's spoke from the first set on that has one of its claims.
 func TestOneClusterSendsSetsAndMakesClaims(t *testing.T) {
 	agent, cluster := start(t), fakeagent.DefaultCluster()
+	client := agent.ClientFor(cluster) // only a Cluster's own shim counts
 	sync := func(spoke string, live ...string) error {
-		listed, err := agent.Client().Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: cluster, Holder: "karpenter"})
+		listed, err := client.Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: cluster, Holder: "karpenter"})
 		require.NoError(t, err)
-		_, err = agent.Client().Claims.SyncClaims(t.Context(), &agentv1alpha1.SyncClaimsRequest{
+		_, err = client.Claims.SyncClaims(t.Context(), &agentv1alpha1.SyncClaimsRequest{
 			Cluster: cluster, Holder: "karpenter", Token: listed.GetToken(), SpokeId: spoke, LiveClaimIds: live,
 		})
 		return err
 	}
 	create := func(id, spoke string) error {
-		_, err := agent.Client().Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+		_, err := client.Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
 			Cluster: cluster, ClaimId: id, Holder: "karpenter", SpokeId: spoke, Candidates: []string{workers},
 		})
 		return err
