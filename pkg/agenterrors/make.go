@@ -117,8 +117,8 @@ func StaleToken(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonStaleToken, nil))
 }
 
-// SpokeMismatch means that a live set was read in another cluster than the one that made the
-// holder's claims, or that sent the last set.
+// SpokeMismatch means that a live set or a new claim comes from another cluster than the one that
+// made the holder's claims, or that sent the last set.
 func SpokeMismatch(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonSpokeMismatch, nil))
 }

@@ -71,8 +71,8 @@ func IsRefused(err error) bool { return is(err, codes.FailedPrecondition) }
 // IsStaleToken reports that the SyncClaims token must be renewed.
 func IsStaleToken(err error) bool { return ReasonOf(err) == ReasonStaleToken }
 
-// IsSpokeMismatch reports that the live set was read in another cluster than the one that made the
-// holder's claims, or that sent the last set.
+// IsSpokeMismatch reports that the live set or the new claim comes from another cluster than the one
+// that made the holder's claims, or that sent the last set.
 func IsSpokeMismatch(err error) bool { return ReasonOf(err) == ReasonSpokeMismatch }
 
 // IsUnauthenticated reports that the caller presented no usable identity.

@@ -21,8 +21,8 @@ const (
 	// ReasonStaleToken comes with FAILED_PRECONDITION: the token is too old, or was issued from an
 	// incomplete view.
 	ReasonStaleToken Reason = "STALE_TOKEN"
-	// ReasonSpokeMismatch comes with FAILED_PRECONDITION: the live set was read in another cluster
-	// than the one that made the holder's claims, or that sent the last set.
+	// ReasonSpokeMismatch comes with FAILED_PRECONDITION: the live set or the new claim comes from
+	// another cluster than the one that made the holder's claims, or that sent the last set.
 	ReasonSpokeMismatch Reason = "SPOKE_MISMATCH"
 
 	// ReasonUnauthenticated comes with UNAUTHENTICATED: the caller presented no usable identity.

@@ -233,6 +233,35 @@ var claimCases = []testCase{
 		require.Len(s, s.machinesOnceThereAre(id, limit), limit)
 	}},
 
+	{"claims.other-spoke", fault(), "refuses a new claim of another cluster than the shim's", func(s *suite) {
+		id := s.group(deployment("workers", replicas(1)))
+		users := s.machinesOnceThereAre(id, 1)[0]
+		_, err := s.sync(s.list(holder, false).GetToken())
+		require.NoError(s, err)
+		refused := func(request *agentv1alpha1.CreateClaimRequest) {
+			request.ClaimId, request.SpokeId, request.Candidates = "theirs", "another-spoke", []string{id}
+			_, err := s.create(s.Client(), request)
+			require.True(s, agenterrors.IsSpokeMismatch(err), "%v", err)
+			_, err = s.get("theirs")
+			require.True(s, agenterrors.IsNotFound(err), "%v", err)
+		}
+		requests := func() []*agentv1alpha1.CreateClaimRequest {
+			return []*agentv1alpha1.CreateClaimRequest{{}, {ValidateOnly: true}, {AdoptMachine: users.GetName()}}
+		}
+		for _, request := range requests() {
+			refused(request) // there are no claims
+		}
+		made := s.mustCreate("ours", id)
+		for _, request := range requests() {
+			refused(request)
+		}
+		again, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: "ours", SpokeId: "another-spoke", Candidates: []string{id}})
+		require.NoError(s, err, "the claim exists already")
+		require.True(s, proto.Equal(made.GetCreatedAt(), again.GetCreatedAt()))
+		_, err = s.sync(s.list(holder, false).GetToken(), "ours")
+		require.NoError(s, err)
+	}},
+
 	{"claims.machine-lost", fault(), "a machine that another actor deletes ends its claim", func(s *suite) {
 		id := s.group(deployment("workers"))
 		lost, kept := s.running("lost", id), s.running("kept", id)

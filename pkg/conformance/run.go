@@ -149,7 +149,10 @@ func (s *suite) atRest(id string) int32 {
 // create creates a claim, and repeats the call after lost races as the contract requires.
 func (s *suite) create(c *client.Client, request *agentv1alpha1.CreateClaimRequest) (*agentv1alpha1.Claim, error) {
 	request = proto.CloneOf(request)
-	request.Cluster, request.SpokeId, request.ClaimId = s.Cluster(), spoke, s.id(request.GetClaimId())
+	request.Cluster, request.ClaimId = s.Cluster(), s.id(request.GetClaimId())
+	if request.GetSpokeId() == "" {
+		request.SpokeId = spoke
+	}
 	if request.GetHolder() == "" {
 		request.Holder = holder
 	}

@@ -48,6 +48,9 @@ func (s claimService) CreateClaim(
 		}
 		return &agentv1alpha1.CreateClaimResponse{Claim: c.render()}, nil
 	}
+	if err := a.liveSet(cluster, request.GetHolder(), request.GetSpokeId(), nil).foreign(); err != nil {
+		return nil, err
+	}
 	if request.GetAdoptMachine() != "" {
 		return a.createAdopting(cluster, request)
 	}
@@ -320,13 +323,13 @@ func (s claimService) SyncClaims(
 			response.UnknownClaimIds = append(response.UnknownClaimIds, id)
 		}
 	}
-	set := a.liveSet(request, alive)
-	if set.foreign() {
-		return nil, agenterrors.SpokeMismatch("spoke_id: the live set was read in another cluster than the one that made the claims or sent the last set")
+	set := a.liveSet(cluster, request.GetHolder(), request.GetSpokeId(), alive)
+	if err := set.foreign(); err != nil {
+		return nil, err
 	}
-	set.noteNodes()
+	set.noteNodes(request.GetNodes())
 	if reports {
-		a.noteShim(ctx, cluster, request.GetSpokeId())
+		a.noteShim(ctx, cluster, set)
 	}
 	for _, c := range set.orphans(t.Sequence) {
 		if why := set.keeps(c); why != "" {

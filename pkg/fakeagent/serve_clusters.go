@@ -37,13 +37,16 @@ func (a *Agent) ensureCluster(key clusterKey) {
 	a.touchCluster(key)
 }
 
-// noteShim records that the Cluster's own shim has synchronized. Other callers are none. a.mu must be
-// held.
-func (a *Agent) noteShim(ctx context.Context, key clusterKey, spokeID string) {
+// noteShim records that the Cluster's own shim has synchronized. Other callers are none. Another
+// cluster replaces the recorded one only if an existing claim is in its set. a.mu must be held.
+func (a *Agent) noteShim(ctx context.Context, key clusterKey, set *liveSet) {
 	if caller, err := callerOf(ctx); err != nil || !caller.mayCallFor(Rule{Roles: []Role{RoleCluster}}, key) {
 		return
 	}
-	noted := &shim{lastSync: a.now(), spokeID: spokeID}
+	noted := &shim{lastSync: a.now(), spokeID: set.known}
+	if set.spoke != "" && (set.known == "" || set.matched) {
+		noted.spokeID = set.spoke
+	}
 	if md, ok := metadata.FromIncomingContext(ctx); ok {
 		// gRPC appends its own name and version.
 		noted.version, _, _ = strings.Cut(strings.Join(md.Get("user-agent"), " "), " ")

@@ -4,15 +4,16 @@ import (
 	"cmp"
 	"slices"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// liveSet is a holder's live set, together with the holder's claims.
+// liveSet is a holder's live set, together with the holder's claims. A call without a set has an
+// empty one.
 type liveSet struct {
 	spoke string
 	alive map[string]struct{}
-	nodes []*agentv1alpha1.NodeReport
 	// claims are the holder's live claims, oldest first.
 	claims []*claim
 	// matched reports whether one of the claims is in the set. own and others report whether a
@@ -22,13 +23,13 @@ type liveSet struct {
 	known string
 }
 
-func (a *Agent) liveSet(request *agentv1alpha1.SyncClaimsRequest, alive map[string]struct{}) *liveSet {
-	s := &liveSet{spoke: request.GetSpokeId(), alive: alive, nodes: request.GetNodes()}
-	if c := a.clusters[keyOf(request.GetCluster())]; c != nil && c.shim != nil && request.GetHolder() == shimHolder {
+func (a *Agent) liveSet(cluster clusterKey, holder, spoke string, alive map[string]struct{}) *liveSet {
+	s := &liveSet{spoke: spoke, alive: alive}
+	if c := a.clusters[cluster]; c != nil && c.shim != nil && holder == shimHolder {
 		s.known = c.shim.spokeID
 	}
-	for _, c := range a.claims[keyOf(request.GetCluster())] {
-		if c.live() && c.holder == request.GetHolder() {
+	for _, c := range a.claims[cluster] {
+		if c.live() && c.holder == holder {
 			s.claims = append(s.claims, c)
 		}
 	}
@@ -49,9 +50,13 @@ func (a *Agent) liveSet(request *agentv1alpha1.SyncClaimsRequest, alive map[stri
 
 func (s *liveSet) has(c *claim) bool { _, ok := s.alive[c.id]; return ok }
 
-// foreign reports whether the set is unrelated to the existing claims and to the last set.
-func (s *liveSet) foreign() bool {
-	return s.spoke != "" && s.spoke != s.known && !s.matched && !s.own && (s.others || s.known != "")
+// foreign returns an error if the call comes from a cluster that is unrelated to the existing claims
+// and did not send the last set.
+func (s *liveSet) foreign() error {
+	if s.spoke == "" || s.spoke == s.known || s.matched || s.own || !s.others && s.known == "" {
+		return nil
+	}
+	return agenterrors.SpokeMismatch("spoke_id: the call comes from another cluster than the one that made the claims or sent the last set")
 }
 
 // speaksFor reports whether the set's cluster made the claim.
@@ -63,9 +68,9 @@ func (s *liveSet) speaksFor(c *claim) bool {
 }
 
 // noteNodes records which claims' Nodes are registered, and the cluster of the claims in the set.
-func (s *liveSet) noteNodes() {
+func (s *liveSet) noteNodes(nodes []*agentv1alpha1.NodeReport) {
 	registered := map[string]bool{}
-	for _, node := range s.nodes {
+	for _, node := range nodes {
 		registered[node.GetProviderId()] = registered[node.GetProviderId()] || !node.GetUnregistered()
 	}
 	for _, c := range s.claims {

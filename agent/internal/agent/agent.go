@@ -118,8 +118,11 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	engine := claims.New(claims.Config{
 		ReportsNodes: authz.ReportsNodes,
 		SpokeOf:      func(cluster types.NamespacedName) string { return keeper.SpokeID(cluster) },
-		Name:         o.InstanceName,
-		Indexes:      claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, NotEnded: hub.NotEndedClaims(),
+		ReadSpokeOf: func(ctx context.Context, cluster types.NamespacedName) (string, error) {
+			return keeper.ReadSpokeID(ctx, cluster)
+		},
+		Name:    o.InstanceName,
+		Indexes: claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, NotEnded: hub.NotEndedClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,

@@ -651,18 +651,33 @@ func TestOneClusterIsAClustersSpokeUntilAnotherIsOnboarded(t *testing.T) {
 		require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &spoke))
 		return spoke.Status.SpokeID
 	}
+	create := func(shim *client.Client, spoke string) error {
+		_, err := shim.Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+			Cluster: o.ref(), ClaimId: "a-claim", Holder: "karpenter", SpokeId: spoke, Candidates: []string{o.cluster.Namespace + "/workers"},
+		})
+		return err
+	}
+	plane.Create(t, capitest.NewMachineDeployment(o.cluster.Namespace, "workers", o.cluster.Name, 0))
 	shim := o.enrolled(false)
 	require.NoError(t, sync(shim[0], "first"))
-	err := sync(shim[0], "second")
-	require.True(t, agenterrors.IsSpokeMismatch(err), "%v", err)
-	require.ErrorContains(t, err, "delete the Cluster's Spoke, or onboard the cluster again")
-	require.Equal(t, "first", recorded())
-	require.NoError(t, sync(shim[0], "first"))
+	for _, agent := range shim { // the other one has not looked at the Spokes since
+		err := sync(agent, "second")
+		require.True(t, agenterrors.IsSpokeMismatch(err), "%v", err)
+		require.ErrorContains(t, err, "delete the Cluster's Spoke, or onboard the cluster again")
+		err = create(agent, "second")
+		require.True(t, agenterrors.IsSpokeMismatch(err), "%v", err)
+		require.Equal(t, "first", recorded())
+		require.NoError(t, sync(agent, "first"))
+		require.NoError(t, sync(agent, ""))
+		require.Equal(t, "first", recorded())
+	}
 
 	shim = o.enrolled(true)
 	require.Empty(t, recorded())
-	require.NoError(t, sync(shim[0], "second"))
+	require.NoError(t, sync(shim[1], "second"))
 	require.Equal(t, "second", recorded())
+	err := sync(shim[0], "first")
+	require.True(t, agenterrors.IsSpokeMismatch(err), "%v", err)
 }
 
 func TestUninstallTakesOnboardingsOff(t *testing.T) {
@@ -868,19 +883,23 @@ func TestAnotherClusterIsRecordedOnlyNowAndThen(t *testing.T) {
 	})
 	key := kubeclient.ObjectKeyFromObject(cluster)
 	require.Empty(t, keeper.SpokeID(key))
-	for _, note := range []struct {
+	for i, note := range []struct {
 		spoke, recorded string
 		after           time.Duration
 	}{
-		{spoke: "first", recorded: "first"},
+		{spoke: "", recorded: ""},
+		{spoke: "first", recorded: "first", after: time.Second},
 		{spoke: "second", recorded: "first", after: time.Minute},
 		{spoke: "first", recorded: "first", after: time.Minute},
-		{spoke: "second", recorded: "first", after: time.Minute},
+		{spoke: "", recorded: "first", after: time.Minute},
+		{spoke: "second", recorded: "first", after: time.Second},
 		{spoke: "second", recorded: "second", after: 5 * time.Minute},
+		{spoke: "", recorded: "second", after: 5 * time.Minute},
+		{spoke: "first", recorded: "second", after: time.Second},
 	} {
 		now.Step(note.after)
-		keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1", SpokeID: note.spoke})
-		require.Equal(t, note.recorded, keeper.SpokeID(key))
+		keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1", SpokeID: note.spoke, Matched: true})
+		require.Equal(t, note.recorded, keeper.SpokeID(key), i)
 	}
 }
 

@@ -53,7 +53,7 @@ type Request struct {
 
 // Create makes the claim durable and returns it. A repeated call with the same id returns the
 // existing claim. Errors: [*EndedError], [*NoRoomError], [*RefusedError], [*UnknownGroupError],
-// [*UnseenError], [*TooManyError], [ErrForeignHolder], [ErrUnknownCluster], [ErrConflict], [ErrWriteRefused],
+// [*UnseenError], [*TooManyError], [*ForeignSpokeError], [ErrForeignHolder], [ErrUnknownCluster], [ErrConflict], [ErrWriteRefused],
 // [ErrRestoring], [ErrClusterPaused]. After any other error, such as the API server's or the
 // context's, the claim may or may not exist, and the call can be repeated.
 func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim, error) {
@@ -98,7 +98,7 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 	r.Candidates = open.candidates
 	c := e.newClaim(r, cluster, open.first())
 	if r.ValidateOnly {
-		return c, e.room(ctx, c, true)
+		return c, e.mayMake(ctx, r, c)
 	}
 	switch lost, err := e.restoreFromLabel(ctx, key); {
 	case err == nil:
@@ -108,22 +108,22 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 	case open.none():
 		return nil, open.refused()
 	}
-	full := e.room(ctx, c, false)
+	refused := e.mayMake(ctx, r, c)
 	entered := false
-	if full == nil {
+	if refused == nil {
 		entered, err = e.make(ctx, c, open.deployment)
-		full = overQuota(client.ObjectKeyFromObject(cluster), err)
+		refused = overQuota(client.ObjectKeyFromObject(cluster), err)
 	}
-	if full == nil && refusedForGood(err) {
+	if refused == nil && refusedForGood(err) {
 		e.warn(cluster, protocol.ReasonWriteRefused, "CreateClaim", "no MachineClaim can be made: "+err.Error())
 		return nil, fmt.Errorf("making the claim: %w: %w", ErrWriteRefused, err)
 	}
 	switch {
-	case full != nil || apierrors.IsAlreadyExists(err):
+	case refused != nil || apierrors.IsAlreadyExists(err):
 		existing, err := e.getUncached(ctx, key)
 		switch gone := errors.Is(err, ErrNotFound); {
-		case gone && full != nil:
-			return nil, full
+		case gone && refused != nil:
+			return nil, refused
 		case gone:
 			return nil, fmt.Errorf("reading the claim that was there already: %w", ErrConflict) // it was deleted in between
 		}

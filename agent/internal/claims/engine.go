@@ -88,9 +88,12 @@ type Config struct {
 	// that none does.
 	ReportsNodes func(holder string) bool
 	// SpokeOf returns the id of the cluster whose shim last synchronized the claims of a Cluster, ""
-	// if none is known. Sets of other clusters are refused, unless they have claims of the Cluster. It
-	// applies to holders that report Nodes, and must not block. Nil means that none is known.
-	SpokeOf func(cluster types.NamespacedName) string
+	// if none is known. Sets and new claims of other clusters are refused, unless they have claims of
+	// the Cluster. It applies to holders that report Nodes. SpokeOf must not block, and may lag behind
+	// what other agents have recorded. ReadSpokeOf does not lag: it asks the hub. Nil, which must be
+	// both, means that none is known.
+	SpokeOf     func(cluster types.NamespacedName) string
+	ReadSpokeOf func(ctx context.Context, cluster types.NamespacedName) (string, error)
 	// Clock is the source of time. Nil means the real clock.
 	Clock clock.Clock
 	// SpareGrace is how long an unclaimed Machine is kept for the next claim. Zero means one

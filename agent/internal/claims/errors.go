@@ -33,10 +33,10 @@ var (
 	ErrRestoring = errors.New("the Cluster was moved or restored, and the state of its claims is still being reconstructed; retry")
 )
 
-// ForeignSpokeError means that a live set was read in another cluster than the one that the holder's
-// claims come from.
+// ForeignSpokeError means that a live set or a new claim comes from another cluster than the one that
+// the holder's claims come from.
 type ForeignSpokeError struct {
-	// Spoke is where the set was read. Recorded is where claims were made, or where the shim ran
+	// Spoke is where the call comes from. Recorded is where claims were made, or where the shim ran
 	// that last synchronized them.
 	Spoke, Recorded string
 	// ByClaims means that Recorded is known from claims that exist.
@@ -45,14 +45,14 @@ type ForeignSpokeError struct {
 
 func (e *ForeignSpokeError) Error() string {
 	const (
-		from    = "spoke_id: the live set was read in the cluster whose namespace kube-system has the UID %s, "
-		correct = "Check the kubeconfig and the Cluster's name of the shim that sends the set. If the cluster was built anew, "
+		from    = "spoke_id: the call comes from the cluster whose namespace kube-system has the UID %s, "
+		correct = "No claim is made or collected. Check the kubeconfig and the Cluster's name of the shim that calls. If the cluster was built anew, "
 	)
 	if e.ByClaims {
-		return fmt.Sprintf(from+"and holds none of the claims, which were made from the one with the UID %s. Nothing is collected. "+
+		return fmt.Sprintf(from+"which has none of the claims; they were made from the one with the UID %s. "+
 			correct+"release the old claims, or set spec.spoke of the MachineClaims to the new UID", e.Spoke, e.Recorded)
 	}
-	return fmt.Sprintf(from+"but the shim of this Cluster last ran in the one with the UID %s. Nothing is collected. "+
+	return fmt.Sprintf(from+"but the shim of this Cluster last ran in the one with the UID %s. "+
 		correct+"delete the Cluster's Spoke, or onboard the cluster again", e.Spoke, e.Recorded)
 }
 
@@ -154,7 +154,8 @@ func isRefusal(err error) bool {
 		refused *RefusedError
 		unknown *UnknownGroupError
 		tooMany *TooManyError
+		foreign *ForeignSpokeError
 	)
-	return errors.As(err, &ended) || errors.As(err, &noRoom) || errors.As(err, &refused) || errors.As(err, &unknown) || errors.As(err, &tooMany) ||
+	return errors.As(err, &ended) || errors.As(err, &foreign) || errors.As(err, &noRoom) || errors.As(err, &refused) || errors.As(err, &unknown) || errors.As(err, &tooMany) ||
 		errors.Is(err, ErrForeignHolder) || errors.Is(err, ErrClusterPaused)
 }

@@ -48,6 +48,8 @@ type SyncResult struct {
 	Unknown []string
 	// Kept are the ids of claims that are missing from the set but are not released.
 	Kept []string
+	// Matched reports that the live set has an existing claim.
+	Matched bool
 }
 
 // Sync releases the holder's claims that were in the token's listing, are older than it by
@@ -65,24 +67,25 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 		return SyncResult{}, err
 	}
 	set := newLiveSet(r, claims)
-	set.known = e.spokeOf(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Holder)
-	if err := set.foreign(); err != nil {
+	key := types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}
+	set.known, err = e.checkSpoke(ctx, key, r.Holder, r.Spoke, func() (origins, error) { return set.origins, nil })
+	if foreign := (*ForeignSpokeError)(nil); errors.As(err, &foreign) {
 		e.warnCluster(ctx, r, err)
+	}
+	if err != nil {
 		return SyncResult{}, err
 	}
 	nodes, before := nodesOf(r.Nodes), map[string]bool(nil)
 	if r.Nodes != nil {
-		before = e.recordReport(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, nodes)
+		before = e.recordReport(key, nodes)
 	}
 	listed := taken.listed(claims)
 	running, err := e.noteNodes(ctx, set, taken.Time, claims, nodes, before)
 	if err != nil {
 		return SyncResult{}, err
 	}
-	var (
-		result SyncResult
-		notes  []note
-	)
+	result := SyncResult{Matched: set.matched}
+	var notes []note
 	known, decided := make(map[string]bool, len(claims)), make(map[types.UID]bool, len(claims))
 	for i := range claims {
 		c := &claims[i]
@@ -120,7 +123,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	}
 	e.writeNotes(ctx, notes)
 	if r.Spoke != "" {
-		e.recordDecided(holderKey{types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Holder}, decided)
+		e.recordDecided(holderKey{key, r.Holder}, decided)
 	}
 	return result, nil
 }
@@ -159,15 +162,9 @@ func (e *Engine) collect(ctx context.Context, set *liveSet, c *v1alpha1.MachineC
 // liveSet is a holder's live set, compared with the claims that the holder has.
 type liveSet struct {
 	SyncRequest
+	origins
 
 	live map[string]bool
-	// matched reports that the set has an existing claim, so it was read where claims of this
-	// Cluster have their owners.
-	matched bool
-	// others is a cluster other than the set's that made claims, "" when there is none. own reports
-	// that the set's cluster made some.
-	others string
-	own    bool
 	// known is the cluster whose live set was accepted last, "" if it is not known.
 	known string
 }
@@ -178,40 +175,13 @@ func newLiveSet(r SyncRequest, claims []v1alpha1.MachineClaim) *liveSet {
 		s.live[id] = true
 	}
 	for i := range claims {
-		c := &claims[i]
-		switch {
-		case s.live[c.Spec.ClaimID]:
+		if c := &claims[i]; s.live[c.Spec.ClaimID] {
 			s.matched = true
-		case c.Spec.Spoke == "" || c.Status.Phase == v1alpha1.PhaseReleasing:
-		case c.Spec.Spoke == r.Spoke:
-			s.own = true
-		default:
-			s.others = c.Spec.Spoke
+		} else {
+			s.add(r.Spoke, c)
 		}
 	}
 	return s
-}
-
-// spokeOf returns the cluster that a holder's claims of a Cluster come from, "" if it is not known.
-func (e *Engine) spokeOf(cluster types.NamespacedName, holder string) string {
-	if e.SpokeOf == nil || e.ReportsNodes == nil || !e.ReportsNodes(holder) {
-		return ""
-	}
-	return e.SpokeOf(cluster)
-}
-
-// foreign returns a [*ForeignSpokeError] if the set is unrelated to the existing claims and to the
-// last set.
-func (s *liveSet) foreign() error {
-	switch {
-	case s.Spoke == "" || s.Spoke == s.known || s.matched || s.own:
-		return nil
-	case s.others != "":
-		return &ForeignSpokeError{Spoke: s.Spoke, Recorded: s.others, ByClaims: true}
-	case s.known != "":
-		return &ForeignSpokeError{Spoke: s.Spoke, Recorded: s.known}
-	}
-	return nil
 }
 
 // covers reports whether the claim belongs to the set's cluster. A claim without a recorded
@@ -245,11 +215,12 @@ func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 }
 
 // noteOwner records on a claim of the live set which cluster it belongs to, and that its owner
-// exists. Another cluster is recorded once it is the known one. That changes only now and then,
-// whatever a caller sends, and each change writes all claims and their Machines.
+// exists. Each change of the cluster writes all claims and their Machines. Therefore another cluster
+// is recorded once it is the known one, which changes only now and then, whatever a caller sends.
+// For a holder whose cluster is never known, it is recorded at once.
 func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 	var notes []note
-	record := s.Spoke != "" && c.Spec.Spoke != s.Spoke && (c.Spec.Spoke == "" || s.known == "" || s.known == s.Spoke)
+	record := s.Spoke != "" && c.Spec.Spoke != s.Spoke && (c.Spec.Spoke == "" || s.known == s.Spoke || !e.recordsSpoke(s.Holder))
 	back := c.Status.Reason == protocol.ReasonOwnerMissing
 	if record || back {
 		notes = append(notes, note{of: c, write: func(ctx context.Context) error {

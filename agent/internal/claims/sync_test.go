@@ -1,6 +1,8 @@
 package claims
 
 import (
+	"context"
+	"errors"
 	"testing"
 	"time"
 
@@ -39,6 +41,20 @@ func syncing(t *testing.T, change func(id string, c *v1alpha1.MachineClaim), spo
 		require.NoError(t, err)
 		r.Namespace, r.Cluster, r.Holder, r.Token = namespace, clusterName, holder, token
 		return e.Sync(t.Context(), r)
+	}
+}
+
+// knowing makes the holder's cluster known to the engine. recorded is what the hub has.
+func knowing(t *testing.T, e *Engine, known, recorded *string) {
+	t.Helper()
+	of := func(cluster types.NamespacedName, spoke *string) string {
+		require.Equal(t, types.NamespacedName{Namespace: namespace, Name: clusterName}, cluster)
+		return *spoke
+	}
+	e.ReportsNodes = func(of string) bool { return of == holder }
+	e.SpokeOf = func(cluster types.NamespacedName) string { return of(cluster, known) }
+	e.ReadSpokeOf = func(_ context.Context, cluster types.NamespacedName) (string, error) {
+		return of(cluster, recorded), nil
 	}
 }
 
@@ -146,6 +162,10 @@ func TestOnlyTheClusterOfTheShimIsSynchronized(t *testing.T) {
 		refused string // what the error names
 	}{
 		{name: "nothing is known", set: SyncRequest{Spoke: elsewhere}},
+		{
+			name: "nothing is known, and another cluster's claims exist", claims: []string{spoke},
+			set: SyncRequest{Spoke: elsewhere}, refused: "release the old claims",
+		},
 		{name: "the shim's own cluster", known: spoke, set: SyncRequest{Spoke: spoke}},
 		{name: "another cluster", known: spoke, set: SyncRequest{Spoke: elsewhere}, refused: "delete the Cluster's Spoke"},
 		{
@@ -168,14 +188,11 @@ func TestOnlyTheClusterOfTheShimIsSynchronized(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			e, round := syncing(t, nil, test.claims...)
-			e.ReportsNodes = func(of string) bool { return of == holder }
-			e.SpokeOf = func(cluster types.NamespacedName) string {
-				require.Equal(t, types.NamespacedName{Namespace: namespace, Name: clusterName}, cluster)
-				return test.known
-			}
-			_, err := round(test.set)
+			knowing(t, e, &test.known, &test.known)
+			result, err := round(test.set)
 			if test.refused == "" {
 				require.NoError(t, err)
+				require.Equal(t, len(test.set.LiveIDs) > 0, result.Matched)
 				return
 			}
 			var foreign *ForeignSpokeError
@@ -187,10 +204,132 @@ func TestOnlyTheClusterOfTheShimIsSynchronized(t *testing.T) {
 	}
 	t.Run("a holder that reports no Nodes", func(t *testing.T) {
 		e, round := syncing(t, nil)
+		knowing(t, e, new(spoke), new(spoke))
 		e.ReportsNodes = func(string) bool { return false }
-		e.SpokeOf = func(types.NamespacedName) string { return spoke }
 		_, err := round(SyncRequest{Spoke: elsewhere})
 		require.NoError(t, err)
+	})
+}
+
+// A new claim is refused like a set of its cluster. An existing one is returned, wherever the call
+// comes from.
+func TestOnlyTheClusterOfTheShimMakesClaims(t *testing.T) {
+	releasing := func(_ string, c *v1alpha1.MachineClaim) { c.Status.Phase = v1alpha1.PhaseReleasing }
+	ofAnotherHolder := func(_ string, c *v1alpha1.MachineClaim) {
+		c.Spec.Holder, c.Labels[v1alpha1.HolderLabel] = "another", "another"
+	}
+	for _, test := range []struct {
+		name    string
+		known   string
+		claims  []string
+		change  func(string, *v1alpha1.MachineClaim)
+		from    string
+		refused string // what the error names
+	}{
+		{name: "nothing is known", from: elsewhere},
+		{name: "the shim's own cluster", known: spoke, from: spoke},
+		{name: "the shim's own cluster, where another made claims before it was known", known: spoke, claims: []string{elsewhere}, from: spoke},
+		{name: "another cluster", known: spoke, from: elsewhere, refused: "delete the Cluster's Spoke"},
+		{name: "another cluster, where claims exist", known: spoke, claims: []string{spoke}, from: elsewhere, refused: "release the old claims"},
+		{name: "nothing is known, and another cluster's claims exist", claims: []string{spoke}, from: elsewhere, refused: "release the old claims"},
+		{name: "nothing is known, and another cluster's claims are released", claims: []string{spoke}, change: releasing, from: elsewhere},
+		{name: "nothing is known, and another holder's claims exist", claims: []string{spoke}, change: ofAnotherHolder, from: elsewhere},
+		{name: "nothing is known, and claims exist of which nothing is recorded", claims: []string{""}, from: elsewhere},
+		{name: "another cluster, which has made claims before", known: spoke, claims: []string{spoke, elsewhere}, from: elsewhere},
+		{name: "a caller that names no cluster", known: spoke, claims: []string{spoke}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			e, _ := syncing(t, test.change, test.claims...)
+			knowing(t, e, &test.known, &test.known)
+			create := func(id string, validateOnly bool) (*v1alpha1.MachineClaim, error) {
+				ctx, cancel := context.WithCancel(t.Context())
+				cancel() // the claim need not be entered
+				return e.Create(ctx, Request{
+					Namespace: namespace, Cluster: clusterName, ID: id, Holder: holder, Spoke: test.from, Candidates: []string{"small"},
+					ValidateOnly: validateOnly,
+				})
+			}
+			for _, validateOnly := range []bool{true, false} {
+				_, err := create("new", validateOnly)
+				if foreign := (*ForeignSpokeError)(nil); test.refused == "" {
+					require.NotErrorAs(t, err, &foreign)
+				} else {
+					require.ErrorAs(t, err, &foreign)
+					require.ErrorContains(t, err, elsewhere)
+					require.ErrorContains(t, err, spoke)
+					require.ErrorContains(t, err, test.refused)
+					require.True(t, isRefusal(err))
+				}
+			}
+			c, err := e.Get(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "new"})
+			if test.refused != "" {
+				require.ErrorIs(t, err, ErrNotFound)
+			} else {
+				require.NoError(t, err)
+				require.Equal(t, test.from, c.Spec.Spoke)
+			}
+			if len(test.claims) > 0 && test.change == nil {
+				c, err = create("a", false)
+				require.NoError(t, err)
+				require.Equal(t, test.claims[0], c.Spec.Spoke)
+			}
+		})
+	}
+}
+
+// Another agent may have recorded the Cluster's spoke, or forgotten it.
+func TestTheSpokeIsReadBeforeItDecides(t *testing.T) {
+	for _, test := range []struct {
+		name            string
+		known, recorded string
+		from            string
+		reads           int
+		refused         bool
+	}{
+		{name: "the known cluster", known: spoke, recorded: spoke, from: spoke},
+		{name: "no cluster", known: "", recorded: spoke, from: ""},
+		{name: "the first cluster", known: "", recorded: "", from: elsewhere, reads: 1},
+		{name: "another cluster than the first one, which called another agent", known: "", recorded: spoke, from: elsewhere, reads: 1, refused: true},
+		{name: "the first cluster, which called another agent", known: "", recorded: spoke, from: spoke, reads: 1},
+		{name: "another cluster", known: spoke, recorded: spoke, from: elsewhere, reads: 1, refused: true},
+		{name: "another cluster, after the Cluster was onboarded again", known: spoke, recorded: "", from: elsewhere, reads: 1},
+		{name: "another cluster, which was recorded meanwhile", known: spoke, recorded: elsewhere, from: elsewhere, reads: 1},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			e, round := syncing(t, nil)
+			knowing(t, e, &test.known, &test.recorded)
+			reads, read := 0, e.ReadSpokeOf
+			e.ReadSpokeOf = func(ctx context.Context, cluster types.NamespacedName) (string, error) {
+				reads++
+				return read(ctx, cluster)
+			}
+			for range 2 {
+				_, err := round(SyncRequest{Spoke: test.from})
+				if test.refused {
+					require.ErrorAs(t, err, new(*ForeignSpokeError))
+				} else {
+					require.NoError(t, err)
+				}
+			}
+			require.Equal(t, 2*test.reads, reads)
+			_, err := e.Create(t.Context(), Request{
+				Namespace: namespace, Cluster: clusterName, ID: "new", Holder: holder, Spoke: test.from, Candidates: []string{"small"}, ValidateOnly: true,
+			})
+			if test.refused {
+				require.ErrorAs(t, err, new(*ForeignSpokeError))
+			} else {
+				require.NoError(t, err)
+			}
+			require.Equal(t, 3*test.reads, reads)
+		})
+	}
+	t.Run("the hub does not answer", func(t *testing.T) {
+		e, round := syncing(t, nil)
+		knowing(t, e, new(string), new(string))
+		down := errors.New("the hub does not answer")
+		e.ReadSpokeOf = func(context.Context, types.NamespacedName) (string, error) { return "", down }
+		_, err := round(SyncRequest{Spoke: spoke})
+		require.ErrorIs(t, err, down)
 	})
 }
 
@@ -198,15 +337,20 @@ func TestOnlyTheClusterOfTheShimIsSynchronized(t *testing.T) {
 func TestAnotherClusterIsRecordedOnceItIsKnown(t *testing.T) {
 	e, round := syncing(t, nil, spoke)
 	known := spoke
-	e.ReportsNodes = func(string) bool { return true }
-	e.SpokeOf = func(types.NamespacedName) string { return known }
-	_, err := round(SyncRequest{Spoke: elsewhere, LiveIDs: []string{"a"}})
-	require.NoError(t, err)
-	require.Equal(t, spoke, claimNamed(t, e, "a").Spec.Spoke)
+	knowing(t, e, &known, &known)
+	recorded := func(from string) string {
+		_, err := round(SyncRequest{Spoke: from, LiveIDs: []string{"a"}})
+		require.NoError(t, err)
+		return claimNamed(t, e, "a").Spec.Spoke
+	}
+	require.Equal(t, spoke, recorded(elsewhere))
+	known = ""
+	require.Equal(t, spoke, recorded(""))
+	require.Equal(t, spoke, recorded(elsewhere), "nothing is known yet")
 	known = elsewhere
-	_, err = round(SyncRequest{Spoke: elsewhere, LiveIDs: []string{"a"}})
-	require.NoError(t, err)
-	require.Equal(t, elsewhere, claimNamed(t, e, "a").Spec.Spoke)
+	require.Equal(t, elsewhere, recorded(elsewhere))
+	require.Equal(t, elsewhere, recorded(""))
+	require.Equal(t, elsewhere, recorded(spoke))
 }
 
 // The reason why a claim is kept is written once, and removed when its owner is back.

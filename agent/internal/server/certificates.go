@@ -238,14 +238,18 @@ func otherOnboarding(of authz.Onboarding) error {
 // the Cluster exists.
 type OnboardingOf func(ctx context.Context, cluster types.NamespacedName) (id string, exists bool, err error)
 
-// note passes on details of the shim that has just synchronized its Cluster's claims. Callers with
-// another role may synchronize claims too, but they are not shims and are ignored.
-func (s *Server) note(ctx context.Context, request *agentv1alpha1.SyncClaimsRequest) {
-	cluster := clusterName(request.GetCluster())
-	if s.config.Note == nil || !callerOf(ctx).MayCallFor(authz.Rule{Roles: []authz.Role{authz.RoleCluster}}, cluster) {
+// note passes on details of the shim that has just synchronized its Cluster's claims. matched reports
+// that its live set has an existing one. Callers with another role may synchronize claims too, but
+// they are not shims and are ignored.
+func (s *Server) note(ctx context.Context, request *agentv1alpha1.SyncClaimsRequest, matched bool) {
+	cluster, by := clusterName(request.GetCluster()), callerOf(ctx)
+	if s.config.Note == nil || !by.MayCallFor(authz.Rule{Roles: []authz.Role{authz.RoleCluster}}, cluster) {
 		return
 	}
-	contact := spokes.Contact{SpokeID: request.GetSpokeId()}
+	contact := spokes.Contact{SpokeID: request.GetSpokeId(), Matched: matched}
+	if by.Onboarding != nil {
+		contact.Onboarding = by.Onboarding.ID
+	}
 	if said := metadata.ValueFromIncomingContext(ctx, "user-agent"); len(said) > 0 {
 		// gRPC appends its own name and version.
 		if name, _, _ := strings.Cut(said[0], " "); printable(name) {

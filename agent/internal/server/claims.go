@@ -255,7 +255,7 @@ func (s *claimService) SyncClaims(
 	}
 	if reports {
 		s.config.Observe(ctx, clusterName(request.GetCluster()), nodes)
-		s.note(ctx, request)
+		s.note(ctx, request, result.Matched)
 	}
 	return &agentv1alpha1.SyncClaimsResponse{
 		CollectedClaimIds: result.Collected, UnknownClaimIds: result.Unknown, KeptClaimIds: result.Kept,

@@ -61,8 +61,8 @@ func (collector) Describe(descriptions chan<- *prometheus.Desc) {
 func (c collector) Collect(metrics chan<- prometheus.Metric) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for name, status := range c.seen {
-		s := seenOf(status)
+	for name, known := range c.seen {
+		s := seenOf(known.status)
 		gauge := func(d *prometheus.Desc, value float64) {
 			metrics <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, name.Namespace, name.Name)
 		}

@@ -73,6 +73,7 @@ func (s *Spokes) reportDue(key types.NamespacedName, report Report) (bool, error
 }
 
 func (s *Spokes) writeReport(ctx context.Context, cluster *clusterv1.Cluster, report Report) error {
+	began := s.Clock.Now()
 	spoke := &v1alpha1.Spoke{}
 	if err := s.read(ctx, client.ObjectKeyFromObject(cluster), spoke); err != nil {
 		return err
@@ -88,6 +89,6 @@ func (s *Spokes) writeReport(ctx context.Context, cluster *clusterv1.Cluster, re
 	if err := s.Client.Status().Patch(ctx, spoke, client.MergeFrom(before)); err != nil {
 		return fmt.Errorf("writing the Spoke's status: %w", err)
 	}
-	s.see(spoke)
+	s.wrote(spoke, began)
 	return nil
 }

@@ -3,6 +3,7 @@
 package spokes
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -50,6 +51,11 @@ type Contact struct {
 	// Version is the shim's user agent, and SpokeID the UID of its namespace kube-system. Either
 	// may be empty.
 	Version, SpokeID string
+	// Matched reports that the shim's live set has an existing claim of the Cluster. Only then does
+	// SpokeID replace another one.
+	Matched bool
+	// Onboarding is the id of the onboarding that the shim's certificate belongs to, "" for none.
+	Onboarding string
 	// Serial, NotBefore and NotAfter describe the shim's certificate. They are zero for a shim
 	// without one.
 	Serial              string
@@ -88,7 +94,7 @@ type Spokes struct {
 	// reports are the last reports about NodePools.
 	reports map[types.NamespacedName]reported
 	// seen are the served Spokes, as last read or written.
-	seen map[types.NamespacedName]v1alpha1.SpokeStatus
+	seen map[types.NamespacedName]sight
 	// failed is the error that was logged last.
 	failed string
 }
@@ -96,6 +102,14 @@ type Spokes struct {
 type note struct {
 	contact Contact
 	at      time.Time
+	failed  bool // to be written
+}
+
+// sight is the known status of a Spoke.
+type sight struct {
+	status v1alpha1.SpokeStatus
+	// written is when this agent last wrote it. Reads that began earlier may be older.
+	written time.Time
 }
 
 // New returns a keeper of Spokes.
@@ -108,7 +122,7 @@ func New(c Config) *Spokes {
 	}
 	return &Spokes{
 		Config: c, noted: map[types.NamespacedName]note{}, reports: map[types.NamespacedName]reported{},
-		seen: map[types.NamespacedName]v1alpha1.SpokeStatus{},
+		seen: map[types.NamespacedName]sight{},
 	}
 }
 
@@ -214,7 +228,7 @@ func (s *Spokes) clearSpokeID(ctx context.Context, spoke *v1alpha1.Spoke) error 
 	s.mu.Lock()
 	delete(s.noted, key)
 	s.mu.Unlock()
-	s.see(spoke)
+	s.wrote(spoke, s.Clock.Now()) // whatever else was written meanwhile
 	return nil
 }
 
@@ -292,7 +306,11 @@ func (s *Spokes) Note(ctx context.Context, cluster *clusterv1.Cluster, contact C
 	}
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
-	s.report(s.write(ctx, cluster, contact, now), key)
+	err := retry.OnError(retry.DefaultRetry, retryable, func() error { return s.write(ctx, cluster, contact, now) })
+	if err != nil {
+		s.failedToNote(key)
+	}
+	s.report(err, key)
 }
 
 // due reports whether a contact is to be written, and records it as written. A failed write is
@@ -301,22 +319,42 @@ func (s *Spokes) due(key types.NamespacedName, contact Contact, now time.Time) b
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	last, known := s.noted[key]
+	// Until an id is recorded, any cluster's live set counts as the first one.
+	first := contact.SpokeID != "" && s.seen[key].status.SpokeID == "" && !last.failed
+	contact.SpokeID, contact.Matched = cmp.Or(contact.SpokeID, last.contact.SpokeID), false // those are no news
 	least := noteInterval
 	// Another cluster is recorded no more often than the time, because claims are rewritten then.
 	if last.contact != contact && last.contact.SpokeID == contact.SpokeID {
 		least = newsInterval
 	}
-	if known && now.Sub(last.at) < least {
+	if known && !first && now.Sub(last.at) < least {
 		return false
 	}
-	s.noted[key] = note{contact, now}
+	s.noted[key] = note{contact: contact, at: now}
 	return true
 }
 
+// failedToNote records that what was last noted of a Cluster is not written.
+func (s *Spokes) failedToNote(key types.NamespacedName) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if last, known := s.noted[key]; known {
+		last.failed = true
+		s.noted[key] = last
+	}
+}
+
+// write fails with a conflict if another actor writes the Spoke meanwhile.
 func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact Contact, now time.Time) error {
+	began := s.Clock.Now()
 	spoke := &v1alpha1.Spoke{}
 	if err := s.read(ctx, client.ObjectKeyFromObject(cluster), spoke); err != nil {
 		return err
+	}
+	// The Cluster may have been onboarded again during the call. The contact is that of the shim
+	// before.
+	if e := spoke.Spec.Enrollment; e != nil && contact.Onboarding != "" && contact.Onboarding != e.Onboarding {
+		return nil
 	}
 	if err := s.keepOwned(ctx, cluster, spoke); err != nil {
 		return err
@@ -326,7 +364,10 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 	if status.LastSyncTime == nil || status.LastSyncTime.Time.Before(now.Add(-noteInterval/2)) {
 		status.LastSyncTime = new(metav1.NewTime(now))
 	}
-	status.ShimVersion, status.SpokeID, status.Certificate = contact.Version, contact.SpokeID, nil
+	status.ShimVersion, status.Certificate = contact.Version, nil
+	if contact.SpokeID != "" && (status.SpokeID == "" || contact.Matched) {
+		status.SpokeID = contact.SpokeID
+	}
 	status.AgentVersion, status.APIVersion = s.AgentVersion, s.APIVersion
 	if !contact.NotAfter.IsZero() {
 		status.Certificate = &v1alpha1.SpokeCertificate{
@@ -337,12 +378,14 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 		Type: v1alpha1.ConnectedCondition, Status: metav1.ConditionTrue, Reason: v1alpha1.SynchronizedReason,
 		Message: "The shim synchronizes its claims.", LastTransitionTime: metav1.NewTime(now),
 	})
-	if !equality.Semantic.DeepEqual(before.Status, spoke.Status) { // else another agent has written it
-		if err := s.Client.Status().Patch(ctx, spoke, client.MergeFrom(before)); err != nil {
-			return fmt.Errorf("writing the Spoke's status: %w", err)
-		}
+	if equality.Semantic.DeepEqual(before.Status, spoke.Status) { // another agent has written it
+		s.see(client.ObjectKeyFromObject(spoke), &spoke.Status, began, time.Time{})
+		return nil
 	}
-	s.see(spoke)
+	if err := s.Client.Status().Patch(ctx, spoke, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); err != nil {
+		return fmt.Errorf("writing the Spoke's status: %w", err)
+	}
+	s.wrote(spoke, began)
 	return nil
 }
 
@@ -367,46 +410,89 @@ func (s *Spokes) keepOwned(ctx context.Context, cluster *clusterv1.Cluster, spok
 func (s *Spokes) Status(cluster types.NamespacedName) (v1alpha1.SpokeStatus, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	status, known := s.seen[cluster]
-	return status, known
+	known, is := s.seen[cluster]
+	return known.status, is
 }
 
 // SpokeID returns the id of the cluster whose shim last synchronized a Cluster's claims, "" if none
-// has since the Cluster was onboarded, or if the agent does not know yet.
+// has since the Cluster was onboarded, or if the agent does not know yet. It knows what another agent
+// has recorded from the next [Spokes.Look] on.
 func (s *Spokes) SpokeID(cluster types.NamespacedName) string {
 	status, _ := s.Status(cluster)
 	return status.SpokeID
 }
 
-func (s *Spokes) see(spoke *v1alpha1.Spoke) {
-	key := client.ObjectKeyFromObject(spoke)
+// ReadSpokeID is [Spokes.SpokeID] with what every agent has recorded. It asks the hub. Where Spokes
+// are not installed, the id is "".
+func (s *Spokes) ReadSpokeID(ctx context.Context, cluster types.NamespacedName) (string, error) {
+	began := s.Clock.Now()
+	spoke := &v1alpha1.Spoke{}
+	if err := s.read(ctx, cluster, spoke); meta.IsNoMatchError(err) {
+		return "", nil
+	} else if err != nil {
+		return "", err
+	}
+	if spoke.ResourceVersion == "" {
+		s.see(cluster, nil, began, time.Time{})
+		return "", nil
+	}
+	s.see(cluster, &spoke.Status, began, time.Time{})
+	return spoke.Status.SpokeID, nil
+}
+
+// wrote is [Spokes.see] for a Spoke that this agent has just written, after a read that began at the
+// given time.
+func (s *Spokes) wrote(spoke *v1alpha1.Spoke, began time.Time) {
+	s.see(client.ObjectKeyFromObject(spoke), &spoke.Status, began, s.Clock.Now())
+}
+
+// see records the status of a Spoke that was read by a request which began at the given time, or was
+// written based on it; nil if there is no Spoke. What was written since then is newer, and stays.
+// written is zero for a read.
+func (s *Spokes) see(key types.NamespacedName, status *v1alpha1.SpokeStatus, began, written time.Time) {
 	s.mu.Lock()
 	before, known := s.seen[key]
-	s.seen[key] = spoke.Status
+	changed := false
+	switch {
+	case before.written.After(began):
+	case status != nil:
+		if written.IsZero() {
+			written = before.written
+		}
+		s.seen[key] = sight{status: *status, written: written}
+		changed = !known || !equality.Semantic.DeepEqual(before.status, *status)
+	default:
+		delete(s.seen, key)
+		changed = known
+	}
 	s.mu.Unlock()
-	if !known || !equality.Semantic.DeepEqual(before, spoke.Status) {
+	if changed {
 		s.Changed(key)
 	}
 }
 
 // seeAll replaces what is known of the Spokes by a complete listing, which began at the given time.
-// What was written since then is newer, and stays.
-func (s *Spokes) seeAll(all map[types.NamespacedName]v1alpha1.SpokeStatus, began time.Time) {
+// What was written since then is newer, and stays. What is known of the unread ones stays, too.
+func (s *Spokes) seeAll(all map[types.NamespacedName]v1alpha1.SpokeStatus, unread map[types.NamespacedName]bool, began time.Time) {
+	next := make(map[types.NamespacedName]sight, len(all))
 	var changed []types.NamespacedName
 	s.mu.Lock()
-	for key, status := range s.seen {
-		if n, noted := s.noted[key]; noted && !n.at.Before(began) {
-			all[key] = status
+	for key, status := range all {
+		next[key] = sight{status: status, written: s.seen[key].written}
+	}
+	for key, known := range s.seen {
+		if unread[key] || known.written.After(began) {
+			next[key] = known
 		} else if _, remains := all[key]; !remains {
 			changed = append(changed, key)
 		}
 	}
-	for key, status := range all {
-		if before, known := s.seen[key]; !known || !equality.Semantic.DeepEqual(before, status) {
+	for key, now := range next {
+		if before, known := s.seen[key]; !known || !equality.Semantic.DeepEqual(before.status, now.status) {
 			changed = append(changed, key)
 		}
 	}
-	s.seen = all
+	s.seen = next
 	s.mu.Unlock()
 	for _, key := range changed {
 		s.Changed(key)
@@ -455,20 +541,24 @@ func (s *Spokes) Read(ctx context.Context) error {
 	return s.readAll(ctx, func(context.Context, *v1alpha1.Spoke) error { return nil })
 }
 
-// readAll calls a function for each served Spoke, and then sees it.
+// readAll calls a function for each served Spoke, and then sees it. A function that fails leaves the
+// Spoke as it was read.
 func (s *Spokes) readAll(ctx context.Context, do func(context.Context, *v1alpha1.Spoke) error) error {
 	began := s.Clock.Now()
-	all := map[types.NamespacedName]v1alpha1.SpokeStatus{}
-	err := each(ctx, s.Client, s.Namespaces, func(ctx context.Context, spoke *v1alpha1.Spoke) error {
-		if !s.Serves(client.ObjectKeyFromObject(spoke)) {
-			return nil
+	all, unread := map[types.NamespacedName]v1alpha1.SpokeStatus{}, map[types.NamespacedName]bool{}
+	complete, err := each(ctx, s.Client, s.Namespaces, func(ctx context.Context, spoke *v1alpha1.Spoke) error {
+		key := client.ObjectKeyFromObject(spoke)
+		unread[key] = true // it stays so after a panic
+		var err error
+		if s.Serves(key) {
+			err = do(ctx, spoke)
+			all[key] = spoke.Status
 		}
-		err := do(ctx, spoke)
-		all[client.ObjectKeyFromObject(spoke)] = spoke.Status
+		delete(unread, key)
 		return err
 	})
-	if err == nil { // else Spokes may be missing
-		s.seeAll(all, began)
+	if complete { // else Spokes may be missing
+		s.seeAll(all, unread, began)
 	}
 	return err
 }
@@ -489,17 +579,22 @@ func (s *Spokes) forget() {
 	}
 }
 
-// each calls a function for every Spoke in the namespaces. No namespaces means all.
-func each(ctx context.Context, c client.Client, namespaces []string, do func(context.Context, *v1alpha1.Spoke) error) error {
+// each calls a function for every Spoke in the namespaces. No namespaces means all. complete is false
+// if not all Spokes could be listed.
+func each(
+	ctx context.Context, c client.Client, namespaces []string, do func(context.Context, *v1alpha1.Spoke) error,
+) (complete bool, err error) {
 	if len(namespaces) == 0 {
 		namespaces = []string{metav1.NamespaceAll}
 	}
+	complete = true
 	var errs []error
 	for _, namespace := range namespaces {
 		for next, first := "", true; first || next != ""; first = false {
 			var list v1alpha1.SpokeList
 			if err := c.List(ctx, &list, client.InNamespace(namespace), client.Limit(page), client.Continue(next)); err != nil {
 				errs = append(errs, fmt.Errorf("listing Spokes: %w", err))
+				complete = false
 				break
 			}
 			for i := range list.Items {
@@ -508,7 +603,7 @@ func each(ctx context.Context, c client.Client, namespaces []string, do func(con
 			next = list.Continue
 		}
 	}
-	return errors.Join(errs...)
+	return complete, errors.Join(errs...)
 }
 
 // doOne turns a panic into an error, because one Spoke must not end the process that serves all
@@ -522,7 +617,7 @@ func doOne(ctx context.Context, spoke *v1alpha1.Spoke, do func(context.Context, 
 func Remove(
 	ctx context.Context, c client.Client, namespaces []string, serves func(cluster types.NamespacedName) bool,
 ) (removed int, err error) {
-	err = each(ctx, c, namespaces, func(ctx context.Context, spoke *v1alpha1.Spoke) error {
+	_, err = each(ctx, c, namespaces, func(ctx context.Context, spoke *v1alpha1.Spoke) error {
 		if !serves(client.ObjectKeyFromObject(spoke)) {
 			return nil
 		}

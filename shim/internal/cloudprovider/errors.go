@@ -58,7 +58,7 @@ const maxConditionMessage = 1024
 //	no candidate in the catalogue  | InsufficientCapacity     | core deletes the NodeClaim and reschedules its pods; see catalogue.MarkRefused
 //	RESOURCE_EXHAUSTED, no room    | InsufficientCapacity     | as above; the candidates are marked unavailable for a while
 //	RESOURCE_EXHAUSTED, too many   | CreateError              | retried with core's backoff
-//	the live set is refused        | CreateError              | retried; needs an operator's action
+//	SPOKE_MISMATCH                 | CreateError              | retried; needs an operator's action
 //	FAILED_PRECONDITION            | InsufficientCapacity     | as above: paused or closed groups are of no use to this NodeClaim
 //	ABORTED, claim ended           | InsufficientCapacity     | core deletes the NodeClaim: its id can never be claimed again
 //	ABORTED, conflict              | CreateError              | retried a few times without delay, then with core's backoff

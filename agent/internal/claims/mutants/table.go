@@ -793,13 +793,20 @@ var mutants = []mutant{
 	{name: "collection by the set of another cluster", edits: []edit{
 		{"	case !s.covers(c) && c.Spec.Spoke != \"\":\n", "	case false:\n"},
 		{"	case !s.covers(c):\n", "	case false:\n"},
-		{"	case s.Spoke == \"\" || s.Spoke == s.known || s.matched || s.own:\n", "	case true:\n"},
+		{"	if spoke == \"\" || spoke == known {\n", "	if true {\n"},
 	}},
 	{name: "the first set of another cluster is accepted", test: "TestOnlyTheClusterOfTheShimIsSynchronized", edits: []edit{
-		{"	case s.known != \"\":\n", "	case false:\n"},
+		{"	case known != \"\":\n", "	case false:\n"},
+	}},
+	{name: "another cluster's claims are made", test: "TestOnlyTheClusterOfTheShimMakesClaims", edits: []edit{
+		{"		return c, e.mayMake(ctx, r, c)\n", "		return c, e.room(ctx, c, true)\n"},
+		{"	refused := e.mayMake(ctx, r, c)\n", "	refused := e.room(ctx, c, false)\n"},
+	}},
+	{name: "what another agent recorded is not read", test: "TestTheSpokeIsReadBeforeItDecides", edits: []edit{
+		{"if known, err = e.ReadSpokeOf(ctx, cluster); err != nil {", "if known, err = e.SpokeOf(cluster), nil; err != nil {"},
 	}},
 	{name: "another cluster is recorded with each set", test: "TestAnotherClusterIsRecordedOnceItIsKnown", edits: []edit{
-		{" && (c.Spec.Spoke == \"\" || s.known == \"\" || s.known == s.Spoke)\n", "\n"},
+		{" && (c.Spec.Spoke == \"\" || s.known == s.Spoke || !e.recordsSpoke(s.Holder))\n", "\n"},
 	}},
 	{
 		name: "callers can tell another Cluster's node groups from names that do not exist",

@@ -187,7 +187,10 @@ type CreateClaimRequest struct {
 	// end its id: the same id may be used again once the obstacle has been removed.
 	AdoptMachine string `protobuf:"bytes,7,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
 	// The cluster from which the claim is created, as in SyncClaimsRequest. OPTIONAL. A claim without
-	// it is not collected until a live set has contained it, which shows its cluster.
+	// it is not collected until a live set has contained it, which shows its cluster. A new claim is
+	// refused by the same rule as a set that is empty, and as consistently: by every agent once
+	// SyncClaims has recorded the Cluster's spoke. CreateClaim itself records none. Until then a claim
+	// is refused only if an agent's cache has claims of the holder from other clusters alone.
 	SpokeId string `protobuf:"bytes,8,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
 	// How long the claim waits, once it has a machine, for that machine's provider ID and for its
 	// Node. Then the claim is released as late, and the machine is handed over to the next claim.

@@ -54,6 +54,7 @@ type ClaimServiceClient interface {
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
 	// | the Cluster has reached its limit of claims or of tombstones, or the node group its limit of claims per minute (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine cannot be adopted | FAILED_PRECONDITION | use other candidates, or have a person remove the obstacle |
+	// | spoke_id is refused as in SyncClaims (ErrorInfo reason SPOKE_MISMATCH); a call that repeats an existing claim's id is not | FAILED_PRECONDITION | create no claims; an administrator has to connect the right cluster, or transfer the claims to this one |
 	// | the claim has ended or is being released (ErrorInfo reason CLAIM_ENDED, with the claim's reason in its metadata) | ABORTED | never repeat this id |
 	// | another writer changed the same objects (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
 	// | caches not synced, shutting down, or the hub's API server did not answer; or the agent's view lacks the candidates | UNAVAILABLE | repeat with the same id, with backoff |
@@ -124,6 +125,15 @@ type ClaimServiceClient interface {
 	// which the set was read. It never collects a claim whose Node was ever reported as registered:
 	// its owner releases it with ReleaseClaim, or a person does. The call also reports the capacity
 	// of the holder's real Nodes, from which the agent learns.
+	//
+	// The first accepted set of the Cluster's shim that has a spoke_id records the Cluster's spoke.
+	// The agent attempts that before it responds. As soon as the spoke is recorded, every agent refuses
+	// the sets and the new claims of another cluster, unless the set has an existing claim of the
+	// holder, or an existing claim of the holder was created from that cluster. In the first case the
+	// record follows the set within minutes. If agents receive first sets of different clusters at the
+	// same time, they may accept all of them, and one is recorded. A set without spoke_id never changes
+	// the record. Onboarding the Cluster again, or deleting its Spoke, makes the next set the first
+	// one. For about a minute, an agent that has not noticed this still accepts the former spoke.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
@@ -250,6 +260,7 @@ type ClaimServiceServer interface {
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
 	// | the Cluster has reached its limit of claims or of tombstones, or the node group its limit of claims per minute (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine cannot be adopted | FAILED_PRECONDITION | use other candidates, or have a person remove the obstacle |
+	// | spoke_id is refused as in SyncClaims (ErrorInfo reason SPOKE_MISMATCH); a call that repeats an existing claim's id is not | FAILED_PRECONDITION | create no claims; an administrator has to connect the right cluster, or transfer the claims to this one |
 	// | the claim has ended or is being released (ErrorInfo reason CLAIM_ENDED, with the claim's reason in its metadata) | ABORTED | never repeat this id |
 	// | another writer changed the same objects (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
 	// | caches not synced, shutting down, or the hub's API server did not answer; or the agent's view lacks the candidates | UNAVAILABLE | repeat with the same id, with backoff |
@@ -320,6 +331,15 @@ type ClaimServiceServer interface {
 	// which the set was read. It never collects a claim whose Node was ever reported as registered:
 	// its owner releases it with ReleaseClaim, or a person does. The call also reports the capacity
 	// of the holder's real Nodes, from which the agent learns.
+	//
+	// The first accepted set of the Cluster's shim that has a spoke_id records the Cluster's spoke.
+	// The agent attempts that before it responds. As soon as the spoke is recorded, every agent refuses
+	// the sets and the new claims of another cluster, unless the set has an existing claim of the
+	// holder, or an existing claim of the holder was created from that cluster. In the first case the
+	// record follows the set within minutes. If agents receive first sets of different clusters at the
+	// same time, they may accept all of them, and one is recorded. A set without spoke_id never changes
+	// the record. Onboarding the Cluster again, or deleting its Spoke, makes the next set the first
+	// one. For about a minute, an agent that has not noticed this still accepts the former spoke.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
