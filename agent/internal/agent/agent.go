@@ -300,8 +300,8 @@ func (a *Agent) awaitsPolicy() error {
 	return errors.New(a.policy.Problem())
 }
 
-// shareOfHub returns the limits of callers. No single caller can use more than half of the agent's
-// request rate to the hub.
+// shareOfHub returns the limits of callers. No single caller can use more over all kinds than half of
+// the agent's request rate to the hub for one; [limits.Hub] limits all callers together.
 func shareOfHub(o *options.Options) limits.Options {
 	l := o.Limits
 	l.HubRequestsPerSecond, l.HubRequestBurst = float64(o.KubeAPIQPS)/2, o.KubeAPIBurst
@@ -332,7 +332,7 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage
 	caches.DefaultTransform = budget.Measure(caches.DefaultTransform)
 	caches.DefaultWatchErrorHandler = watches.Failed
 	config := rest.CopyConfig(c.Hub)
-	config.QPS, config.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
+	config.QPS = -1 // limits.Hub is the limiter
 	// The agent runs in the hub, where processor time is scarcer than bandwidth. The API server
 	// compresses each list of a node group's Machines otherwise.
 	config.DisableCompression = true
@@ -343,7 +343,7 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage
 		// Traced comes first, so that its spans do not include the time that requests wait here.
 		config.Wrap(hub.Traced)
 	}
-	config.Wrap(limits.Transport)
+	config.Wrap(limits.NewHub(float64(c.Options.KubeAPIQPS), c.Options.KubeAPIBurst, hub.Kind).Transport)
 	config.Wrap(hub.Lean)
 	config.Wrap(hub.Served)
 	metrics, err := metricsOptions(c.Options)
