@@ -95,7 +95,9 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		c.Clock = corrected
 	}
 	var err error
-	budget := storage.New(o.MaxClaimBytesPerCluster.Value())
+	budget := storage.New(storage.Limits{
+		Bytes: o.MaxClaimBytesPerCluster.Value(), AllBytes: o.MaxAllClaimBytes.Value(), AllEnded: o.MaxAllEndedClaims,
+	})
 	watches := contact.NewWatches(slices.Collect(maps.Keys(followed())), c.Log.WithName("hub"))
 	if a.manager, err = newManager(c, scope, corrected, budget, watches); err != nil {
 		return nil, err
@@ -128,6 +130,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 			Claims: o.MaxClaimsPerCluster, Ended: o.MaxEndedClaimsPerCluster,
 			Creations: o.MaxCreationsPerMinute, Releases: o.MaxReleasesPerWindow, ReleaseWindow: o.ReleaseWindow,
 		},
+		Crowded: budget.Crowded,
 		NoMachines: func(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error) {
 			return groups.NoMachines(ctx, md)
 		},
