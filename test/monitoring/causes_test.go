@@ -158,10 +158,10 @@ var causes = map[string]cause{
 		"agent/internal/agent/budgeted_test.go:TestEndedClaimsOfAllClustersAreLimitedTogether",
 	},
 	"CapiAgentAllClaimBytesNearLimit": {
-		`capi_agent_all_claim_bytes{pod="a"} 250e6x120
-		 capi_agent_all_claim_bytes{pod="b"} 250e6x120
-		 capi_agent_all_claim_bytes_limit{pod="a"} 268435456x120
-		 capi_agent_all_claim_bytes_limit{pod="b"} 268435456x120`,
+		`capi_agent_all_claim_bytes{pod="a"} 500e6x120
+		 capi_agent_all_claim_bytes{pod="b"} 500e6x120
+		 capi_agent_all_claim_bytes_limit{pod="a"} 536870912x120
+		 capi_agent_all_claim_bytes_limit{pod="b"} 536870912x120`,
 		"agent/internal/agent/budgeted_test.go:TestEndedClaimsOfAllClustersAreLimitedTogether",
 	},
 	"CapiAgentCreationsNearLimit": {
@@ -330,8 +330,8 @@ const healthy = `
 	capi_agent_cluster_claims{pod="a",namespace="team-a",cluster="production",state="live"} 300x120
 	capi_agent_all_ended_claims{pod="a"} 30000x120
 	capi_agent_all_ended_claims_limit{pod="a"} 40000x120
-	capi_agent_all_claim_bytes{pod="a"} 200e6x120
-	capi_agent_all_claim_bytes_limit{pod="a"} 268435456x120
+	capi_agent_all_claim_bytes{pod="a"} 400e6x120
+	capi_agent_all_claim_bytes_limit{pod="a"} 536870912x120
 	capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="workers"} 0x110 80x10
 	capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="production"} 0x110 20x10
 	capi_agent_node_group_problems{pod="a",namespace="team-a",machine_deployment="workers"} 0x120

@@ -172,7 +172,7 @@ func New() *Options {
 		MaxEndedClaimsPerCluster: 10000,
 		MaxClaimBytesPerCluster:  resource.QuantityValue{Quantity: resource.MustParse("256Mi")},
 		MaxAllEndedClaims:        40000,
-		MaxAllClaimBytes:         resource.QuantityValue{Quantity: resource.MustParse("256Mi")},
+		MaxAllClaimBytes:         resource.QuantityValue{Quantity: resource.MustParse("512Mi")},
 		ReleaseWindow:            10 * time.Minute,
 
 		CollectGracePeriod:        30 * time.Second,
@@ -269,7 +269,7 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"Maximum number of tombstones of all Clusters together. Close to it, tombstones older than an hour of the Clusters with the most are deleted "+
 			"early. A Cluster with at least as many as are left gets no more, except for 500. 0 disables the limit.")
 	flags.Var(&o.MaxAllClaimBytes, "max-all-claim-bytes",
-		"Maximum number of bytes, for example 256Mi, that the claims of all Clusters together take up in the hub's etcd, including ended ones. A Cluster "+
+		"Maximum number of bytes, for example 512Mi, that the claims of all Clusters together take up in the hub's etcd, including ended ones. A Cluster "+
 			"with at least as many as are left gets no more, except for 4Mi. 0 disables the limit.")
 	flags.IntVar(&o.MaxCreationsPerMinute, "max-creations-per-minute", o.MaxCreationsPerMinute,
 		"Maximum number of claims that may be created in one node group within a minute. Further claims are refused until the minute has "+
