@@ -113,7 +113,7 @@ func TestCallersTakeTurnsWithTheirRequestsToTheHub(t *testing.T) {
 		c := newCrowd(t, callers, 20, 20)
 		burst := len(c.order())
 		for range 3 {
-			time.Sleep(5 * time.Second)
+			time.Sleep(5 * time.Second) //nolint:forbidigo // the time of the bubble
 			synctest.Wait()
 			before := len(c.order())
 			require.ErrorIs(t, c.ask(c.as(t, t.Context(), "quiet"), "machines"), http.ErrServerClosed)
@@ -143,7 +143,7 @@ func TestTheAgentsOwnRequestsDoNotWaitForThoseOfCallers(t *testing.T) {
 		}
 		require.Zero(t, time.Since(start), "the burst of the agent itself")
 		for time.Since(start) < seconds*time.Second {
-			time.Sleep(time.Second / 10)
+			time.Sleep(time.Second / 10) //nolint:forbidigo // the time of the bubble
 			began := time.Now()
 			require.ErrorIs(t, c.ask(t.Context(), "machines"), http.ErrServerClosed)
 			require.Less(t, time.Since(began), time.Millisecond)
@@ -192,7 +192,7 @@ func TestACallThatEndsTakesNoTurn(t *testing.T) {
 		defer cancel()
 		require.ErrorIs(t, c.ask(ctx, "machines"), context.DeadlineExceeded)
 		before := len(c.order())
-		time.Sleep(10 * time.Second)
+		time.Sleep(10 * time.Second) //nolint:forbidigo // the time of the bubble
 		synctest.Wait()
 		require.Len(t, c.order(), before+10)
 		require.NotContains(t, c.order(), "hasty")
