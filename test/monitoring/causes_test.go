@@ -150,6 +150,20 @@ var causes = map[string]cause{
 		 capi_agent_claim_bytes_limit{pod="a"} 268435456x120`,
 		"agent/internal/agent/budgeted_test.go:TestAClusterStoresNoMoreBytesThanItMay",
 	},
+	"CapiAgentAllEndedClaimsNearLimit": {
+		`capi_agent_all_ended_claims{pod="a"} 35000x120
+		 capi_agent_all_ended_claims{pod="b"} 35000x120
+		 capi_agent_all_ended_claims_limit{pod="a"} 40000x120
+		 capi_agent_all_ended_claims_limit{pod="b"} 40000x120`,
+		"agent/internal/agent/budgeted_test.go:TestEndedClaimsOfAllClustersAreLimitedTogether",
+	},
+	"CapiAgentAllClaimBytesNearLimit": {
+		`capi_agent_all_claim_bytes{pod="a"} 500e6x120
+		 capi_agent_all_claim_bytes{pod="b"} 500e6x120
+		 capi_agent_all_claim_bytes_limit{pod="a"} 536870912x120
+		 capi_agent_all_claim_bytes_limit{pod="b"} 536870912x120`,
+		"agent/internal/agent/budgeted_test.go:TestEndedClaimsOfAllClustersAreLimitedTogether",
+	},
 	"CapiAgentCreationsNearLimit": {
 		`capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="workers"} 0x117 90 40 0
 		 capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="others"} 80x120
@@ -314,6 +328,10 @@ const healthy = `
 	capi_agent_limit{pod="a",limit="creations"} 100x120
 	capi_agent_limit{pod="a",limit="releases"} 50x120
 	capi_agent_cluster_claims{pod="a",namespace="team-a",cluster="production",state="live"} 300x120
+	capi_agent_all_ended_claims{pod="a"} 30000x120
+	capi_agent_all_ended_claims_limit{pod="a"} 40000x120
+	capi_agent_all_claim_bytes{pod="a"} 400e6x120
+	capi_agent_all_claim_bytes_limit{pod="a"} 536870912x120
 	capi_agent_node_group_recent_creations{pod="a",namespace="team-a",cluster="production",machine_deployment="workers"} 0x110 80x10
 	capi_agent_cluster_recent_releases{pod="a",namespace="team-a",cluster="production"} 0x110 20x10
 	capi_agent_node_group_problems{pod="a",namespace="team-a",machine_deployment="workers"} 0x120

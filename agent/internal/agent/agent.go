@@ -95,7 +95,9 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		c.Clock = corrected
 	}
 	var err error
-	budget := storage.New(o.MaxClaimBytesPerCluster.Value())
+	budget := storage.New(storage.Limits{
+		Bytes: o.MaxClaimBytesPerCluster.Value(), AllBytes: o.MaxAllClaimBytes.Value(), AllEnded: o.MaxAllEndedClaims,
+	})
 	watches := contact.NewWatches(slices.Collect(maps.Keys(followed())), c.Log.WithName("hub"))
 	if a.manager, err = newManager(c, scope, corrected, budget, watches); err != nil {
 		return nil, err
@@ -131,6 +133,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 			Claims: o.MaxClaimsPerCluster, Ended: o.MaxEndedClaimsPerCluster,
 			Creations: o.MaxCreationsPerMinute, Releases: o.MaxReleasesPerWindow, ReleaseWindow: o.ReleaseWindow,
 		},
+		Crowded: budget.Crowded,
 		NoMachines: func(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error) {
 			return groups.NoMachines(ctx, md)
 		},
@@ -303,8 +306,8 @@ func (a *Agent) awaitsPolicy() error {
 	return errors.New(a.policy.Problem())
 }
 
-// shareOfHub returns the limits of callers. No single caller can use more than half of the agent's
-// request rate to the hub.
+// shareOfHub returns the limits of callers. No single caller can use more over all kinds than half of
+// the agent's request rate to the hub for one; [limits.Hub] limits all callers together.
 func shareOfHub(o *options.Options) limits.Options {
 	l := o.Limits
 	l.HubRequestsPerSecond, l.HubRequestBurst = float64(o.KubeAPIQPS)/2, o.KubeAPIBurst
@@ -335,7 +338,7 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage
 	caches.DefaultTransform = budget.Measure(caches.DefaultTransform)
 	caches.DefaultWatchErrorHandler = watches.Failed
 	config := rest.CopyConfig(c.Hub)
-	config.QPS, config.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
+	config.QPS = -1 // limits.Hub is the limiter
 	// The agent runs in the hub, where processor time is scarcer than bandwidth. The API server
 	// compresses each list of a node group's Machines otherwise.
 	config.DisableCompression = true
@@ -346,7 +349,7 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage
 		// Traced comes first, so that its spans do not include the time that requests wait here.
 		config.Wrap(hub.Traced)
 	}
-	config.Wrap(limits.Transport)
+	config.Wrap(limits.NewHub(float64(c.Options.KubeAPIQPS), c.Options.KubeAPIBurst, hub.Kind).Transport)
 	config.Wrap(hub.Lean)
 	config.Wrap(hub.Served)
 	metrics, err := metricsOptions(c.Options)

@@ -9,7 +9,7 @@ import (
 )
 
 // budgetedEngine is the claim engine for callers. It refuses what would make a further object of a
-// Cluster that has used up its budget of bytes. The engine's own work is not concerned.
+// Cluster that has used up its budget. The engine's own work is not concerned.
 type budgetedEngine struct {
 	*claims.Engine
 

@@ -113,6 +113,55 @@ func TestAClusterStoresNoMoreBytesThanItMay(t *testing.T) {
 	}, patience, 100*time.Millisecond)
 }
 
+// A Cluster with much of what all Clusters may have gets no more, also from an agent that has just
+// started. Another one, which has little, is served as before.
+func TestEndedClaimsOfAllClustersAreLimitedTogether(t *testing.T) {
+	const assured = 500
+	namespace := plane.Namespace(t)
+	plane.Create(t, capitest.NewCluster(namespace, "greedy"), capitest.NewCluster(namespace, "modest"),
+		capitest.NewMachineDeployment(namespace, "large", "greedy", 0), capitest.NewMachineDeployment(namespace, "small", "modest", 0))
+	o := testOptions(namespace)
+	o.MaxAllEndedClaims = assured / 2
+	for _, unknown := range []string{"before", "after"} {
+		registry := prometheus.NewRegistry()
+		r := start(t, agent.Config{Options: o, Registerer: registry})
+		release := func(cluster, id string) error {
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			_, err := r.client(namespace, cluster).Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
+				Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: cluster}, ClaimId: id,
+			})
+			return err
+		}
+		create := func(cluster, id, group string) error {
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			_, err := r.client(namespace, cluster).Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
+				Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: cluster}, ClaimId: id, Holder: "karpenter",
+				Candidates: []string{namespace + "/" + group},
+			})
+			return err
+		}
+		for i := range assured {
+			require.NoError(t, release("greedy", fmt.Sprintf("unknown-%d", i)), "the first time, and when it is repeated")
+		}
+		require.EventuallyWithT(t, func(c *assert.CollectT) {
+			assert.GreaterOrEqual(c, gauge(t, registry, "capi_agent_all_ended_claims", ""), float64(assured))
+		}, patience, 100*time.Millisecond)
+		for _, err := range []error{release("greedy", unknown), create("greedy", unknown, "large")} {
+			require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
+			require.Equal(t, agenterrors.ReasonTooManyClaims, agenterrors.ReasonOf(err))
+			require.ErrorContains(t, err, "--max-all-ended-claims")
+		}
+		require.NoError(t, release("modest", unknown))
+		require.NoError(t, create("modest", "claim-"+unknown, "small"))
+		require.InDelta(t, assured/2, gauge(t, registry, "capi_agent_all_ended_claims_limit", ""), 0)
+		require.Positive(t, gauge(t, registry, "capi_agent_all_claim_bytes", ""))
+		require.Positive(t, gauge(t, registry, "capi_agent_all_claim_bytes_limit", ""))
+		r.stop()
+	}
+}
+
 // An agent that starts reads the claims in a list, which its informer transforms twice.
 func TestAnAgentThatStartsMeasuresTheClaimsAsTheyAreStored(t *testing.T) {
 	namespace := plane.Namespace(t)

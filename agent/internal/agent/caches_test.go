@@ -20,7 +20,7 @@ func TestTheCachesConfinePanics(t *testing.T) {
 	config, mapper, o := &rest.Config{Host: "https://hub"}, meta.NewDefaultRESTMapper(nil), options.New()
 	o.MetricsBindAddress, o.HealthProbeBindAddress = "0", "0"
 	mgr, err := newManager(Config{Hub: config, Options: o, Log: logr.Discard(), Mapper: mapper}, hub.NewScope(nil, nil), nil,
-		storage.New(0), contact.NewWatches(nil, logr.Discard()))
+		storage.New(storage.Limits{}), contact.NewWatches(nil, logr.Discard()))
 	require.NoError(t, err)
 	confining, err := hub.NewCache(logr.Discard())(config, cache.Options{Mapper: mapper})
 	require.NoError(t, err)

@@ -61,6 +61,9 @@ const (
 	// BoundCreations and BoundReleases limit recent operations.
 	BoundCreations Bound = "creations"
 	BoundReleases  Bound = "releases"
+	// BoundAllEnded and BoundAllBytes limit what all Clusters have together; see package storage.
+	BoundAllEnded Bound = "all-ended"
+	BoundAllBytes Bound = "all-bytes"
 )
 
 // annotations are the annotations of a Cluster that replace its bounds.
@@ -129,7 +132,7 @@ func overQuota(cluster types.NamespacedName, err error) error {
 	if !apierrors.IsForbidden(err) || !strings.Contains(err.Error(), "exceeded quota") {
 		return nil
 	}
-	countRefused(cluster, BoundQuota)
+	CountRefused(cluster, BoundQuota)
 	return &TooManyError{
 		Bound: BoundQuota, RetryAfter: time.Minute,
 		Message: "the hub's ResourceQuota for MachineClaims in the Cluster's namespace is used up",
@@ -263,7 +266,7 @@ func (e *Engine) mayRelease(ctx context.Context, c *v1alpha1.MachineClaim) error
 
 // tooMany counts a refusal and records it on the Cluster as an event. It returns the refusal.
 func (e *Engine) tooMany(ctx context.Context, cluster types.NamespacedName, refused *TooManyError) error {
-	countRefused(cluster, refused.Bound)
+	CountRefused(cluster, refused.Bound)
 	if object, err := e.cluster(ctx, cluster.Namespace, cluster.Name); err == nil && object != nil {
 		e.warn(object, "LimitReached", "Limit", refused.Message)
 	}
@@ -273,13 +276,22 @@ func (e *Engine) tooMany(ctx context.Context, cluster types.NamespacedName, refu
 // remembered returns how long an ended claim of the Cluster is kept. The time is shorter when there
 // are nearly too many.
 func (e *Engine) remembered(ctx context.Context, cluster types.NamespacedName) (time.Duration, error) {
-	if e.Bounds.Ended == 0 {
-		return e.TombstoneRetention, nil
-	}
-	ended, err := e.ended(ctx, cluster)
-	if err != nil || ended < e.Bounds.Ended-e.Bounds.Ended/10 {
+	crowded, err := e.crowded(ctx, cluster)
+	if err != nil || !crowded {
 		return e.TombstoneRetention, err
 	}
 	// A group's cool-down is derived from its failed claims.
 	return min(e.TombstoneRetention, max(rememberedAtLeast, e.Failure.CoolDown)), nil
+}
+
+// crowded reports whether the Cluster has nearly as many ended claims as it may have.
+func (e *Engine) crowded(ctx context.Context, cluster types.NamespacedName) (bool, error) {
+	if e.Crowded != nil && e.Crowded(cluster) {
+		return true, nil
+	}
+	if e.Bounds.Ended == 0 {
+		return false, nil
+	}
+	ended, err := e.ended(ctx, cluster)
+	return err == nil && ended >= e.Bounds.Ended-e.Bounds.Ended/10, err
 }

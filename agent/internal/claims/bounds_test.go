@@ -153,6 +153,30 @@ func TestEndedClaimsAreForgottenEarlyWhenThereAreNearlyTooMany(t *testing.T) {
 	assert.False(t, gone, "there is room again")
 }
 
+func TestEndedClaimsAreForgottenEarlyWhenAllClustersHaveNearlyTooMany(t *testing.T) {
+	e, now := bounded(t, Bounds{})
+	crowded := types.NamespacedName{}
+	e.Crowded = func(cluster types.NamespacedName) bool { return cluster == crowded }
+	for id, age := range map[string]time.Duration{"old": 2 * time.Hour, "young": 50 * time.Minute} {
+		require.NoError(t, e.Client.Create(t.Context(), endedClaim(id, now.Now().Add(-age))))
+	}
+	check := func(id string) (left time.Duration, gone bool) {
+		var c v1alpha1.MachineClaim
+		require.NoError(t, e.Client.Get(t.Context(), keyOf(id).object(), &c))
+		left, err := tombstones{e}.deleteExpired(t.Context(), &c)
+		require.NoError(t, err)
+		return left, apierrors.IsNotFound(e.Client.Get(t.Context(), keyOf(id).object(), &c))
+	}
+	left, gone := check("old")
+	assert.False(t, gone, "there is room")
+	assert.Equal(t, crowdedDelay, left, "there may be more before its time is over")
+	crowded = types.NamespacedName{Namespace: namespace, Name: clusterName}
+	_, gone = check("young")
+	assert.False(t, gone, "a call about it may still be on its way")
+	_, gone = check("old")
+	assert.True(t, gone)
+}
+
 func TestACoolDownOutlivesTheCrowd(t *testing.T) {
 	e, _ := bounded(t, Bounds{Ended: 1}, endedClaim("ended", newTestTime()))
 	e.Failure.CoolDown = 3 * time.Hour

@@ -121,6 +121,9 @@ type Config struct {
 	Report func(ctx context.Context, m *clusterv1.Machine, condition string) (report protocol.Report, known bool)
 	// Bounds limit what one Cluster can store. The zero value sets no limit.
 	Bounds Bounds
+	// Crowded reports whether ended claims of a Cluster have to go early, because of what all Clusters
+	// have together. It must not block. Nil means never.
+	Crowded func(cluster types.NamespacedName) bool
 	// Coalesce is the minimum time between two writes of one ledger that no call waits for. Zero
 	// means one second.
 	Coalesce time.Duration

@@ -48,7 +48,8 @@ var (
 	refusedTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claims_refused_total",
 		Help: "Claims and releases that were refused because a limit was reached (live: claims that have not ended; ended: tombstones; " +
-			"quota: the hub's ResourceQuota; creations: --max-creations-per-minute; releases: --max-releases-per-window).",
+			"quota: the hub's ResourceQuota; creations: --max-creations-per-minute; releases: --max-releases-per-window; all-ended, all-bytes: what " +
+			"all Clusters may have together).",
 	}, []string{namespaceLabel, clusterLabel, "limit"})
 	writesTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_ledger_writes_total",
@@ -103,7 +104,7 @@ func observeCreate(c clock.Clock, begun time.Time, cluster types.NamespacedName,
 	for _, class := range failures.Final() {
 		endedCounter(claim, protocol.ReasonFailed, string(class)).Add(0)
 	}
-	for _, limit := range []Bound{BoundLive, BoundEnded, BoundQuota, BoundCreations, BoundReleases} {
+	for _, limit := range []Bound{BoundLive, BoundEnded, BoundQuota, BoundCreations, BoundReleases, BoundAllEnded, BoundAllBytes} {
 		refusedTotal.WithLabelValues(cluster.Namespace, cluster.Name, string(limit)).Add(0)
 	}
 }
@@ -164,10 +165,12 @@ func endedCounter(claim *v1alpha1.MachineClaim, reason, class string) prometheus
 	return endedTotal.WithLabelValues(claim.Namespace, claim.Spec.ClusterName, claim.Spec.NodeGroup, reason, class)
 }
 
-func countRefused(cluster types.NamespacedName, limit Bound) {
+// CountRefused counts a refusal because a bound was reached.
+func CountRefused(cluster types.NamespacedName, limit Bound) {
 	clusterSeries.note(cluster)
 	refusedTotal.WithLabelValues(cluster.Namespace, cluster.Name, string(limit)).Inc()
 }
+
 func countWrite(kind string, err error) { writesTotal.WithLabelValues(kind, result(err)).Inc() }
 func countLowering(namespace, deployment string) {
 	groupSeries.note(types.NamespacedName{Namespace: namespace, Name: deployment})

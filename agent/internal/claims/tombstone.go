@@ -135,7 +135,7 @@ func (t tombstones) deleteExpired(ctx context.Context, c *v1alpha1.MachineClaim)
 		return time.Minute, err
 	}
 	if left := kept - t.Clock.Since(c.Status.EndedAt.Time); left > 0 {
-		if t.Bounds.Ended > 0 {
+		if t.Bounds.Ended > 0 || t.Crowded != nil {
 			left = min(left, crowdedDelay) // there may be more by then
 		}
 		return left, nil

@@ -1,5 +1,5 @@
-// Package fairqueue provides queues of controllers whose workers are shared fairly between Clusters:
-// Clusters with waiting requests take turns, however many requests each of them has.
+// Package fairqueue provides the order in which owners take turns, however much of each is waiting, and
+// queues of controllers whose workers Clusters share in that order.
 package fairqueue
 
 import (
@@ -26,7 +26,7 @@ type Constructor func(
 func New(of Owner) Constructor {
 	return func(controller string, limiter workqueue.TypedRateLimiter[reconcile.Request]) workqueue.TypedRateLimitingInterface[reconcile.Request] {
 		ready := workqueue.NewTypedWithConfig(workqueue.TypedQueueConfig[reconcile.Request]{
-			Name: controller, Queue: &turns{of: of, waiting: map[types.NamespacedName][]reconcile.Request{}},
+			Name: controller, Queue: &turns{of: of},
 		})
 		return workqueue.NewTypedRateLimitingQueueWithConfig(limiter, workqueue.TypedRateLimitingQueueConfig[reconcile.Request]{
 			Name: controller,
@@ -40,12 +40,9 @@ func New(of Owner) Constructor {
 // turns holds the requests that are ready. It implements [workqueue.Queue]. Its methods are called
 // with the queue's lock held.
 type turns struct {
+	Turns[types.NamespacedName, reconcile.Request]
+
 	of Owner
-	// waiting has the requests of each owner that has any, in order.
-	waiting map[types.NamespacedName][]reconcile.Request
-	// next has the keys of waiting, in the order of their turns.
-	next []types.NamespacedName
-	len  int
 }
 
 // Touch implements [workqueue.Queue]. A request that is added again keeps its place.
@@ -53,12 +50,7 @@ func (*turns) Touch(reconcile.Request) {}
 
 // Push implements [workqueue.Queue].
 func (t *turns) Push(request reconcile.Request) {
-	owner := t.ownerOf(request)
-	if len(t.waiting[owner]) == 0 {
-		t.next = append(t.next, owner)
-	}
-	t.waiting[owner] = append(t.waiting[owner], request)
-	t.len++
+	t.Turns.Push(t.ownerOf(request), request)
 }
 
 // ownerOf survives a panic. The queue would be left with a request that it neither hands out nor
@@ -70,22 +62,4 @@ func (t *turns) ownerOf(request reconcile.Request) types.NamespacedName {
 		return nil
 	}, "object", request.String())
 	return owner
-}
-
-// Len implements [workqueue.Queue].
-func (t *turns) Len() int { return t.len }
-
-// Pop implements [workqueue.Queue].
-func (t *turns) Pop() reconcile.Request {
-	owner := t.next[0]
-	t.next = t.next[1:]
-	request := t.waiting[owner][0]
-	if rest := t.waiting[owner][1:]; len(rest) > 0 {
-		t.waiting[owner] = rest
-		t.next = append(t.next, owner)
-	} else {
-		delete(t.waiting, owner)
-	}
-	t.len--
-	return request
 }

@@ -112,3 +112,21 @@ func TestARequestWhoseOwnerPanicsIsHandedOut(t *testing.T) {
 	r, _ := queue.Get() // waits for it
 	require.Equal(t, "broken", r.Name)
 }
+
+func TestAnItemThatWaitsNoMoreTakesNoTurn(t *testing.T) {
+	var turns fairqueue.Turns[string, int]
+	for item := range 3 {
+		turns.Push("a", item)
+	}
+	turns.Push("b", 10)
+	turns.Push("c", 20)
+	turns.Remove("a", 1)
+	turns.Remove("b", 10)
+	turns.Remove("b", 10) // again
+	turns.Remove("c", 21)
+	require.Equal(t, 3, turns.Len())
+	require.Equal(t, []int{0, 20, 2}, []int{turns.Pop(), turns.Pop(), turns.Pop()})
+	require.Zero(t, turns.Len())
+	turns.Push("b", 11)
+	require.Equal(t, 11, turns.Pop())
+}

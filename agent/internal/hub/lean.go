@@ -53,6 +53,13 @@ func resourceOf(path string) (resource string, namespaced bool) {
 	return "", false
 }
 
+// Kind returns the kind of objects that the path of a request is about, as the name of their resource.
+// It is empty for discovery, and for the core API's kinds, of which the agent requests little.
+func Kind(path string) string {
+	resource, _ := resourceOf(path)
+	return resource
+}
+
 // leanBuffer is larger than most objects.
 const leanBuffer = 16 << 10
 

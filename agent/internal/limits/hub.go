@@ -3,6 +3,12 @@ package limits
 import (
 	"context"
 	"net/http"
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/fairqueue"
 )
 
 type callKey struct{}
@@ -18,33 +24,129 @@ func FromContext(ctx context.Context) *Call {
 	return c
 }
 
-// Transport returns a transport to the hub's API server that limits the rate of requests per
-// caller, so that one caller cannot use up the agent's own rate. Requests whose context carries no
-// call are not limited.
-func Transport(next http.RoundTripper) http.RoundTripper { return transport{next} }
+// Hub limits the rate of requests to the hub's API server, for each kind of object. The calls of all
+// callers together make at most half of them, in turns, so that the other half is left to the agent's
+// own work: the requests whose context carries no call. It stands in for the limiter of client-go,
+// which serves all requests in the order of their arrival. It is safe for concurrent use.
+type Hub struct {
+	perSecond rate.Limit
+	burst     int
+	kindOf    func(path string) string
 
-type transport struct{ next http.RoundTripper }
+	mu    sync.Mutex
+	kinds map[string]*kind
+}
+
+// kind limits the requests for one kind of object.
+type kind struct {
+	all     *rate.Limiter
+	callers turns
+}
+
+// NewHub returns a hub that takes so many requests for each kind of object, on average and at once.
+// kindOf returns the kind that the path of a request is about.
+func NewHub(perSecond float64, burst int, kindOf func(path string) string) *Hub {
+	return &Hub{perSecond: rate.Limit(perSecond), burst: burst, kindOf: kindOf, kinds: map[string]*kind{}}
+}
+
+// Transport returns a transport to the hub's API server that keeps to the limits, and to that of each
+// caller. Clients that use it need no limiter of their own.
+func (h *Hub) Transport(next http.RoundTripper) http.RoundTripper { return transport{h, next} }
+
+type transport struct {
+	hub  *Hub
+	next http.RoundTripper
+}
 
 func (t transport) RoundTrip(request *http.Request) (*http.Response, error) {
-	if call := FromContext(request.Context()); call != nil {
-		if err := call.request(request.Context()); err != nil {
+	ctx := request.Context()
+	of := t.hub.kind(request.URL.Path)
+	if call := FromContext(ctx); call != nil {
+		if err := call.request(ctx, of); err != nil {
 			return nil, err
 		}
+	}
+	if err := of.all.Wait(ctx); err != nil {
+		return nil, err
 	}
 	return t.next.RoundTrip(request)
 }
 
+func (h *Hub) kind(path string) *kind {
+	name := h.kindOf(path)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.kinds[name] == nil {
+		h.kinds[name] = &kind{
+			all:     rate.NewLimiter(h.perSecond, h.burst),
+			callers: turns{rate: rate.NewLimiter(h.perSecond/2, max(1, h.burst/2))},
+		}
+	}
+	return h.kinds[name]
+}
+
 // request waits until the call may send a request to the hub's API server. It may be called
 // concurrently for one call. The error is that of the context.
-func (c *Call) request(ctx context.Context) error {
-	if c.caller.hubRate.Wait(ctx) == nil {
-		c.hubRequests.Add(1)
-		return nil
+func (c *Call) request(ctx context.Context, of *kind) error {
+	if c.caller.hubRate.Wait(ctx) != nil {
+		// The limiter fails at once if the request's turn would come after the deadline. The queue
+		// ahead is at most the number of requests that the caller may have in flight.
+		<-ctx.Done()
+		return ctx.Err()
 	}
-	// The limiter fails at once if the request's turn would come after the deadline. The queue
-	// ahead is at most the number of requests that the caller may have in flight.
-	<-ctx.Done()
-	return ctx.Err()
+	if err := of.callers.wait(ctx, c.caller); err != nil {
+		return err
+	}
+	c.hubRequests.Add(1)
+	return nil
+}
+
+// turns limit the rate of all callers together. Callers take turns: a caller's next request comes
+// after those of other callers that wait.
+type turns struct {
+	rate *rate.Limiter
+
+	mu      sync.Mutex
+	waiting fairqueue.Turns[*caller, chan struct{}]
+	// timed means that a timer will hand out the next turn.
+	timed bool
+}
+
+// wait waits until it is a request's turn. The error is that of the context.
+func (t *turns) wait(ctx context.Context, of *caller) error {
+	turn := make(chan struct{})
+	t.mu.Lock()
+	t.waiting.Push(of, turn)
+	t.handOut()
+	t.mu.Unlock()
+	select {
+	case <-turn:
+		return nil
+	case <-ctx.Done():
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		t.waiting.Remove(of, turn)
+		return ctx.Err()
+	}
+}
+
+// handOut hands out the turns that the rate permits now, and sets a timer for the next one. t.mu must
+// be held.
+func (t *turns) handOut() {
+	for t.waiting.Len() > 0 && t.rate.Allow() {
+		close(t.waiting.Pop())
+	}
+	if t.waiting.Len() == 0 || t.timed {
+		return
+	}
+	t.timed = true
+	missing := (1 - t.rate.Tokens()) / float64(t.rate.Limit())
+	time.AfterFunc(time.Duration(missing*float64(time.Second)), func() {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		t.timed = false
+		t.handOut()
+	})
 }
 
 // HubRequests returns how many requests the call has sent to the hub's API server. It may be called

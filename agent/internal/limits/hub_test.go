@@ -3,8 +3,15 @@ package limits_test
 import (
 	"context"
 	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
@@ -14,45 +21,190 @@ type roundTrips func(*http.Request) (*http.Response, error)
 
 func (f roundTrips) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
+// hubOf returns a function that requests a path of a hub, which answers with an error at once.
+func hubOf(perSecond float64, burst int, requested func(context.Context)) (ask func(ctx context.Context, kind string) error) {
+	hub := limits.NewHub(perSecond, burst, func(path string) string { return strings.TrimPrefix(path, "/") })
+	transport := hub.Transport(roundTrips(func(r *http.Request) (*http.Response, error) {
+		requested(r.Context())
+		return nil, http.ErrServerClosed
+	}))
+	return func(ctx context.Context, kind string) error {
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://hub/"+kind, nil)
+		if err != nil {
+			return err
+		}
+		_, err = transport.RoundTrip(request) //nolint:bodyclose // there is no response
+		return err
+	}
+}
+
 func TestACallersRequestsToTheHubLeaveTheRestToOthers(t *testing.T) {
 	l, _, _ := limiter(t, func(o *limits.Options) { o.HubRequestsPerSecond, o.HubRequestBurst = 1e-6, 2 })
 	asked := 0
-	transport := limits.Transport(roundTrips(func(*http.Request) (*http.Response, error) {
-		asked++
-		return nil, http.ErrServerClosed
-	}))
-	ask := func(ctx context.Context) error {
-		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://hub", nil)
-		require.NoError(t, err)
-		response, err := transport.RoundTrip(request)
-		if err == nil {
-			require.NoError(t, response.Body.Close())
-		}
-		return err
-	}
+	ask := hubOf(1000, 1000, func(context.Context) { asked++ })
 	as := func(identity string) context.Context {
 		return limits.NewContext(t.Context(), begin(t, l, identity, false))
 	}
 	for range 2 {
-		require.ErrorIs(t, ask(as("a")), http.ErrServerClosed)
+		require.ErrorIs(t, ask(as("a"), "machines"), http.ErrServerClosed)
 	}
 	over, cancel := context.WithCancel(as("a"))
 	cancel()
-	require.ErrorIs(t, ask(over), context.Canceled, "a third waits, whichever call it is of")
+	require.ErrorIs(t, ask(over, "machines"), context.Canceled, "a third waits, whichever call it is of")
 	require.Equal(t, 2, asked)
-	require.ErrorIs(t, ask(as("b")), http.ErrServerClosed)
-	require.ErrorIs(t, ask(t.Context()), http.ErrServerClosed, "the agent's own")
+	require.ErrorIs(t, ask(as("b"), "machines"), http.ErrServerClosed)
+	require.ErrorIs(t, ask(t.Context(), "machines"), http.ErrServerClosed, "the agent's own")
+}
+
+// crowd is callers that request as much of the hub as they may.
+type crowd struct {
+	limiter *limits.Limiter
+	ask     func(ctx context.Context, kind string) error
+
+	mu     sync.Mutex
+	served []string // whose requests the hub got, in order; those of the agent itself are empty
+}
+
+type identityKey struct{}
+
+// newCrowd returns so many callers of a hub, each with 16 calls that request Machines until the test
+// ends. They wait for their turns when it returns. It must be called in a bubble.
+func newCrowd(t *testing.T, callers int, perSecond float64, burst int) *crowd {
+	t.Helper()
+	l, _, _ := limiter(t, func(o *limits.Options) { o.HubRequestsPerSecond, o.HubRequestBurst = perSecond/2, burst })
+	c := &crowd{limiter: l}
+	c.ask = hubOf(perSecond, burst, func(ctx context.Context) {
+		identity, _ := ctx.Value(identityKey{}).(string)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.served = append(c.served, identity)
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	t.Cleanup(cancel)
+	for i := range callers {
+		for range l.HubCallsAtOnce {
+			as := c.as(t, ctx, strconv.Itoa(i))
+			go func() {
+				for as.Err() == nil {
+					_ = c.ask(as, "machines") // it ends with the context
+				}
+			}()
+		}
+	}
+	synctest.Wait()
+	return c
+}
+
+func (c *crowd) as(t *testing.T, ctx context.Context, identity string) context.Context { //nolint:revive // t is first in this repository
+	t.Helper()
+	return limits.NewContext(context.WithValue(ctx, identityKey{}, identity), begin(t, c.limiter, identity, false))
+}
+
+func (c *crowd) order() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.served)
+}
+
+// Whatever 16 callers request, a request of another one waits for one of each at most.
+func TestCallersTakeTurnsWithTheirRequestsToTheHub(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const callers = 16
+		c := newCrowd(t, callers, 20, 20)
+		burst := len(c.order())
+		for range 3 {
+			time.Sleep(5 * time.Second) //nolint:forbidigo // the time of the bubble
+			synctest.Wait()
+			before := len(c.order())
+			require.ErrorIs(t, c.ask(c.as(t, t.Context(), "quiet"), "machines"), http.ErrServerClosed)
+			ahead := c.order()[before:]
+			require.LessOrEqual(t, slices.Index(ahead, "quiet"), callers, ahead)
+		}
+		each := map[string]int{}
+		for _, identity := range c.order()[burst:] {
+			each[identity]++
+		}
+		for i := range callers {
+			assert.InDelta(t, each["0"], each[strconv.Itoa(i)], 1, "each gets as much as the others")
+		}
+	})
+}
+
+// All callers together make half of the requests that the agent may make, on average and at once, so
+// that the other half is left to the agent itself.
+func TestTheAgentsOwnRequestsDoNotWaitForThoseOfCallers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const seconds = 30
+		c := newCrowd(t, 16, 20, 20)
+		require.Len(t, c.order(), 10, "the burst of all callers")
+		start := time.Now()
+		for range 10 {
+			require.ErrorIs(t, c.ask(t.Context(), "machines"), http.ErrServerClosed)
+		}
+		require.Zero(t, time.Since(start), "the burst of the agent itself")
+		for time.Since(start) < seconds*time.Second {
+			time.Sleep(time.Second / 10) //nolint:forbidigo // the time of the bubble
+			began := time.Now()
+			require.ErrorIs(t, c.ask(t.Context(), "machines"), http.ErrServerClosed)
+			require.Less(t, time.Since(began), time.Millisecond)
+		}
+		callers := len(slices.DeleteFunc(c.order(), func(identity string) bool { return identity == "" }))
+		require.InDelta(t, 10+10*seconds, callers, 2)
+	})
+}
+
+// The agent's own rate is that of the callers and of itself together.
+func TestAllRequestsOfAKindKeepToTheAgentsRate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCrowd(t, 16, 20, 20)
+		start := time.Now()
+		for range 310 {
+			require.ErrorIs(t, c.ask(t.Context(), "machines"), http.ErrServerClosed)
+		}
+		require.InDelta(t, 30, time.Since(start).Seconds(), 1)
+		require.InDelta(t, 20+20*30, len(c.order()), 20)
+
+		require.ErrorIs(t, c.ask(c.as(t, t.Context(), "quiet"), "machinesets"), http.ErrServerClosed)
+		start = time.Now()
+		for range 10 {
+			require.ErrorIs(t, c.ask(t.Context(), "machinesets"), http.ErrServerClosed)
+		}
+		require.Zero(t, time.Since(start), "requests for another kind do not wait")
+	})
+}
+
+// Otherwise it would wait for its deadline, only to fail then.
+func TestARequestThatCannotBeSentBeforeItsDeadlineFailsAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ask := hubOf(1, 1, func(context.Context) {})
+		require.ErrorIs(t, ask(t.Context(), "machines"), http.ErrServerClosed)
+		within, cancel := context.WithTimeout(t.Context(), time.Second/2)
+		defer cancel()
+		require.ErrorContains(t, ask(within, "machines"), "would exceed context deadline")
+		require.NoError(t, within.Err())
+	})
+}
+
+func TestACallThatEndsTakesNoTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCrowd(t, 1, 2, 2)
+		ctx, cancel := context.WithTimeout(c.as(t, t.Context(), "hasty"), time.Second/2)
+		defer cancel()
+		require.ErrorIs(t, c.ask(ctx, "machines"), context.DeadlineExceeded)
+		before := len(c.order())
+		time.Sleep(10 * time.Second) //nolint:forbidigo // the time of the bubble
+		synctest.Wait()
+		require.Len(t, c.order(), before+10)
+		require.NotContains(t, c.order(), "hasty")
+	})
 }
 
 func TestACallKnowsWhatItCostTheHub(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
-	transport := limits.Transport(roundTrips(func(*http.Request) (*http.Response, error) { return nil, http.ErrServerClosed }))
+	ask := hubOf(1000, 1000, func(context.Context) {})
 	call, other := begin(t, l, "a", false), begin(t, l, "a", false)
 	for range 3 {
-		request, err := http.NewRequestWithContext(limits.NewContext(t.Context(), call), http.MethodGet, "https://hub", nil)
-		require.NoError(t, err)
-		_, err = transport.RoundTrip(request) //nolint:bodyclose // there is no response
-		require.ErrorIs(t, err, http.ErrServerClosed)
+		require.ErrorIs(t, ask(limits.NewContext(t.Context(), call), "machines"), http.ErrServerClosed)
 	}
 	require.Equal(t, int64(3), call.HubRequests())
 	require.Zero(t, other.HubRequests())

@@ -100,6 +100,10 @@ type Options struct {
 	// MaxClaimBytesPerCluster is how many bytes of the hub's etcd the claims of a Cluster may take
 	// up, including ended ones. 0 means no limit.
 	MaxClaimBytesPerCluster resource.QuantityValue
+	// MaxAllEndedClaims and MaxAllClaimBytes are how many ended claims, and how many bytes of claims,
+	// all Clusters together may store in the hub. 0 means no limit.
+	MaxAllEndedClaims int
+	MaxAllClaimBytes  resource.QuantityValue
 	// MaxCreationsPerMinute is how many claims may be created in a node group within a minute.
 	// MaxReleasesPerWindow is how many claims with a Machine may be released in a Cluster within
 	// ReleaseWindow. 0 means no limit.
@@ -167,6 +171,8 @@ func New() *Options {
 		MaxClaimsPerCluster:      20000,
 		MaxEndedClaimsPerCluster: 10000,
 		MaxClaimBytesPerCluster:  resource.QuantityValue{Quantity: resource.MustParse("256Mi")},
+		MaxAllEndedClaims:        40000,
+		MaxAllClaimBytes:         resource.QuantityValue{Quantity: resource.MustParse("512Mi")},
 		ReleaseWindow:            10 * time.Minute,
 
 		CollectGracePeriod:        30 * time.Second,
@@ -259,6 +265,12 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.Var(&o.MaxClaimBytesPerCluster, "max-claim-bytes-per-cluster",
 		"Maximum number of bytes, for example 256Mi, that the claims of one Cluster take up in the hub's etcd, including ended ones. Beyond it, further "+
 			"claims and releases of unknown claims are refused. 0 disables the limit.")
+	flags.IntVar(&o.MaxAllEndedClaims, "max-all-ended-claims", o.MaxAllEndedClaims,
+		"Maximum number of tombstones of all Clusters together. Close to it, tombstones older than an hour of the Clusters with the most are deleted "+
+			"early. A Cluster with at least as many as are left gets no more, except for 500. 0 disables the limit.")
+	flags.Var(&o.MaxAllClaimBytes, "max-all-claim-bytes",
+		"Maximum number of bytes, for example 512Mi, that the claims of all Clusters together take up in the hub's etcd, including ended ones. A Cluster "+
+			"with at least as many as are left gets no more, except for 4Mi. 0 disables the limit.")
 	flags.IntVar(&o.MaxCreationsPerMinute, "max-creations-per-minute", o.MaxCreationsPerMinute,
 		"Maximum number of claims that may be created in one node group within a minute. Further claims are refused until the minute has "+
 			"passed. 0 disables the limit.")
@@ -460,13 +472,18 @@ func (o *Options) Validate() error {
 	for flag, limit := range map[string]int{
 		"max-claims-per-cluster": o.MaxClaimsPerCluster, "max-ended-claims-per-cluster": o.MaxEndedClaimsPerCluster,
 		"max-creations-per-minute": o.MaxCreationsPerMinute, "max-releases-per-window": o.MaxReleasesPerWindow,
+		"max-all-ended-claims": o.MaxAllEndedClaims,
 	} {
 		if limit < 0 {
 			wrong(flag, "%d is below 0; write 0 for no limit", limit)
 		}
 	}
-	if o.MaxClaimBytesPerCluster.Sign() < 0 {
-		wrong("max-claim-bytes-per-cluster", "%s is below 0; write 0 for no limit", o.MaxClaimBytesPerCluster.String())
+	for flag, limit := range map[string]*resource.QuantityValue{
+		"max-claim-bytes-per-cluster": &o.MaxClaimBytesPerCluster, "max-all-claim-bytes": &o.MaxAllClaimBytes,
+	} {
+		if limit.Sign() < 0 {
+			wrong(flag, "%s is below 0; write 0 for no limit", limit.String())
+		}
 	}
 	if o.ReleaseWindow <= 0 || o.MaxReleasesPerWindow > 0 && o.ReleaseWindow > o.TombstoneRetention {
 		wrong("release-window", "%s is not above 0 and at most --tombstone-retention %s: releases are counted by the claims that are remembered",

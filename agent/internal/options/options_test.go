@@ -52,6 +52,8 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"fewer claims than none":         {func(o *options.Options) { o.MaxClaimsPerCluster = -1 }, "--max-claims-per-cluster"},
 		"less storage than none":         {func(o *options.Options) { o.MaxClaimBytesPerCluster.Neg() }, "--max-claim-bytes-per-cluster"},
 		"fewer ended claims":             {func(o *options.Options) { o.MaxEndedClaimsPerCluster = -1 }, "--max-ended-claims-per-cluster"},
+		"fewer ended claims of all":      {func(o *options.Options) { o.MaxAllEndedClaims = -1 }, "--max-all-ended-claims"},
+		"less storage of all than none":  {func(o *options.Options) { o.MaxAllClaimBytes.Neg() }, "--max-all-claim-bytes"},
 		"no heartbeat":                   {func(o *options.Options) { o.HeartbeatInterval = 0 }, "--heartbeat-interval"},
 		"no buffer":                      {func(o *options.Options) { o.WatchBuffer = 0 }, "--watch-buffer"},
 		"policy":                         {func(o *options.Options) { o.Policy = "policy" }, "--policy: \"policy\" is not <namespace>/<name>"},

@@ -1,5 +1,6 @@
-// Package storage limits how many bytes of the hub's etcd the claims of one Cluster take up, ended
-// ones included. The numbers of claims have limits of their own, in package claims.
+// Package storage limits how many bytes of the hub's etcd claims take up, ended ones included: those of
+// one Cluster, and those of all Clusters together. It also limits how many ended claims all Clusters
+// have together. The numbers of one Cluster's claims have limits of their own, in package claims.
 package storage
 
 import (
@@ -22,6 +23,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 )
 
 const (
@@ -31,13 +33,28 @@ const (
 	// retryAfter is when a caller should try again. Ended claims that have been kept for
 	// --tombstone-retention may be deleted by then.
 	retryAfter = time.Minute
+	// assuredEnded and assuredBytes are what every Cluster may have, whatever others have. The bytes
+	// suffice for so many claims of 8 KiB, and a usual one takes up 3.2 KB.
+	assuredEnded, assuredBytes = 500, 4 << 20
 )
 
-// Budget knows how many bytes the claims of each Cluster take up, and the limit. It measures each
-// claim on its way into the cache, because the cache does not keep all of it. Its methods may be
-// called concurrently.
+// Limits are the limits of a [Budget]. 0 means no limit.
+type Limits struct {
+	// Bytes is how many bytes the claims of one Cluster may take up.
+	Bytes int64
+	// AllBytes is how many bytes the claims of all Clusters together may take up, and AllEnded how many
+	// ended claims they may have. The Clusters with the most are the first to get no more.
+	AllBytes int64
+	AllEnded int
+}
+
+// Budget knows how many bytes the claims of each Cluster take up, how many of them have ended, and the
+// limits. It measures each claim on its way into the cache, because the cache does not keep all of it.
+// Its methods may be called concurrently.
 type Budget struct {
-	limit int64 // 0 means none
+	limit    int64 // of one Cluster; 0 means none
+	allBytes limits.Sum[int64]
+	allEnded limits.Sum[int]
 	// These are set by Follow.
 	clusters client.Reader
 	recorder events.EventRecorder
@@ -48,13 +65,28 @@ type Budget struct {
 	// stored are the claims in the cache.
 	stored   map[types.UID]entry
 	accounts map[types.NamespacedName]*account
+	all      usage
 }
 
-// measurement is the size of one version of a claim.
+// measurement is what one version of a claim takes up.
 type measurement struct {
 	version string
-	bytes   int64
+	usage
 }
+
+// usage is what claims take up.
+type usage struct {
+	claims, ended int
+	bytes         int64
+}
+
+func (u *usage) add(more usage) {
+	u.claims += more.claims
+	u.ended += more.ended
+	u.bytes += more.bytes
+}
+
+func (u *usage) subtract(less usage) { u.add(usage{-less.claims, -less.ended, -less.bytes}) }
 
 type entry struct {
 	of *account
@@ -63,16 +95,21 @@ type entry struct {
 
 // account is what the budget knows about a Cluster that has claims.
 type account struct {
+	usage
+
 	cluster       types.NamespacedName
-	claims        int
-	bytes         int64
 	timesExceeded uint64
 }
 
-// New returns a budget of so many bytes for each Cluster; 0 means no limit. [Budget.Measure] and
-// [Budget.Follow] must be used before the cache starts.
-func New(limit int64) *Budget {
-	return &Budget{limit: limit, measured: map[types.UID]measurement{}, stored: map[types.UID]entry{}, accounts: map[types.NamespacedName]*account{}}
+// New returns a budget with these limits. [Budget.Measure] and [Budget.Follow] must be used before the
+// cache starts.
+func New(l Limits) *Budget {
+	return &Budget{
+		limit:    l.Bytes,
+		allBytes: limits.Sum[int64]{Limit: l.AllBytes, Assured: assuredBytes},
+		allEnded: limits.Sum[int]{Limit: l.AllEnded, Assured: assuredEnded},
+		measured: map[types.UID]measurement{}, stored: map[types.UID]entry{}, accounts: map[types.NamespacedName]*account{},
+	}
 }
 
 // Measure returns a transform that measures claims before the given one changes them.
@@ -95,7 +132,11 @@ func (b *Budget) measure(claim *v1alpha1.MachineClaim) {
 		last, known = b.stored[claim.UID].measurement, b.stored[claim.UID].of != nil
 	}
 	if !known || last.version != claim.ResourceVersion {
-		b.measured[claim.UID] = measurement{claim.ResourceVersion, Size(claim)}
+		takes := usage{claims: 1, bytes: Size(claim)}
+		if claim.CurrentPhase() == v1alpha1.PhaseEnded {
+			takes.ended = 1
+		}
+		b.measured[claim.UID] = measurement{claim.ResourceVersion, takes}
 	}
 }
 
@@ -147,8 +188,8 @@ func (b *Budget) see(object any) {
 		of = &account{cluster: cluster}
 		b.accounts[cluster] = of
 	}
-	of.claims++
-	of.bytes += last.bytes
+	of.add(last.usage)
+	b.all.add(last.usage)
 	b.stored[claim.UID] = entry{of, last}
 }
 
@@ -186,8 +227,8 @@ func (b *Budget) drop(claim types.UID) *account {
 		return nil
 	}
 	delete(b.stored, claim)
-	known.of.claims--
-	known.of.bytes -= known.bytes
+	known.of.subtract(known.usage)
+	b.all.subtract(known.usage)
 	return known.of
 }
 
@@ -195,39 +236,88 @@ func (b *Budget) drop(claim types.UID) *account {
 func (b *Budget) Used(cluster types.NamespacedName) int64 {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	return b.of(cluster).bytes
+}
+
+// of returns what the claims of a Cluster take up. b.mu must be held.
+func (b *Budget) of(cluster types.NamespacedName) usage {
 	if of := b.accounts[cluster]; of != nil {
-		return of.bytes
+		return of.usage
 	}
-	return 0
+	return usage{}
+}
+
+// Crowded reports whether ended claims of a Cluster have to go early, because it has nearly as many as
+// the limit of all Clusters leaves to it.
+func (b *Budget) Crowded(cluster types.NamespacedName) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.allEnded.Near(b.of(cluster).ended, b.all.ended)
 }
 
 // Room returns a [*claims.TooManyError] if a call would make a further claim, or a tombstone, of a
-// Cluster that has used up its limit. Calls for a claim that exists pass, as does any call if find
-// fails. find is [claims.Engine.Get], and is called only if the limit is used up.
+// Cluster that has used up a limit. Calls for a claim that exists pass, as does any call if find
+// fails. find is [claims.Engine.Get], and is called only if a limit is used up.
 func (b *Budget) Room(ctx context.Context, key claims.Key, find func(context.Context, claims.Key) (*v1alpha1.MachineClaim, error)) error {
 	cluster := types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}
-	used := b.Used(cluster)
-	if b.limit == 0 || used < b.limit {
+	full := b.full(cluster)
+	if full == nil {
 		return nil
 	}
 	if _, err := find(ctx, key); !errors.Is(err, claims.ErrNotFound) {
 		return nil
 	}
-	b.mu.Lock()
-	if of := b.accounts[cluster]; of != nil {
-		of.timesExceeded++
-	}
-	b.mu.Unlock()
-	full := &claims.TooManyError{
-		Bound: claims.Bound("bytes"), RetryAfter: retryAfter,
-		Message: fmt.Sprintf("the claims of the Cluster take up %s of the hub's etcd, and its limit is %s (--max-claim-bytes-per-cluster); "+
-			"ended claims are deleted after --tombstone-retention", quantity(used), quantity(b.limit)),
-	}
+	b.count(cluster, full.Bound)
 	var object clusterv1.Cluster
 	if err := b.clusters.Get(ctx, cluster, &object); err == nil && b.recorder != nil {
 		b.recorder.Eventf(&object, nil, corev1.EventTypeWarning, "LimitReached", "Limit", "%s", full.Message)
 	}
 	return full
+}
+
+// full returns which limit a Cluster has used up; nil if none. A message about what all Clusters have
+// contains no numbers: a caller could compute from them what others have.
+func (b *Budget) full(cluster types.NamespacedName) *claims.TooManyError {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	has := b.of(cluster)
+	switch {
+	case b.limit > 0 && has.bytes >= b.limit:
+		return &claims.TooManyError{
+			Bound: boundBytes, RetryAfter: retryAfter,
+			Message: fmt.Sprintf("the claims of the Cluster take up %s of the hub's etcd, and its limit is %s (--max-claim-bytes-per-cluster); "+
+				"ended claims are deleted after --tombstone-retention", quantity(has.bytes), quantity(b.limit)),
+		}
+	case b.allEnded.Full(has.ended, b.all.ended):
+		return &claims.TooManyError{
+			Bound: claims.BoundAllEnded, RetryAfter: retryAfter,
+			Message: "the Cluster has as many tombstones as the limit of all Clusters leaves to it (--max-all-ended-claims); " +
+				"they are deleted an hour after their claims ended",
+		}
+	case b.allBytes.Full(has.bytes, b.all.bytes):
+		return &claims.TooManyError{
+			Bound: claims.BoundAllBytes, RetryAfter: retryAfter,
+			Message: "the claims of the Cluster take up as much of the hub's etcd as the limit of all Clusters leaves to it " +
+				"(--max-all-claim-bytes); ended claims are deleted after --tombstone-retention",
+		}
+	}
+	return nil
+}
+
+// boundBytes is the bound of one Cluster's bytes.
+const boundBytes claims.Bound = "bytes"
+
+// count counts a refusal.
+func (b *Budget) count(cluster types.NamespacedName, bound claims.Bound) {
+	if bound != boundBytes {
+		claims.CountRefused(cluster, bound)
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if of := b.accounts[cluster]; of != nil {
+		of.timesExceeded++
+	}
 }
 
 // quantity returns a number of bytes as text, in whole mebibytes if there are any.
@@ -247,6 +337,13 @@ var (
 		"Bytes that the claims of each Cluster may take up (--max-claim-bytes-per-cluster). Absent if there is no limit.", nil, nil)
 	refusedDescription = prometheus.NewDesc("capi_agent_claim_bytes_refused_total",
 		"Claims, and releases of unknown claims, that were refused because the claims of the Cluster take up too many bytes.", labels, nil)
+	allEndedDescription = prometheus.NewDesc("capi_agent_all_ended_claims", "Ended claims of all Clusters together.", nil, nil)
+	allEndedLimit       = prometheus.NewDesc("capi_agent_all_ended_claims_limit",
+		"Ended claims that all Clusters together may have (--max-all-ended-claims). Absent if there is no limit.", nil, nil)
+	allBytesDescription = prometheus.NewDesc("capi_agent_all_claim_bytes",
+		"Bytes that the claims of all Clusters together take up in the hub's etcd, including ended ones. Approximate.", nil, nil)
+	allBytesLimit = prometheus.NewDesc("capi_agent_all_claim_bytes_limit",
+		"Bytes that the claims of all Clusters together may take up (--max-all-claim-bytes). Absent if there is no limit.", nil, nil)
 )
 
 // Collector returns the metrics of the Clusters that have claims.
@@ -256,18 +353,29 @@ type collector struct{ *Budget }
 
 // Describe implements [prometheus.Collector].
 func (collector) Describe(descriptions chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{usedDescription, limitDescription, refusedDescription} {
+	for _, d := range []*prometheus.Desc{
+		usedDescription, limitDescription, refusedDescription, allEndedDescription, allEndedLimit, allBytesDescription, allBytesLimit,
+	} {
 		descriptions <- d
 	}
 }
 
 // Collect implements [prometheus.Collector].
 func (c collector) Collect(metrics chan<- prometheus.Metric) {
-	if c.limit > 0 {
-		metrics <- prometheus.MustNewConstMetric(limitDescription, prometheus.GaugeValue, float64(c.limit))
+	gauge := func(d *prometheus.Desc, value float64) {
+		metrics <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value)
+	}
+	for description, limit := range map[*prometheus.Desc]int64{
+		limitDescription: c.limit, allBytesLimit: c.allBytes.Limit, allEndedLimit: int64(c.allEnded.Limit),
+	} {
+		if limit > 0 {
+			gauge(description, float64(limit))
+		}
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	gauge(allEndedDescription, float64(c.all.ended))
+	gauge(allBytesDescription, float64(c.all.bytes))
 	for cluster, of := range c.accounts {
 		metrics <- prometheus.MustNewConstMetric(usedDescription, prometheus.GaugeValue, float64(of.bytes), cluster.Namespace, cluster.Name)
 		metrics <- prometheus.MustNewConstMetric(refusedDescription, prometheus.CounterValue, float64(of.timesExceeded), cluster.Namespace, cluster.Name)

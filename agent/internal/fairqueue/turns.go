@@ -1,0 +1,60 @@
+package fairqueue
+
+import "slices"
+
+// Turns are items that wait, each for its owner. Owners with waiting items take turns, however many
+// items each of them has. The items of one owner are handed out in the order of their arrival. The
+// zero value has none. It is not safe for concurrent use.
+type Turns[O, I comparable] struct {
+	// waiting has the items of each owner that has any, in order.
+	waiting map[O][]I
+	// next has the keys of waiting, in the order of their turns.
+	next []O
+	len  int
+}
+
+// Push adds an item. An owner without other items comes after all that have some.
+func (t *Turns[O, I]) Push(owner O, item I) {
+	if len(t.waiting[owner]) == 0 {
+		t.next = append(t.next, owner)
+	}
+	if t.waiting == nil {
+		t.waiting = map[O][]I{}
+	}
+	t.waiting[owner] = append(t.waiting[owner], item)
+	t.len++
+}
+
+// Len returns how many items wait.
+func (t *Turns[O, I]) Len() int { return t.len }
+
+// Pop removes the item whose turn it is, and returns it. There must be one.
+func (t *Turns[O, I]) Pop() I {
+	owner := t.next[0]
+	t.next = t.next[1:]
+	item := t.waiting[owner][0]
+	if rest := t.waiting[owner][1:]; len(rest) > 0 {
+		t.waiting[owner] = rest
+		t.next = append(t.next, owner)
+	} else {
+		delete(t.waiting, owner)
+	}
+	t.len--
+	return item
+}
+
+// Remove removes an item that waits no more. An item that is not waiting is ignored.
+func (t *Turns[O, I]) Remove(owner O, item I) {
+	at := slices.Index(t.waiting[owner], item)
+	if at < 0 {
+		return
+	}
+	if rest := slices.Delete(t.waiting[owner], at, at+1); len(rest) > 0 {
+		t.waiting[owner] = rest
+	} else {
+		delete(t.waiting, owner)
+		turn := slices.Index(t.next, owner)
+		t.next = slices.Delete(t.next, turn, turn+1)
+	}
+	t.len--
+}
