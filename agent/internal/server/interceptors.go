@@ -52,6 +52,7 @@ func (s *Server) after(validator *validation.Validator) grpc.UnaryServerIntercep
 
 func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInterceptor {
 	return []grpc.StreamServerInterceptor{
+		boundMessages,
 		s.metrics.StreamServerInterceptor(),
 		recovery.StreamServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
 		s.identifyStream,
@@ -190,12 +191,14 @@ func compressed(ctx context.Context) bool {
 	return !ok || stream.RecvCompress() != "" && stream.RecvCompress() != encoding.Identity
 }
 
+var errCompressed = grpcstatus.Error(codes.Unimplemented, "this agent serves calls without compression only (grpc-encoding: identity)")
+
 // admit rejects calls with compression, callers that may not call the method for any Cluster, and all
 // callers during shutdown.
 func (s *Server) admit(ctx context.Context, method string) error {
 	if compressed(ctx) {
 		s.limits.Denied(limitedAs(callerOf(ctx), handshakeOf(ctx)))
-		return grpcstatus.Error(codes.Unimplemented, "this agent serves calls without compression only (grpc-encoding: identity)")
+		return errCompressed
 	}
 	rule, known := authz.Methods[method]
 	if !known {

@@ -18,12 +18,15 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/encoding/gzip"
 	"google.golang.org/grpc/grpclog"
+	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/reflection/grpc_reflection_v1"
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -116,14 +119,34 @@ func TestMessagesAreBoundedByMethod(t *testing.T) {
 		{agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4 * mebibyte, codes.InvalidArgument},
 		{agentv1alpha1.ClaimService_CreateClaim_FullMethodName, mebibyte/4 + 1, codes.ResourceExhausted},
 		{agentv1alpha1.ClaimService_CreateClaim_FullMethodName, mebibyte / 4, codes.InvalidArgument},
-		{agentv1alpha1.StatusService_GetStatus_FullMethodName, mebibyte/4 + 1, codes.ResourceExhausted},
-		{"/grpc.health.v1.Health/Check", mebibyte/4 + 1, codes.ResourceExhausted},
+		{agentv1alpha1.StatusService_GetStatus_FullMethodName, 4<<10 + 1, codes.ResourceExhausted},
+		{agentv1alpha1.StatusService_GetStatus_FullMethodName, 4 << 10, codes.OK},
+		{"/grpc.health.v1.Health/Check", 4<<10 + 1, codes.ResourceExhausted},
+		{"/grpc.health.v1.Health/Check", 4 << 10, codes.OK},
 	} {
 		// A single unknown field fills the message.
 		filled := protowire.AppendTag(nil, 1000, protowire.BytesType)
 		filled = protowire.AppendBytes(filled, make([]byte, c.size-len(filled)-protowire.SizeVarint(uint64(c.size))))
 		filled = append(filled, make([]byte, c.size-len(filled))...)
 		require.Equal(t, c.code, grpcstatus.Code(f.send(conn, c.method, filled)), "%s with %d bytes", c.method, c.size)
+	}
+}
+
+// What a call announces is all that the agent has to see of a request that is too large.
+func TestARequestIsRefusedByTheSizeThatItAnnounces(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.RequestTimeout = time.Hour }))
+	p := f.rawPeer()
+	for method, most := range map[string]int{
+		agentv1alpha1.ClaimService_SyncClaims_FullMethodName:                    4 * mebibyte,
+		agentv1alpha1.ClaimService_CreateClaim_FullMethodName:                   mebibyte / 4,
+		agentv1alpha1.ClaimService_WatchClaims_FullMethodName:                   mebibyte / 4,
+		agentv1alpha1.StatusService_GetStatus_FullMethodName:                    4 << 10,
+		grpc_health_v1.Health_Check_FullMethodName:                              4 << 10,
+		grpc_health_v1.Health_Watch_FullMethodName:                              4 << 10,
+		grpc_reflection_v1.ServerReflection_ServerReflectionInfo_FullMethodName: 4 << 10,
+	} {
+		p.announce(method, most+1)
+		require.Equal(t, "8", p.status(), "RESOURCE_EXHAUSTED: %s", method)
 	}
 }
 

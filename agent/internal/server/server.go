@@ -197,7 +197,6 @@ func New(c Config) (*Server, error) {
 		}
 	}
 	s.options = []grpc.ServerOption{
-		grpc.MaxRecvMsgSize(maxMessageBytes),
 		grpc.MaxSendMsgSize(maxAnswerBytes),
 		grpc.MaxHeaderListSize(maxHeaderBytes),
 		grpc.StaticStreamWindowSize(streamWindow),
