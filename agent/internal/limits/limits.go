@@ -63,9 +63,9 @@ func Defaults() Options {
 const (
 	// BytesPerCall is how many bytes of a request count as one call.
 	BytesPerCall = 16 << 10
-	// readsOfCaller and readsInAll are how many requests are read at once, of one caller and in
-	// total. Each may be 4 MiB in size. Further requests wait.
-	readsOfCaller, readsInAll = 8, 32
+	// readsOfCaller is how many requests of a caller are read at once. Further requests wait. Their
+	// caller determines how long they take to arrive, so no other caller waits for them.
+	readsOfCaller = 8
 	// largeOfCaller is how many large requests of a caller are read and handled at once. largeInAll
 	// is how many large requests other than SyncClaims are decoded at once, in total. Little of them
 	// is kept. Further requests wait.
@@ -172,7 +172,7 @@ type Limiter struct {
 	Options
 	clock           clock.PassiveClock
 	refused, slowed *prometheus.CounterVec
-	reads, large    *semaphore.Weighted
+	large           *semaphore.Weighted
 	// decoded counts bytes.
 	lists, syncs, decoded shared
 	unknown               *handshakes
@@ -213,7 +213,7 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 	}, []string{"turn"})
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{}, forgetFrom: enough,
-		reads: semaphore.NewWeighted(readsInAll), large: semaphore.NewWeighted(largeInAll),
+		large:   semaphore.NewWeighted(largeInAll),
 		lists:   shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
 		syncs:   shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
 		decoded: shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
@@ -477,8 +477,8 @@ func (l *Limiter) forget(now time.Time) {
 }
 
 // Read waits until the call's request may be read, and returns a function to call once it has been
-// read. A caller has one large request at a time, until the call ends. The error is that of the
-// context.
+// read. It waits for the caller's other calls only. A caller has one large request at a time, until
+// the call ends. The error is that of the context.
 func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	if large {
 		if err := c.keep(ctx, c.caller.large); err != nil {
@@ -488,14 +488,7 @@ func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	if err := c.caller.reads.Acquire(ctx, 1); err != nil {
 		return nil, err
 	}
-	if err := c.limiter.reads.Acquire(ctx, 1); err != nil {
-		c.caller.reads.Release(1)
-		return nil, err
-	}
-	return func() {
-		c.limiter.reads.Release(1)
-		c.caller.reads.Release(1)
-	}, nil
+	return func() { c.caller.reads.Release(1) }, nil
 }
 
 // Decode waits until a large request other than SyncClaims, which has been read, may be decoded. It

@@ -575,14 +575,21 @@ func TestRequestsOfOneCallerAreCheckedOneAtATime(t *testing.T) {
 
 // The caller determines how long a request takes to arrive, and the hub how long it takes to be
 // handled.
-func TestLargeRequestsThatArriveOrAreHandledKeepNoOtherCallerWaiting(t *testing.T) {
+func TestRequestsThatArriveOrAreHandledKeepNoOtherCallerWaiting(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 	defer cancel()
-	for _, identity := range []string{"a", "b", "c", "d"} {
-		_, err := begin(t, l, identity, false).Read(ctx, true)
-		require.NoError(t, err, "the request of %s", identity)
+	for i := range 40 {
+		identity := strconv.Itoa(i)
+		for read := range 8 {
+			_, err := begin(t, l, identity, false).Read(ctx, read == 0)
+			require.NoError(t, err, "request %d of %s", read, identity)
+		}
 	}
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := begin(t, l, "0", false).Read(over, false)
+	require.ErrorIs(t, err, context.Canceled, "of one caller, eight are read at once")
 }
 
 func TestThreeLargeRequestsAreDecodedAtATime(t *testing.T) {
