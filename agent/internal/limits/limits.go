@@ -80,9 +80,9 @@ const (
 	// wait.
 	checksOfCaller = 1
 	// bytesOfCaller and bytesInAll bound the total size of the requests that are being handled, of
-	// one caller and in total. Requests of up to smallRequest bytes do not count for the total, so
-	// that the large requests of some callers, which may wait for the hub, keep no other caller from
-	// creating and releasing claims. CallsAtOnce bounds their number.
+	// one caller and in total; see [mayGrow]. Requests of up to smallRequest bytes do not count for
+	// the total, so that the large requests of some callers, which may wait for the hub, keep no other
+	// caller from creating and releasing claims. CallsAtOnce bounds their number.
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
 	smallRequest              = 4 << 10
 	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read.
@@ -90,10 +90,10 @@ const (
 	// than are left of unreadInAll; beyond unreadInAll the lists of all callers are. Calls that were
 	// admitted earlier may exceed the limits, by two lists for each caller.
 	UnreadOfCaller, unreadInAll = 32 << 20, 128 << 20
-	// assuredConnections, assuredCalls, assuredWatches and assuredUnread are what every caller may
-	// have, whatever others have. A shim has one connection, and another one while its certificate
-	// is replaced, and three streams.
-	assuredConnections, assuredCalls, assuredWatches, assuredUnread = 4, 8, 8, 1 << 20
+	// assuredConnections, assuredCalls, assuredWatches, assuredBytes and assuredUnread are what every
+	// caller may have, whatever others have. A shim has one connection, and another one while its
+	// certificate is replaced, and three streams. The largest request has 4 MiB.
+	assuredConnections, assuredCalls, assuredWatches, assuredBytes, assuredUnread = 4, 8, 8, 4 << 20, 1 << 20
 	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
 	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
@@ -200,6 +200,7 @@ type caller struct {
 	calls, watches                       int
 	connections                          int
 	bytes, unread                        int64
+	bytesOfAll                           int64 // those of bytes that count for all callers
 	reads, large, lists, hubLists, atHub *semaphore.Weighted
 	checks                               *semaphore.Weighted
 }
@@ -270,9 +271,9 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 		return nil, l.refuse(c, method, ReasonCalls, time.Second, "this identity has reached its limit of %d open calls", c.calls)
 	case watch && c.watches >= l.WatchesAtOnce:
 		return nil, l.refuse(c, method, ReasonWatches, 5*time.Second, "this identity has reached its limit of %d open streams", c.watches)
-	case !watch && !mayGrow(c.calls, assuredCalls, l.AllCallsAtOnce-l.calls):
+	case !watch && !mayGrow(c.calls, 1, assuredCalls, l.AllCallsAtOnce-l.calls):
 		return nil, l.refuse(c, method, ReasonAllCalls, time.Second, allTogether, "calls", l.calls, l.AllCallsAtOnce, c.calls)
-	case watch && !mayGrow(c.watches, assuredWatches, l.AllWatchesAtOnce-l.watches):
+	case watch && !mayGrow(c.watches, 1, assuredWatches, l.AllWatchesAtOnce-l.watches):
 		return nil, l.refuse(c, method, ReasonAllWatches, 5*time.Second, allTogether, "streams", l.watches, l.AllWatchesAtOnce, c.watches)
 	}
 	tokens := 1
@@ -295,12 +296,16 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	return &Call{limiter: l, caller: c, method: method, watch: watch}, nil
 }
 
-// mayGrow reports whether a caller that has own of something may have one more of it, if every caller
-// is assured of some, and others can be left for all. Alone, a caller gets half of all. The more
-// callers take as much as they can, the fewer each of them gets, and the one with the most is the
-// first to get no more. A caller that comes later thus finds some left, and the assured ones in any
-// case. They may come on top of the sum.
-func mayGrow[N int | int64](own, assured, left N) bool { return own < assured || own < left }
+// mayGrow reports whether a caller that has own of something may have more of it, if every caller is
+// assured of some, and others are left for all. It may take one while it has fewer than are left, or
+// than it is assured of, and several if it may take them one by one. Alone, a caller gets half of
+// all. The more callers take as much as they can, the fewer each of them gets, and the one with the
+// most is the first to get no more. A caller that comes later thus finds some left, and the assured
+// ones in any case. They may come on top of the sum.
+func mayGrow[N int | int64](own, more, assured, left N) bool {
+	before := more - 1 // what it has taken when it takes the last one
+	return own+before < assured || own+before < left-before
+}
 
 const allTogether = "all identities together have too many open %s: %d of %d, of which this identity has %d"
 
@@ -353,7 +358,7 @@ func (l *Limiter) Connect(identity string) (ended func(), err error) {
 	if c.connections >= ConnectionsOfCaller {
 		return nil, l.refuse(c, "", ReasonConnections, time.Second, "this identity has reached its limit of %d connections", c.connections)
 	}
-	if !mayGrow(c.connections, assuredConnections, l.AllConnections-l.connections) {
+	if !mayGrow(c.connections, 1, assuredConnections, l.AllConnections-l.connections) {
 		return nil, l.refuse(c, "", ReasonAllConnections, time.Second, allTogether, "connections", l.connections, l.AllConnections, c.connections)
 	}
 	c.connections++
@@ -380,7 +385,7 @@ func (l *Limiter) spend(c *caller, method string, tokens int) error {
 // leavesUnread reports whether a caller has left too much unread for another call or event. l.mu must
 // be held.
 func (l *Limiter) leavesUnread(c *caller) bool {
-	return c.unread >= UnreadOfCaller || !mayGrow(c.unread, assuredUnread, unreadInAll-l.unread)
+	return c.unread >= UnreadOfCaller || !mayGrow(c.unread, 1, assuredUnread, unreadInAll-l.unread)
 }
 
 func (l *Limiter) refuseUnread(c *caller, method string) error {
@@ -533,7 +538,8 @@ func (c *Call) keepShared(ctx context.Context, s shared, n int64) error {
 	return nil
 }
 
-// Hold counts the size of the request until the call ends. The error is a [*RefusedError].
+// Hold counts the size of a request until [Call.Free] or the end of the call. The error is a
+// [*RefusedError].
 func (c *Call) Hold(bytes int) error {
 	l := c.limiter
 	shared := int64(bytes)
@@ -542,7 +548,7 @@ func (c *Call) Hold(bytes int) error {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if c.caller.bytes+int64(bytes) > bytesOfCaller || shared > 0 && l.bytes+shared > bytesInAll {
+	if c.caller.bytes+int64(bytes) > bytesOfCaller || shared > 0 && !mayGrow(c.caller.bytesOfAll, shared, assuredBytes, bytesInAll-l.bytes) {
 		return l.refuse(c.caller, c.method, ReasonInFlight, time.Second, "requests of too many bytes are being handled")
 	}
 	if err := l.spend(c.caller, c.method, bytes/BytesPerCall); err != nil {
@@ -551,8 +557,25 @@ func (c *Call) Hold(bytes int) error {
 	c.held += int64(bytes)
 	c.heldOfAll += shared
 	c.caller.bytes += int64(bytes)
+	c.caller.bytesOfAll += shared
 	l.bytes += shared
 	return nil
+}
+
+// Free ends what [Call.Hold] counts, before the call ends. It is for streams: once a request of theirs
+// has been decoded, little of it is kept.
+func (c *Call) Free() {
+	c.limiter.mu.Lock()
+	defer c.limiter.mu.Unlock()
+	c.unhold()
+}
+
+// unhold ends what Hold counts. The limiter's mu must be held.
+func (c *Call) unhold() {
+	c.caller.bytes -= c.held
+	c.caller.bytesOfAll -= c.heldOfAll
+	c.limiter.bytes -= c.heldOfAll
+	c.held, c.heldOfAll = 0, 0
 }
 
 // AskHub waits until the call may query the hub's API server. It may do so until [Call.LeaveHub] or
@@ -659,8 +682,7 @@ func (c *Call) End() {
 	}
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
-	c.caller.bytes -= c.held
-	c.limiter.bytes -= c.heldOfAll
+	c.unhold()
 	if c.watch {
 		c.caller.watches--
 		c.limiter.watches--

@@ -312,30 +312,58 @@ func TestUnreadAnswersOfAllCallersAreBounded(t *testing.T) {
 	require.NoError(t, stream.Next())
 }
 
+// Several callers that hold as much as they can leave enough to every other one.
 func TestBytesInFlightAreBoundedForOneCallerAndForAll(t *testing.T) {
 	const mebibyte = 1 << 20
 	l, _, _ := limiter(t, func(*limits.Options) {})
-	var calls []*limits.Call
-	for _, identity := range []string{"a", "b", "c", "d"} {
-		for range 4 {
+	calls := map[string][]*limits.Call{}
+	// most holds as many mebibytes as possible, and returns their number.
+	most := func(identity string) int {
+		for {
 			call := begin(t, l, identity, false)
-			require.NoError(t, call.Hold(4*mebibyte))
-			calls = append(calls, call)
+			if err := call.Hold(mebibyte); err != nil {
+				requireRefused(t, err, limits.ReasonInFlight, time.Second)
+				call.End()
+				return len(calls[identity])
+			}
+			calls[identity] = append(calls[identity], call)
 		}
-		call := begin(t, l, identity, false)
-		requireRefused(t, call.Hold(1), limits.ReasonInFlight, time.Second)
-		call.End()
 	}
-	late := begin(t, l, "e", false)
-	requireRefused(t, late.Hold(4097), limits.ReasonInFlight, time.Second)
-	small := begin(t, l, "e", false)
-	require.NoError(t, small.Hold(4096), "large requests of others keep no claim from being made")
-	small.End()
-	calls[0].End()
-	calls[1].End()
-	require.NoError(t, late.Hold(4*mebibyte))
-	require.NoError(t, begin(t, l, "f", false).Hold(4*mebibyte), "what was small has not counted")
-	requireRefused(t, begin(t, l, "g", false).Hold(4097), limits.ReasonInFlight, time.Second)
+	for _, identity := range []string{"a", "b", "c"} {
+		require.Equal(t, 16, most(identity), "the limit of each")
+	}
+	require.Equal(t, 8, most("d"), "as many as are left")
+	for _, identity := range []string{"e", "f", "g"} {
+		largest := begin(t, l, identity, false)
+		require.NoError(t, largest.Hold(4*mebibyte), "what others have costs none its largest request")
+		requireRefused(t, begin(t, l, identity, false).Hold(4097), limits.ReasonInFlight, time.Second)
+		require.NoError(t, begin(t, l, identity, false).Hold(4096), "nor its claims")
+		largest.End()
+		require.NoError(t, begin(t, l, identity, false).Hold(4*mebibyte), "what has ended does not count, and what is small neither")
+	}
+	for _, identity := range []string{"a", "b"} {
+		for _, call := range calls[identity] {
+			call.End()
+		}
+	}
+	require.Greater(t, most("d"), 8)
+}
+
+// The request of a stream has been decoded long before the stream ends.
+func TestRequestsOfStreamsDoNotCountWhileTheStreamsAreOpen(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	for _, identity := range []string{"a", "b", "c", "d"} {
+		for range 64 {
+			watch := begin(t, l, identity, true)
+			require.NoError(t, watch.Hold(256<<10))
+			watch.Free()
+			require.NoError(t, watch.Hold(256<<10), "of the next one")
+			watch.Free()
+			watch.Free()
+		}
+		require.NoError(t, begin(t, l, identity, false).Hold(12<<20), "of the 16 MiB of each")
+	}
+	require.NoError(t, begin(t, l, "e", false).Hold(1<<20))
 }
 
 func TestAnswersCountUntilTheyAreGone(t *testing.T) {

@@ -275,6 +275,8 @@ type receivingStream struct {
 }
 
 func (s *receivingStream) RecvMsg(into any) error {
+	// A stream may stay open for hours after its request.
+	defer limits.FromContext(s.Context()).Free()
 	next := func(raw *body) error { return s.WrappedServerStream.RecvMsg(raw) }
 	return s.receiver.receive(s.Context(), s.method, next, into)
 }

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -25,8 +26,10 @@ import (
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -124,11 +127,44 @@ func TestMessagesAreBoundedByMethod(t *testing.T) {
 		{"/grpc.health.v1.Health/Check", 4<<10 + 1, codes.ResourceExhausted},
 		{"/grpc.health.v1.Health/Check", 4 << 10, codes.OK},
 	} {
-		// A single unknown field fills the message.
-		filled := protowire.AppendTag(nil, 1000, protowire.BytesType)
-		filled = protowire.AppendBytes(filled, make([]byte, c.size-len(filled)-protowire.SizeVarint(uint64(c.size))))
-		filled = append(filled, make([]byte, c.size-len(filled))...)
-		require.Equal(t, c.code, grpcstatus.Code(f.send(conn, c.method, filled)), "%s with %d bytes", c.method, c.size)
+		require.Equal(t, c.code, grpcstatus.Code(f.send(conn, c.method, padded(nil, c.size))), "%s with %d bytes", c.method, c.size)
+	}
+}
+
+// padded fills a request up to the size, with a single unknown field.
+func padded(request encoded, size int) encoded {
+	filled := protowire.AppendTag(slices.Clip(request), 1000, protowire.BytesType)
+	return protowire.AppendBytes(filled, make([]byte, size-len(filled)-protowire.SizeVarint(uint64(size))))
+}
+
+// The agent has forgotten all but a few bytes of it by then.
+func TestTheRequestOfAnOpenStreamDoesNotCount(t *testing.T) {
+	f := start(t, func(_ *fixture, c *server.Config) {
+		c.Onboarded = func(context.Context, types.NamespacedName) (string, bool, error) { return "", true, nil }
+	})
+	large := func(n int) {
+		ref, uri := tenant(n)
+		request, err := proto.Marshal(&agentv1alpha1.SyncClaimsRequest{Cluster: ref, Holder: "karpenter", Token: "token"})
+		require.NoError(t, err)
+		require.NoError(t, f.send(f.raw(uri), agentv1alpha1.ClaimService_SyncClaims_FullMethodName, padded(request, mebibyte)), "tenant %d", n)
+	}
+	const tenants, watches = 4, 64
+	for n := range tenants {
+		ref, uri := tenant(n)
+		request, err := proto.Marshal(&agentv1alpha1.WatchClaimsRequest{Cluster: ref})
+		require.NoError(t, err)
+		conn := f.raw(uri)
+		for range watches {
+			stream, err := conn.NewStream(f.ctx(), &grpc.StreamDesc{ServerStreams: true}, agentv1alpha1.ClaimService_WatchClaims_FullMethodName,
+				grpc.ForceCodecV2(asItIs{}))
+			require.NoError(t, err)
+			require.NoError(t, stream.SendMsg(padded(request, mebibyte/4)))
+			require.NoError(t, stream.CloseSend())
+			require.NoError(t, stream.RecvMsg(&struct{}{}))
+		}
+	}
+	for n := range tenants + 1 {
+		large(n)
 	}
 }
 
