@@ -112,7 +112,7 @@ func handshakeOf(ctx context.Context) credentials.AuthInfo {
 
 // begin admits a call, and adds it to the context.
 func (s *Server) begin(ctx context.Context, method string, watch bool) (context.Context, *limits.Call, error) {
-	call, err := s.limits.Begin(limitedAs(callerOf(ctx), handshakeOf(ctx)), method, watch)
+	call, err := s.limits.Begin(callerOf(ctx).limitedAs, method, watch)
 	if err != nil {
 		return nil, nil, throttled(err)
 	}

@@ -27,7 +27,10 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
@@ -230,6 +233,43 @@ func TestNothingIsReadOfACallerWithoutARight(t *testing.T) {
 			})
 		}
 	}
+}
+
+// A caller that is denied or offboarded could starve others otherwise, with calls that need no right.
+func TestNothingIsReadOfACallerThatIsShutOut(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.RequestTimeout = time.Hour }), func(_ *fixture, c *server.Config) {
+		policy, err := authz.ParsePolicy([]byte("deny:\n- id: spiffe://karpenter-capi/cluster/fleet/denied\n"), "karpenter-capi")
+		require.NoError(t, err)
+		c.Authorizer, err = authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
+		require.NoError(t, err)
+		c.Onboarded = func(context.Context, types.NamespacedName) (string, bool, error) {
+			return v1alpha1.Offboarded, true, nil
+		}
+		c.RightsInterval = time.Hour // its connections are not closed meanwhile
+	})
+	for name, path := range map[string]string{"denied": "denied", "offboarded": "spoke/first", "offboarded, with another certificate": "spoke"} {
+		t.Run(name, func(t *testing.T) {
+			p := f.rawPeerOf("spiffe://karpenter-capi/cluster/fleet/" + path)
+			p.T = t
+			for method, size := range map[string]int{
+				agentv1alpha1.ClaimService_SyncClaims_FullMethodName:                    4 * mebibyte,
+				agentv1alpha1.ClaimService_WatchClaims_FullMethodName:                   mebibyte / 4,
+				agentv1alpha1.ClusterService_ListClusters_FullMethodName:                mebibyte / 4,
+				grpc_health_v1.Health_Check_FullMethodName:                              4 << 10,
+				grpc_health_v1.Health_Watch_FullMethodName:                              mebibyte / 4,
+				grpc_reflection_v1.ServerReflection_ServerReflectionInfo_FullMethodName: 4 << 10,
+			} {
+				p.announce(method, size)
+				require.Equal(t, "16", p.status(), "UNAUTHENTICATED: %s", method)
+			}
+		})
+	}
+	// Each is a refusal that slows the caller's connections down.
+	p := f.rawPeerOf(spokeURI)
+	f.requireSlowed(func() {
+		p.announce(grpc_health_v1.Health_Watch_FullMethodName, mebibyte/4)
+		require.Equal(t, "16", p.status())
+	})
 }
 
 // worstSync returns the valid SyncClaims request that uses the most memory: it has as many map
