@@ -85,10 +85,9 @@ const (
 	// caller from creating and releasing claims. CallsAtOnce bounds their number.
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
 	smallRequest              = 4 << 10
-	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read.
-	// Beyond UnreadOfCaller all calls of the caller are rejected, as are those of a caller with more
-	// than are left of unreadInAll; beyond unreadInAll the lists of all callers are. Calls that were
-	// admitted earlier may exceed the limits, by two lists for each caller.
+	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read, of one
+	// caller and in total; see [mayGrow]. Beyond them, all calls of a caller are rejected. Calls that
+	// were admitted earlier may exceed the limits, by two lists for each caller.
 	UnreadOfCaller, unreadInAll = 32 << 20, 128 << 20
 	// assuredConnections, assuredCalls, assuredWatches, assuredBytes and assuredUnread are what every
 	// caller may have, whatever others have. A shim has one connection, and another one while its
@@ -143,13 +142,22 @@ const (
 type RefusedError struct {
 	// Reason is one of the Reason constants.
 	Reason string
-	// Message is the reason as a sentence.
+	// Message is the reason as a sentence. It is for the caller.
 	Message string
+	// Sums has the numbers behind a reason that concerns all callers. It is for the log: a caller must
+	// not learn what others do. It is empty for other reasons.
+	Sums string
 	// RetryAfter is how long to wait before a retry is worthwhile.
 	RetryAfter time.Duration
 }
 
-func (r *RefusedError) Error() string { return r.Message }
+// Error returns the message and the sums. It is for the log.
+func (r *RefusedError) Error() string {
+	if r.Sums == "" {
+		return r.Message
+	}
+	return r.Message + " (all have " + r.Sums + ")"
+}
 
 // These are the reasons of a [RefusedError].
 const (
@@ -159,10 +167,11 @@ const (
 	ReasonInFlight    = "bytes"
 	ReasonUnread      = "unread"
 	ReasonConnections = "connections"
-	// ReasonAllCalls, ReasonAllWatches and ReasonAllConnections are for what all callers have
-	// together.
+	// ReasonAllCalls and the following ones are for what all callers have together.
 	ReasonAllCalls       = "all-calls"
 	ReasonAllWatches     = "all-watches"
+	ReasonAllInFlight    = "all-bytes"
+	ReasonAllUnread      = "all-unread"
 	ReasonAllConnections = "all-connections"
 	ReasonHandshakes     = "handshakes"
 )
@@ -265,16 +274,10 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	defer l.mu.Unlock()
 	c := l.caller(identity)
 	switch {
-	case l.leavesUnread(c):
-		return nil, l.refuseUnread(c, method)
 	case !watch && c.calls >= l.CallsAtOnce:
 		return nil, l.refuse(c, method, ReasonCalls, time.Second, "this identity has reached its limit of %d open calls", c.calls)
 	case watch && c.watches >= l.WatchesAtOnce:
 		return nil, l.refuse(c, method, ReasonWatches, 5*time.Second, "this identity has reached its limit of %d open streams", c.watches)
-	case !watch && !mayGrow(c.calls, 1, assuredCalls, l.AllCallsAtOnce-l.calls):
-		return nil, l.refuse(c, method, ReasonAllCalls, time.Second, allTogether, "calls", l.calls, l.AllCallsAtOnce, c.calls)
-	case watch && !mayGrow(c.watches, 1, assuredWatches, l.AllWatchesAtOnce-l.watches):
-		return nil, l.refuse(c, method, ReasonAllWatches, 5*time.Second, allTogether, "streams", l.watches, l.AllWatchesAtOnce, c.watches)
 	}
 	tokens := 1
 	if l.light[method] {
@@ -285,6 +288,16 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	}
 	if err := l.spend(c, method, tokens); err != nil {
 		return nil, err
+	}
+	// Last, because a caller is not blamed for what others have: its rate bounds how often it may try.
+	if err := l.checkUnread(c, method); err != nil {
+		return nil, err
+	}
+	switch {
+	case !watch && !mayGrow(c.calls, 1, assuredCalls, l.AllCallsAtOnce-l.calls):
+		return nil, refuseForAll(l, method, ReasonAllCalls, time.Second, "open calls", c.calls, l.calls, l.AllCallsAtOnce)
+	case watch && !mayGrow(c.watches, 1, assuredWatches, l.AllWatchesAtOnce-l.watches):
+		return nil, refuseForAll(l, method, ReasonAllWatches, 5*time.Second, "open streams", c.watches, l.watches, l.AllWatchesAtOnce)
 	}
 	if watch {
 		c.watches++
@@ -306,8 +319,6 @@ func mayGrow[N int | int64](own, more, assured, left N) bool {
 	before := more - 1 // what it has taken when it takes the last one
 	return own+before < assured || own+before < left-before
 }
-
-const allTogether = "all identities together have too many open %s: %d of %d, of which this identity has %d"
 
 // caller returns the state of an identity, which it creates if needed. l.mu must be held.
 func (l *Limiter) caller(identity string) *caller {
@@ -359,7 +370,7 @@ func (l *Limiter) Connect(identity string) (ended func(), err error) {
 		return nil, l.refuse(c, "", ReasonConnections, time.Second, "this identity has reached its limit of %d connections", c.connections)
 	}
 	if !mayGrow(c.connections, 1, assuredConnections, l.AllConnections-l.connections) {
-		return nil, l.refuse(c, "", ReasonAllConnections, time.Second, allTogether, "connections", l.connections, l.AllConnections, c.connections)
+		return nil, refuseForAll(l, "", ReasonAllConnections, time.Second, "connections", c.connections, l.connections, l.AllConnections)
 	}
 	c.connections++
 	l.connections++
@@ -382,21 +393,33 @@ func (l *Limiter) spend(c *caller, method string, tokens int) error {
 	return l.refuse(c, method, ReasonRate, wait, "this identity calls more often than %v times a second", l.CallsPerSecond)
 }
 
-// leavesUnread reports whether a caller has left too much unread for another call or event. l.mu must
-// be held.
-func (l *Limiter) leavesUnread(c *caller) bool {
-	return c.unread >= UnreadOfCaller || !mayGrow(c.unread, 1, assuredUnread, unreadInAll-l.unread)
+// checkUnread returns an error if a caller has left too much unread for another call or event, and nil
+// otherwise. l.mu must be held.
+func (l *Limiter) checkUnread(c *caller, method string) error {
+	switch {
+	case c.unread >= UnreadOfCaller:
+		return l.refuse(c, method, ReasonUnread, time.Second, "%d bytes of answers have not been read yet", c.unread)
+	case !mayGrow(c.unread, 1, assuredUnread, unreadInAll-l.unread):
+		return refuseForAll(l, method, ReasonAllUnread, time.Second, "bytes of answers that have not been read yet", c.unread, l.unread, unreadInAll)
+	}
+	return nil
 }
 
-func (l *Limiter) refuseUnread(c *caller, method string) error {
-	return l.refuse(c, method, ReasonUnread, time.Second, "too many bytes of answers have not been read yet")
-}
-
-// refuse counts a rejection and returns its error. l.mu must be held.
+// refuse counts a rejection that the caller itself causes, and returns its error. l.mu must be held.
 func (l *Limiter) refuse(c *caller, method, reason string, after time.Duration, format string, args ...any) error {
 	l.refused.WithLabelValues(reason, method).Inc()
 	l.blame(c)
 	return &RefusedError{Reason: reason, RetryAfter: after, Message: fmt.Sprintf(format, args...)}
+}
+
+// refuseForAll counts a rejection because of what all callers have together, which its caller may have
+// little part in, and returns its error.
+func refuseForAll[N int | int64](l *Limiter, method, reason string, after time.Duration, what string, own, sum, most N) error {
+	l.refused.WithLabelValues(reason, method).Inc()
+	return &RefusedError{
+		Reason: reason, RetryAfter: after, Message: fmt.Sprintf("all identities together have too many %s; this identity has %d", what, own),
+		Sums: fmt.Sprintf("%d of %d", sum, most),
+	}
 }
 
 // Denied records that a call was rejected because the identity has no right to make it.
@@ -548,11 +571,14 @@ func (c *Call) Hold(bytes int) error {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if c.caller.bytes+int64(bytes) > bytesOfCaller || shared > 0 && !mayGrow(c.caller.bytesOfAll, shared, assuredBytes, bytesInAll-l.bytes) {
-		return l.refuse(c.caller, c.method, ReasonInFlight, time.Second, "requests of too many bytes are being handled")
+	if c.caller.bytes+int64(bytes) > bytesOfCaller {
+		return l.refuse(c.caller, c.method, ReasonInFlight, time.Second, "this identity's requests of %d bytes are being handled", c.caller.bytes)
 	}
 	if err := l.spend(c.caller, c.method, bytes/BytesPerCall); err != nil {
 		return err
+	}
+	if shared > 0 && !mayGrow(c.caller.bytesOfAll, shared, assuredBytes, bytesInAll-l.bytes) {
+		return refuseForAll(l, c.method, ReasonAllInFlight, time.Second, "bytes of requests being handled", c.caller.bytesOfAll, l.bytes, bytesInAll)
 	}
 	c.held += int64(bytes)
 	c.heldOfAll += shared
@@ -641,10 +667,7 @@ func (c *Call) List(ctx context.Context, asksHub bool) error {
 	// Earlier lists may have used up the limit meanwhile.
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
-	if c.limiter.leavesUnread(c.caller) || c.limiter.unread >= unreadInAll {
-		return c.limiter.refuseUnread(c.caller, c.method)
-	}
-	return nil
+	return c.limiter.checkUnread(c.caller, c.method)
 }
 
 // Send counts the size of a response until the returned function is called. It must be called
@@ -668,10 +691,7 @@ func (c *Call) Send(bytes int) (gone func()) {
 func (c *Call) Next() error {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
-	if c.limiter.leavesUnread(c.caller) {
-		return c.limiter.refuseUnread(c.caller, c.method)
-	}
-	return nil
+	return c.limiter.checkUnread(c.caller, c.method)
 }
 
 // End ends the call, and releases what it holds.

@@ -183,17 +183,30 @@ func (p *rawPeer) await(enough func(answered, refused int) bool) (answered, refu
 // status returns the status code of the next call that ends.
 func (p *rawPeer) status() string {
 	p.Helper()
+	status, _ := p.ending()
+	return status
+}
+
+// ending returns the status code and the message of the next call that ends.
+func (p *rawPeer) ending() (status, message string) {
+	p.Helper()
 	for frame := range p.received {
 		headers, ok := frame.(*http2.MetaHeadersFrame)
 		require.True(p, ok, "%v", frame)
 		for _, field := range headers.Fields {
-			if field.Name == "grpc-status" {
-				return field.Value
+			switch field.Name {
+			case "grpc-status":
+				status = field.Value
+			case "grpc-message":
+				message = field.Value
 			}
+		}
+		if status != "" {
+			return status, message
 		}
 	}
 	require.NoError(p, p.ended)
-	return ""
+	return "", ""
 }
 
 // The transport keeps a hundred bytes for each frame, whatever the frame contains.

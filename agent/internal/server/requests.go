@@ -162,12 +162,12 @@ func (r receiver) receive(ctx context.Context, method string, next func(*body) e
 	switch call := limits.FromContext(ctx); {
 	case method == agentv1alpha1.ClaimService_SyncClaims_FullMethodName:
 		if err := call.Sync(ctx, raw.Len(), func() { cut(ctx) }); err != nil {
-			return throttled(err)
+			return throttled(ctx, err)
 		}
 	case slices.Contains(largeRequests, method):
 		done, err := call.Decode(ctx)
 		if err != nil {
-			return throttled(err)
+			return throttled(ctx, err)
 		}
 		defer done() // little of it remains, see excerpts
 	}
@@ -189,7 +189,7 @@ func (r receiver) read(ctx context.Context, method string, next func(*body) erro
 	call := limits.FromContext(ctx)
 	done, err := call.Read(ctx, slices.Contains(largeRequests, method))
 	if err != nil {
-		return nil, throttled(err)
+		return nil, throttled(ctx, err)
 	}
 	defer done()
 	timer := time.AfterFunc(r.timeout, func() { cut(ctx) })
@@ -200,7 +200,7 @@ func (r receiver) read(ctx context.Context, method string, next func(*body) erro
 	}
 	if err := call.Hold(raw.Len()); err != nil {
 		raw.Free()
-		return nil, throttled(err)
+		return nil, throttled(ctx, err)
 	}
 	return &raw, nil
 }
