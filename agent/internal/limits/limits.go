@@ -32,7 +32,9 @@ type Options struct {
 	CallsAtOnce, WatchesAtOnce int
 	// AllConnections, AllCallsAtOnce and AllWatchesAtOnce are how many connections, unary calls and
 	// watch streams all callers together may have open. A caller may open one more while it has fewer
-	// than are left, or one of a few that every caller may have.
+	// than are left, or one of a few that every caller may have. Each must be at least twice what a
+	// single caller may have, which is [ConnectionsOfCaller], CallsAtOnce and WatchesAtOnce: alone, a
+	// caller gets half of all.
 	AllConnections, AllCallsAtOnce, AllWatchesAtOnce int
 	// HubCallsAtOnce is how many of a caller's calls may query the hub's API server at once.
 	// Further calls wait.
@@ -54,7 +56,7 @@ type Options struct {
 func Defaults() Options {
 	return Options{
 		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 100,
-		AllConnections: 4000, AllCallsAtOnce: 3000, AllWatchesAtOnce: 6000,
+		AllConnections: 4000, AllCallsAtOnce: 4000, AllWatchesAtOnce: 6000,
 		HubCallsAtOnce: 16, HubRequestsPerSecond: 50, HubRequestBurst: 100,
 		RequestTimeout: 10 * time.Second, CallTimeout: 30 * time.Second, MaxCallTimeout: 2 * time.Minute, SendTimeout: 30 * time.Second,
 	}

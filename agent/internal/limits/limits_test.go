@@ -363,17 +363,48 @@ func TestTheCallerWithTheMostIsRefusedFirst(t *testing.T) {
 	begin(t, l, "d", false)
 }
 
-// Each shim has a connection, and a second one while its certificate is replaced, three streams and
-// some calls at once. All of them may come to one of two agents.
-func TestAThousandShimsAreNeverRefused(t *testing.T) {
-	l, _, _ := limiter(t, func(*limits.Options) {})
-	for i := range 1000 {
-		for reason, n := range map[string]int{limits.ReasonAllConnections: 2, limits.ReasonAllWatches: 6, limits.ReasonAllCalls: 4} {
-			for range n {
-				_, err := opening[reason](l)(strconv.Itoa(i))
-				require.NoError(t, err, "%s of shim %d", reason, i)
+// Each shim has a connection, and a second one while its certificate is replaced, up to three streams
+// and some calls at once. All of them may come to one of two agents, and leave enough to a tool: it is
+// the sums that do, because every shim may have as many in any case.
+func TestFifteenHundredShimsAreNeverRefusedAndLeaveEnoughToATool(t *testing.T) {
+	for reason, c := range map[string]struct{ ofShim, ofTool int }{
+		limits.ReasonAllConnections: {2, limits.ConnectionsOfCaller}, limits.ReasonAllWatches: {3, 100}, limits.ReasonAllCalls: {2, 500},
+	} {
+		t.Run(reason, func(t *testing.T) {
+			l, _, _ := limiter(t, func(*limits.Options) {})
+			for i := range 1500 {
+				for range c.ofShim {
+					_, err := opening[reason](l)(strconv.Itoa(i))
+					require.NoError(t, err, "shim %d", i)
+				}
 			}
-		}
+			for n := range c.ofTool {
+				_, err := opening[reason](l)("tool")
+				require.NoError(t, err, "the tool has %d", n)
+			}
+		})
+	}
+}
+
+// Alone, a caller gets half of what all may have together.
+func TestACallerCanReachItsOwnLimits(t *testing.T) {
+	for reason, c := range map[string]struct {
+		most int
+		own  string
+	}{
+		limits.ReasonAllConnections: {limits.ConnectionsOfCaller, limits.ReasonConnections},
+		limits.ReasonAllWatches:     {limits.Defaults().WatchesAtOnce, limits.ReasonWatches},
+		limits.ReasonAllCalls:       {limits.Defaults().CallsAtOnce, limits.ReasonCalls},
+	} {
+		t.Run(reason, func(t *testing.T) {
+			l, _, _ := limiter(t, func(*limits.Options) {})
+			for range c.most {
+				_, err := opening[reason](l)("a")
+				require.NoError(t, err)
+			}
+			_, err := opening[reason](l)("a")
+			requireReason(t, err, c.own)
+		})
 	}
 }
 
