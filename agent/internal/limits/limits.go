@@ -75,7 +75,8 @@ const (
 	// decodedInAll is how many bytes of SyncClaims requests are decoded and handled at once, in
 	// total. Decoded, a request takes up to twenty times as many, until its call ends. Further
 	// requests wait. Those of up to smallDecoded bytes do not count, so that a spoke with a hundred
-	// Nodes does not wait for the large ones of others: syncsInAll bounds them.
+	// Nodes does not wait for the large ones of others: syncsInAll bounds them. largeSyncsInAll leaves
+	// them some of its turns.
 	decodedInAll, smallDecoded = 8 << 20, 64 << 10
 	// checksOfCaller is how many requests of a caller are validated at once. A request with a
 	// thousand long names needs 25 ms of a CPU, and no caller may use all CPUs. Further requests
@@ -98,10 +99,10 @@ const (
 	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
 	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
-	// syncsInAll is how many SyncClaims requests are decoded and handled at once, in total. Each
-	// reads the claims of its holder, as a list does. A caller has one at a time: largeOfCaller.
-	// Further ones wait.
-	syncsInAll = 16
+	// syncsInAll is how many SyncClaims requests are decoded and handled at once, in total, and
+	// largeSyncsInAll how many of them may have more than smallDecoded bytes. Each reads the claims of
+	// its holder, as a list does. A caller has one at a time: largeOfCaller. Further ones wait.
+	syncsInAll, largeSyncsInAll = 16, 12
 	// ConnectionsOfCaller is how many connections a caller may have. Each can carry a thousand
 	// streams with 8 KiB of metadata each.
 	ConnectionsOfCaller = 16
@@ -185,8 +186,8 @@ type Limiter struct {
 	refused, slowed *prometheus.CounterVec
 	large           *semaphore.Weighted
 	// decoded counts bytes.
-	lists, syncs, decoded shared
-	unknown               *handshakes
+	lists, syncs, largeSyncs, decoded shared
+	unknown                           *handshakes
 
 	mu            sync.Mutex
 	callers       map[string]*caller
@@ -225,11 +226,12 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 	}, []string{"turn"})
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{}, forgetFrom: enough,
-		large:   semaphore.NewWeighted(largeInAll),
-		lists:   shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
-		syncs:   shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
-		decoded: shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
-		unknown: newHandshakes(),
+		large:      semaphore.NewWeighted(largeInAll),
+		lists:      shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
+		syncs:      shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
+		decoded:    shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
+		largeSyncs: shared{semaphore.NewWeighted(largeSyncsInAll), waiting.WithLabelValues("large")},
+		unknown:    newHandshakes(),
 		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_calls_refused_total",
 			Help: "Calls and connections that were refused because the caller exceeded a limit, by reason and method.",
@@ -629,8 +631,8 @@ func (c *Call) LeaveHub() {
 
 // Sync waits until the call, whose SyncClaims request of that many bytes has arrived, may be decoded
 // and handled. It waits for the caller's other calls first, so that a caller that keeps itself waiting
-// keeps no other caller waiting, and last for a turn for which small requests wait as well. A large
-// request that is not handled within CallTimeout is cut, whatever its deadline: others wait for it.
+// keeps no other caller waiting, and last for a turn for which small requests wait as well, and of
+// which a few are left to them. A large request that is not handled within CallTimeout is cut, whatever its deadline: others wait for it.
 // The error is that of the context.
 func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 	if err := c.AskHub(ctx); err != nil {
@@ -642,6 +644,9 @@ func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 		}
 		late := time.AfterFunc(c.limiter.CallTimeout, cut)
 		c.free = append(c.free, func() { late.Stop() })
+		if err := c.keepShared(ctx, c.limiter.largeSyncs, 1); err != nil {
+			return err
+		}
 	}
 	return c.keepShared(ctx, c.limiter.syncs, 1)
 }

@@ -812,6 +812,22 @@ capi_agent_calls_waiting{turn="sync"} 0
 	second.End()
 }
 
+func TestLargeSyncsLeaveTurnsToSmallOnes(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	for i := range 12 {
+		require.NoError(t, begin(t, l, "large-"+strconv.Itoa(i), false).Sync(t.Context(), 64<<10+1, func() {}))
+	}
+	require.ErrorIs(t, begin(t, l, "large", false).Sync(over, 64<<10+1, func() {}), context.Canceled)
+	for i := range 4 {
+		require.NoError(t, begin(t, l, "small-"+strconv.Itoa(i), false).Sync(soon, 64<<10, func() {}), "a turn is left for it")
+	}
+	require.ErrorIs(t, begin(t, l, "small", false).Sync(over, 64<<10, func() {}), context.Canceled)
+}
+
 // This is the most that a shim of 5,000 Nodes does: it claims all of them, releases half of them at
 // once, and reports the rest.
 func TestAShimOfFiveThousandNodesIsNeverRefused(t *testing.T) {

@@ -78,7 +78,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"certificate of open metrics": {func(o *options.Options) {
 			o.MetricsSecure, o.MetricsTLSCertFile, o.MetricsTLSKeyFile = false, "tls.crt", "tls.key"
 		}, "--metrics-secure=false"},
-		"connections that end at once":                     {func(o *options.Options) { o.MaxConnectionAge = time.Second }, "--max-connection-age: 1s is below 1m"},
+		"connections that end at once": {func(o *options.Options) { o.MaxConnectionAge = time.Second }, "--max-connection-age: 1s is below 1m"},
 		"connections of all, for less than two": {
 			func(o *options.Options) { o.Limits.AllConnections = 31 }, "--limit-all-connections: 31 is below twice the 16",
 		},
@@ -88,7 +88,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"streams of all, for less than two": {
 			func(o *options.Options) { o.Limits.AllWatchesAtOnce = 199 }, "--limit-all-watches-at-once: 199 is below twice the 100",
 		},
-		"no time to shut down":                             {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
+		"no time to shut down": {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			o := valid()
