@@ -92,15 +92,18 @@ type messageReader interface {
 const messageHeader = 5
 
 // readMessage reads the next message of a call into raw. It reads nothing of a message that is larger
-// than its method's requests may be. If the caller may not send several, it waits until there are no
-// more, as the generated handlers expect. It returns [io.EOF] if there is none.
+// than its method's requests may be. Unless the caller may send several, there must be exactly one, as
+// the generated handlers expect. After the last of several, it returns [io.EOF].
 func readMessage(ctx context.Context, method string, several bool, raw *body) error {
 	stream, ok := grpc.ServerTransportStreamFromContext(ctx).(messageReader)
 	if !ok {
 		return grpcstatus.Error(codes.Internal, "the transport does not read messages")
 	}
 	var header [messageHeader]byte
-	if err := stream.ReadMessageHeader(header[:]); err != nil {
+	switch err := stream.ReadMessageHeader(header[:]); {
+	case errors.Is(err, io.EOF) && !several:
+		return grpcstatus.Error(codes.Internal, "the call has no request")
+	case err != nil:
 		return cutShort(err)
 	}
 	if header[0] != 0 {

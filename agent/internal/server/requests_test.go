@@ -134,6 +134,25 @@ func TestMessagesAreBoundedByMethod(t *testing.T) {
 	}
 }
 
+// A unary call, and one that is answered by a stream, has exactly one request.
+func TestACallHasExactlyOneRequest(t *testing.T) {
+	f := start(t)
+	conn := f.raw(spokeURI)
+	request, err := proto.Marshal(&agentv1alpha1.WatchClaimsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	for _, method := range []string{agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.ClaimService_WatchClaims_FullMethodName} {
+		for n, wanted := range []codes.Code{codes.Internal, codes.OK, codes.Internal} {
+			stream, err := conn.NewStream(f.ctx(), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, method, grpc.ForceCodecV2(asItIs{}))
+			require.NoError(t, err)
+			for range n {
+				require.NoError(t, stream.SendMsg(encoded(request)))
+			}
+			require.NoError(t, stream.CloseSend())
+			require.Equal(t, wanted, grpcstatus.Code(stream.RecvMsg(&struct{}{})), "%s with %d requests", method, n)
+		}
+	}
+}
+
 // padded fills a request up to the size, with a single unknown field.
 func padded(request encoded, size int) encoded {
 	filled := protowire.AppendTag(slices.Clip(request), 1000, protowire.BytesType)
