@@ -3,6 +3,7 @@ package limits_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strconv"
 	"strings"
 	"testing"
@@ -816,16 +817,17 @@ func TestLargeSyncsLeaveTurnsToSmallOnes(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	over, cancel := context.WithCancel(t.Context())
-	cancel()
-	for i := range 12 {
-		require.NoError(t, begin(t, l, "large-"+strconv.Itoa(i), false).Sync(t.Context(), 64<<10+1, func() {}))
+	turns := func(bytes, expected int) {
+		t.Helper()
+		for i := range expected {
+			require.NoError(t, begin(t, l, fmt.Sprint(bytes, i), false).Sync(soon, bytes, func() {}))
+		}
+		brief, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+		defer cancel()
+		require.ErrorIs(t, begin(t, l, fmt.Sprint(bytes), false).Sync(brief, bytes, func() {}), context.DeadlineExceeded)
 	}
-	require.ErrorIs(t, begin(t, l, "large", false).Sync(over, 64<<10+1, func() {}), context.Canceled)
-	for i := range 4 {
-		require.NoError(t, begin(t, l, "small-"+strconv.Itoa(i), false).Sync(soon, 64<<10, func() {}), "a turn is left for it")
-	}
-	require.ErrorIs(t, begin(t, l, "small", false).Sync(over, 64<<10, func() {}), context.Canceled)
+	turns(64<<10+1, 12)
+	turns(64<<10, 4)
 }
 
 // This is the most that a shim of 5,000 Nodes does: it claims all of them, releases half of them at
