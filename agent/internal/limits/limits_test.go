@@ -3,7 +3,6 @@ package limits_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"strconv"
 	"strings"
 	"testing"
@@ -820,11 +819,11 @@ func TestLargeSyncsLeaveTurnsToSmallOnes(t *testing.T) {
 	turns := func(bytes, expected int) {
 		t.Helper()
 		for i := range expected {
-			require.NoError(t, begin(t, l, fmt.Sprint(bytes, i), false).Sync(soon, bytes, func() {}))
+			require.NoError(t, begin(t, l, strconv.Itoa(i), false).Sync(soon, bytes, func() {}))
 		}
 		brief, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
-		require.ErrorIs(t, begin(t, l, fmt.Sprint(bytes), false).Sync(brief, bytes, func() {}), context.DeadlineExceeded)
+		require.ErrorIs(t, begin(t, l, "late", false).Sync(brief, bytes, func() {}), context.DeadlineExceeded)
 	}
 	turns(64<<10+1, 12)
 	turns(64<<10, 4)

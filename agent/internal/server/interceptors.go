@@ -238,7 +238,7 @@ func (s *Server) mayCall(ctx context.Context, rule authz.Rule, c caller) error {
 		of.connection.shutOut(s.config.Clock.Now())
 	}
 	switch {
-	case c.problem != "" && !(rule.Anyone && c.unnamed):
+	case c.problem != "" && (!rule.Anyone || !c.unnamed):
 		return agenterrors.Unauthenticated(c.problem)
 	case !c.MayCall(rule):
 		return agenterrors.PermissionDenied("this identity may not call this method")
