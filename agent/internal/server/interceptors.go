@@ -234,8 +234,12 @@ func (s *Server) admit(ctx context.Context, method string) error {
 // otherwise.
 func (s *Server) mayCall(ctx context.Context, rule authz.Rule, c caller) error {
 	err := s.shutOut(ctx, c)
-	if of, ok := handshakeOf(ctx).(connectionInfo); ok && err != nil {
-		of.connection.shutOut(s.config.Clock.Now())
+	if of, ok := handshakeOf(ctx).(connectionInfo); ok {
+		if err != nil {
+			of.connection.shutOut(s.config.Clock.Now())
+		} else {
+			of.connection.readmit()
+		}
 	}
 	switch {
 	case c.problem != "" && (!rule.Anyone || !c.unnamed):
