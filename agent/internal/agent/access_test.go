@@ -62,6 +62,9 @@ type caller struct {
 	// certified reports whether it may get a certificate of the Cluster, and outdated whether its
 	// own certificate belongs to a past onboarding of the Cluster.
 	certified, outdated bool
+	// shutOut reports whether its certificate is denied, or is not of the present onboarding of the
+	// Cluster that it names. Such a caller may not even call what every other one may.
+	shutOut bool
 }
 
 // readsSome reports whether it may read data of any Cluster.
@@ -89,6 +92,8 @@ type row struct {
 	also codes.Code
 	// open reports whether every caller may call it, and connected whether every identity may.
 	open, connected bool
+	// asksOnboarding reports whether it answers callers whose onboarding has ended.
+	asksOnboarding bool
 	// certifies reports whether only the Cluster's own callers may call it.
 	certifies bool
 	// reports means that only the Cluster's shim may call it.
@@ -119,6 +124,8 @@ func wanted(by caller, of rpc) string {
 	switch {
 	case !by.connects:
 		return noConnection
+	case by.shutOut && (of.open || of.connected && !of.asksOnboarding):
+		return codes.Unauthenticated.String()
 	case of.open:
 		return admitted
 	case !by.identified:
@@ -187,7 +194,7 @@ var requests = map[protoreflect.FullName]row{
 		json: `{"cluster": $CLUSTER, "signingRequest": "$CSR"}`, also: codes.FailedPrecondition, certifies: true,
 	},
 
-	"capi.agent.v1alpha1.StatusService.GetStatus": {json: `{}`, connected: true},
+	"capi.agent.v1alpha1.StatusService.GetStatus": {json: `{}`, connected: true, asksOnboarding: true},
 
 	scaling + "NodeGroups":           {json: `{}`, scales: true},
 	scaling + "NodeGroupForNode":     {json: `{"node": {"providerID": "test://a", "name": "a"}}`, scales: true},
@@ -357,7 +364,7 @@ deny:
 		{name: "two URIs", conn: as(spoke, "spiffe://karpenter-capi/admin"), connects: true},
 		{name: "no SPIFFE id", conn: as("https://karpenter-capi/cluster/" + namespace + "/spoke/" + present), connects: true},
 		{name: "another trust domain", conn: as("spiffe://elsewhere/cluster/" + namespace + "/spoke/" + present), connects: true},
-		{name: "denied by the policy", conn: as("spiffe://karpenter-capi/denied"), connects: true},
+		{name: "denied by the policy", conn: as("spiffe://karpenter-capi/denied"), connects: true, shutOut: true},
 		{name: "no role", conn: as("spiffe://karpenter-capi/nobody"), connects: true, identified: true},
 		{name: "a Cluster that is not listed", conn: as("spiffe://karpenter-capi/cluster/" + namespace + "/unlisted"), connects: true, identified: true},
 		{name: "another Cluster", conn: as("spiffe://karpenter-capi/cluster/" + namespace + "/other"), connects: true, identified: true, readsOther: true},
@@ -377,19 +384,20 @@ deny:
 		},
 		{
 			name: "the Cluster itself, of an earlier onboarding", conn: as(bare + "/fedcba9876543210"), connects: true, identified: true, reads: true,
-			certified: true, outdated: true,
+			certified: true, outdated: true, shutOut: true,
 		},
 		{
 			name: "the Cluster itself, without an onboarding", conn: as(bare), connects: true, identified: true, reads: true, certified: true, outdated: true,
+			shutOut: true,
 		},
 		{name: "the Cluster's bootstrap", conn: as(bootstrap + present), connects: true, identified: true, certified: true},
 		{
 			name: "the Cluster's bootstrap, of an earlier onboarding", conn: as(bootstrap + "fedcba9876543210"), connects: true, identified: true,
-			certified: true, outdated: true,
+			certified: true, outdated: true, shutOut: true,
 		},
 		{
 			name: "the bootstrap of another Cluster", conn: as("spiffe://karpenter-capi/bootstrap/" + namespace + "/other/" + present),
-			connects: true, identified: true,
+			connects: true, identified: true, shutOut: true,
 		},
 		{
 			name: "unix socket of the Cluster", conn: onSocket(authz.RoleCluster), connects: true, identified: true, reads: true,

@@ -38,7 +38,15 @@ var bounds = map[string]bound{
 	"externalgrpc.CloudProvider/NodeGroupDeleteNodes": {request: 4096, legal: 64, illegal: 64},
 	"ClaimService/CreateClaim":                        {request: 256, legal: 32, illegal: 8},
 	"externalgrpc.CloudProvider/PricingPodPrice":      {request: 256, legal: 32, illegal: 8},
+
+	"StatusService/GetStatus":     open,
+	"grpc.health.v1.Health/Check": open, "grpc.health.v1.Health/List": open, "grpc.health.v1.Health/Watch": open,
+	"grpc.reflection.v1.ServerReflection/ServerReflectionInfo":      open,
+	"grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": open,
 }
+
+// open is for the methods that every caller may call.
+var open = bound{request: 4, legal: 8, illegal: 8}
 
 var otherwise = bound{request: 256, legal: 8, illegal: 8}
 

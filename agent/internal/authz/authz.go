@@ -206,21 +206,26 @@ func New(trustDomain string, policy func() *Policy, c clock.PassiveClock) (*Auth
 	return &Authorizer{trustDomain: domain, policy: policy, clock: c}, nil
 }
 
+// UnnamedError reports why a client certificate names no identity of the trust domain. Its holder may
+// call what anyone may call; see [Rule]. Every other error of [Authorizer.FromChains] means that the
+// certificate must not be used, or not any more.
+type UnnamedError struct{ error }
+
+func (e *UnnamedError) Unwrap() error { return e.error }
+
 // FromChains returns the caller that a client certificate belongs to. The chains are those that
 // verified the certificate: there is at least one, and each begins with the certificate. An error
 // reports why the identity cannot be used, or can no longer be used: the handshake may be long
-// past.
+// past. It is an [*UnnamedError] if there is none.
 func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
-	certificate := chains[0][0]
-	if len(certificate.URIs) != 1 {
-		return Caller{}, fmt.Errorf("the client certificate has %d URI names; exactly one, a SPIFFE id, is needed", len(certificate.URIs))
-	}
-	id, err := spiffeid.FromURI(certificate.URIs[0])
+	policy := a.policy()
+	id, err := a.nameOf(chains[0][0])
 	if err != nil {
-		return Caller{}, fmt.Errorf("the client certificate's URI is not a SPIFFE id: %w", err)
-	}
-	if !id.MemberOf(a.trustDomain) {
-		return Caller{}, fmt.Errorf("the client certificate's trust domain is %q, not %q", id.TrustDomain().Name(), a.trustDomain.Name())
+		// Its serial number or its authority may be denied all the same.
+		if denied := policy.checkDenied(spiffeid.ID{}, chains); denied != nil {
+			return Caller{}, denied
+		}
+		return Caller{}, &UnnamedError{err}
 	}
 	if until := ValidUntil(chains); a.clock.Now().After(until) {
 		return Caller{}, fmt.Errorf("the client certificate has expired at %s", until.UTC().Format(time.RFC3339))
@@ -229,7 +234,6 @@ func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
 	if err != nil {
 		return Caller{}, err
 	}
-	policy := a.policy()
 	if err := policy.checkDenied(id, chains); err != nil {
 		return Caller{}, err
 	}
@@ -247,6 +251,22 @@ func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
 		caller.Grants = append(caller.Grants, policy.grants[id.String()]...)
 	}
 	return caller, nil
+}
+
+// nameOf returns the SPIFFE ID in a client certificate. The error reports that there is none of the
+// trust domain.
+func (a *Authorizer) nameOf(certificate *x509.Certificate) (spiffeid.ID, error) {
+	if len(certificate.URIs) != 1 {
+		return spiffeid.ID{}, fmt.Errorf("the client certificate has %d URI names; exactly one, a SPIFFE id, is needed", len(certificate.URIs))
+	}
+	id, err := spiffeid.FromURI(certificate.URIs[0])
+	if err != nil {
+		return spiffeid.ID{}, fmt.Errorf("the client certificate's URI is not a SPIFFE id: %w", err)
+	}
+	if !id.MemberOf(a.trustDomain) {
+		return spiffeid.ID{}, fmt.Errorf("the client certificate's trust domain is %q, not %q", id.TrustDomain().Name(), a.trustDomain.Name())
+	}
+	return id, nil
 }
 
 // NameIn returns the SPIFFE ID in a client certificate, without the onboarding, or "" if there is none.

@@ -149,7 +149,13 @@ func TestUnusableIdentities(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := authorizer(t, "identities: []").FromChains(chain(t, uris...))
-			require.Error(t, err)
+			require.ErrorAs(t, err, new(*authz.UnnamedError))
+
+			leaf := chain(t, uris...)[0][0]
+			leaf.SerialNumber = big.NewInt(0x4f001c)
+			_, err = authorizer(t, "deny:\n- serial: 4f001c\n").FromChains([][]*x509.Certificate{{leaf}})
+			require.ErrorContains(t, err, "the policy denies the client certificate")
+			require.NotErrorAs(t, err, new(*authz.UnnamedError))
 		})
 	}
 }

@@ -11,7 +11,7 @@ import (
 
 // Rule specifies who may call a method.
 type Rule struct {
-	// Anyone allows every caller, with or without an identity.
+	// Anyone allows every caller, with or without an identity, unless its certificate is denied.
 	Anyone bool
 	// Everyone allows every identity, whatever its roles.
 	Everyone bool
@@ -29,8 +29,8 @@ type Rule struct {
 	// AsHolder means that the request names the holder that the caller acts as. One of the caller's
 	// roles must allow this holder; see [Holders].
 	AsHolder bool
-	// AsksOnboarding means that the method itself reads the Cluster's onboarding from the API
-	// server, as the caches may be behind.
+	// AsksOnboarding means that the method itself looks whether the onboarding has ended that the
+	// caller's certificate belongs to. Callers of all other methods are refused if it has.
 	AsksOnboarding bool
 }
 
@@ -68,7 +68,8 @@ var Methods = map[string]Rule{
 	// Only the spoke knows its NodePools.
 	agentv1alpha1.NodePoolService_ReportNodePools_FullMethodName: {Roles: []Role{RoleCluster}, OfCluster: true},
 
-	// Administrators are not listed: they have no identity of a Cluster to be signed.
+	// Administrators are not listed: they have no identity of a Cluster to be signed. It reads the
+	// onboarding from the API server, as the caches may be behind.
 	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName: {
 		Roles: []Role{RoleCluster, RoleBootstrap}, OfCluster: true, AsksOnboarding: true,
 	},
@@ -89,7 +90,8 @@ var Methods = map[string]Rule{
 	externalgrpc.CloudProvider_NodeGroupTemplateNodeInfo_FullMethodName:   autoscaler,
 	externalgrpc.CloudProvider_NodeGroupGetOptions_FullMethodName:         autoscaler,
 
-	agentv1alpha1.StatusService_GetStatus_FullMethodName: {Everyone: true},
+	// It reports to a caller whose onboarding has ended that it has no rights.
+	agentv1alpha1.StatusService_GetStatus_FullMethodName: {Everyone: true, AsksOnboarding: true},
 
 	grpc_health_v1.Health_Check_FullMethodName: {Anyone: true},
 	grpc_health_v1.Health_List_FullMethodName:  {Anyone: true},

@@ -32,7 +32,9 @@ type Options struct {
 	CallsAtOnce, WatchesAtOnce int
 	// AllConnections, AllCallsAtOnce and AllWatchesAtOnce are how many connections, unary calls and
 	// watch streams all callers together may have open. A caller may open one more while it has fewer
-	// than are left, or one of a few that every caller may have.
+	// than are left, or one of a few that every caller may have. Each must be at least twice what a
+	// single caller may have, which is [ConnectionsOfCaller], CallsAtOnce and WatchesAtOnce: alone, a
+	// caller gets half of all.
 	AllConnections, AllCallsAtOnce, AllWatchesAtOnce int
 	// HubCallsAtOnce is how many of a caller's calls may query the hub's API server at once.
 	// Further calls wait.
@@ -54,7 +56,7 @@ type Options struct {
 func Defaults() Options {
 	return Options{
 		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 100,
-		AllConnections: 4000, AllCallsAtOnce: 3000, AllWatchesAtOnce: 6000,
+		AllConnections: 4000, AllCallsAtOnce: 4000, AllWatchesAtOnce: 6000,
 		HubCallsAtOnce: 16, HubRequestsPerSecond: 50, HubRequestBurst: 100,
 		RequestTimeout: 10 * time.Second, CallTimeout: 30 * time.Second, MaxCallTimeout: 2 * time.Minute, SendTimeout: 30 * time.Second,
 	}
@@ -63,9 +65,9 @@ func Defaults() Options {
 const (
 	// BytesPerCall is how many bytes of a request count as one call.
 	BytesPerCall = 16 << 10
-	// readsOfCaller and readsInAll are how many requests are read at once, of one caller and in
-	// total. Each may be 4 MiB in size. Further requests wait.
-	readsOfCaller, readsInAll = 8, 32
+	// readsOfCaller is how many requests of a caller are read at once. Further requests wait. Their
+	// caller determines how long they take to arrive, so no other caller waits for them.
+	readsOfCaller = 8
 	// largeOfCaller is how many large requests of a caller are read and handled at once. largeInAll
 	// is how many large requests other than SyncClaims are decoded at once, in total. Little of them
 	// is kept. Further requests wait.
@@ -73,34 +75,34 @@ const (
 	// decodedInAll is how many bytes of SyncClaims requests are decoded and handled at once, in
 	// total. Decoded, a request takes up to twenty times as many, until its call ends. Further
 	// requests wait. Those of up to smallDecoded bytes do not count, so that a spoke with a hundred
-	// Nodes does not wait for the large ones of others: syncsInAll bounds them.
+	// Nodes does not wait for the large ones of others: syncsInAll bounds them. largeSyncsInAll leaves
+	// them some of its turns.
 	decodedInAll, smallDecoded = 8 << 20, 64 << 10
 	// checksOfCaller is how many requests of a caller are validated at once. A request with a
 	// thousand long names needs 25 ms of a CPU, and no caller may use all CPUs. Further requests
 	// wait.
 	checksOfCaller = 1
 	// bytesOfCaller and bytesInAll bound the total size of the requests that are being handled, of
-	// one caller and in total. Requests of up to smallRequest bytes do not count for the total, so
-	// that the large requests of some callers, which may wait for the hub, keep no other caller from
-	// creating and releasing claims. CallsAtOnce bounds their number.
+	// one caller and in total; see [mayGrow]. Requests of up to smallRequest bytes do not count for
+	// the total, so that the large requests of some callers, which may wait for the hub, keep no other
+	// caller from creating and releasing claims. CallsAtOnce bounds their number.
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
 	smallRequest              = 4 << 10
-	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read.
-	// Beyond UnreadOfCaller all calls of the caller are rejected, as are those of a caller with more
-	// than are left of unreadInAll; beyond unreadInAll the lists of all callers are. Calls that were
-	// admitted earlier may exceed the limits, by two lists for each caller.
+	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read, of one
+	// caller and in total; see [mayGrow]. Beyond them, all calls of a caller are rejected. Calls that
+	// were admitted earlier may exceed the limits, by two lists for each caller.
 	UnreadOfCaller, unreadInAll = 32 << 20, 128 << 20
-	// assuredConnections, assuredCalls, assuredWatches and assuredUnread are what every caller may
-	// have, whatever others have. A shim has one connection, and another one while its certificate
-	// is replaced, and three streams.
-	assuredConnections, assuredCalls, assuredWatches, assuredUnread = 4, 8, 8, 1 << 20
+	// assuredConnections, assuredCalls, assuredWatches, assuredBytes and assuredUnread are what every
+	// caller may have, whatever others have. A shim has one connection, and another one while its
+	// certificate is replaced, and three streams. The largest request has 4 MiB.
+	assuredConnections, assuredCalls, assuredWatches, assuredBytes, assuredUnread = 4, 8, 8, 4 << 20, 1 << 20
 	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
 	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
-	// syncsInAll is how many SyncClaims requests are decoded and handled at once, in total. Each
-	// reads the claims of its holder, as a list does. A caller has one at a time: largeOfCaller.
-	// Further ones wait.
-	syncsInAll = 16
+	// syncsInAll is how many SyncClaims requests are decoded and handled at once, in total, and
+	// largeSyncsInAll how many of them may have more than smallDecoded bytes. Each reads the claims of
+	// its holder, as a list does. A caller has one at a time: largeOfCaller. Further ones wait.
+	syncsInAll, largeSyncsInAll = 16, 12
 	// ConnectionsOfCaller is how many connections a caller may have. Each can carry a thousand
 	// streams with 8 KiB of metadata each.
 	ConnectionsOfCaller = 16
@@ -143,13 +145,22 @@ const (
 type RefusedError struct {
 	// Reason is one of the Reason constants.
 	Reason string
-	// Message is the reason as a sentence.
+	// Message is the reason as a sentence. It is for the caller.
 	Message string
+	// Sums has the numbers behind a reason that concerns all callers. It is for the log: a caller must
+	// not learn what others do. It is empty for other reasons.
+	Sums string
 	// RetryAfter is how long to wait before a retry is worthwhile.
 	RetryAfter time.Duration
 }
 
-func (r *RefusedError) Error() string { return r.Message }
+// Error returns the message and the sums. It is for the log.
+func (r *RefusedError) Error() string {
+	if r.Sums == "" {
+		return r.Message
+	}
+	return r.Message + " (all have " + r.Sums + ")"
+}
 
 // These are the reasons of a [RefusedError].
 const (
@@ -159,10 +170,11 @@ const (
 	ReasonInFlight    = "bytes"
 	ReasonUnread      = "unread"
 	ReasonConnections = "connections"
-	// ReasonAllCalls, ReasonAllWatches and ReasonAllConnections are for what all callers have
-	// together.
+	// ReasonAllCalls and the following ones are for what all callers have together.
 	ReasonAllCalls       = "all-calls"
 	ReasonAllWatches     = "all-watches"
+	ReasonAllInFlight    = "all-bytes"
+	ReasonAllUnread      = "all-unread"
 	ReasonAllConnections = "all-connections"
 	ReasonHandshakes     = "handshakes"
 )
@@ -172,10 +184,10 @@ type Limiter struct {
 	Options
 	clock           clock.PassiveClock
 	refused, slowed *prometheus.CounterVec
-	reads, large    *semaphore.Weighted
+	large           *semaphore.Weighted
 	// decoded counts bytes.
-	lists, syncs, decoded shared
-	unknown               *handshakes
+	lists, syncs, largeSyncs, decoded shared
+	unknown                           *handshakes
 
 	mu            sync.Mutex
 	callers       map[string]*caller
@@ -200,6 +212,7 @@ type caller struct {
 	calls, watches                       int
 	connections                          int
 	bytes, unread                        int64
+	bytesOfAll                           int64 // those of bytes that count for all callers
 	reads, large, lists, hubLists, atHub *semaphore.Weighted
 	checks                               *semaphore.Weighted
 }
@@ -213,11 +226,12 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 	}, []string{"turn"})
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{}, forgetFrom: enough,
-		reads: semaphore.NewWeighted(readsInAll), large: semaphore.NewWeighted(largeInAll),
-		lists:   shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
-		syncs:   shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
-		decoded: shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
-		unknown: newHandshakes(),
+		large:      semaphore.NewWeighted(largeInAll),
+		lists:      shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
+		syncs:      shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
+		decoded:    shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
+		largeSyncs: shared{semaphore.NewWeighted(largeSyncsInAll), waiting.WithLabelValues("large")},
+		unknown:    newHandshakes(),
 		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_calls_refused_total",
 			Help: "Calls and connections that were refused because the caller exceeded a limit, by reason and method.",
@@ -264,16 +278,10 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	defer l.mu.Unlock()
 	c := l.caller(identity)
 	switch {
-	case l.leavesUnread(c):
-		return nil, l.refuseUnread(c, method)
 	case !watch && c.calls >= l.CallsAtOnce:
 		return nil, l.refuse(c, method, ReasonCalls, time.Second, "this identity has reached its limit of %d open calls", c.calls)
 	case watch && c.watches >= l.WatchesAtOnce:
 		return nil, l.refuse(c, method, ReasonWatches, 5*time.Second, "this identity has reached its limit of %d open streams", c.watches)
-	case !watch && !mayGrow(c.calls, assuredCalls, l.AllCallsAtOnce-l.calls):
-		return nil, l.refuse(c, method, ReasonAllCalls, time.Second, allTogether, "calls", l.calls, l.AllCallsAtOnce, c.calls)
-	case watch && !mayGrow(c.watches, assuredWatches, l.AllWatchesAtOnce-l.watches):
-		return nil, l.refuse(c, method, ReasonAllWatches, 5*time.Second, allTogether, "streams", l.watches, l.AllWatchesAtOnce, c.watches)
 	}
 	tokens := 1
 	if l.light[method] {
@@ -285,6 +293,16 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	if err := l.spend(c, method, tokens); err != nil {
 		return nil, err
 	}
+	// Last, because a caller is not blamed for what others have: its rate bounds how often it may try.
+	if err := l.checkUnread(c, method); err != nil {
+		return nil, err
+	}
+	switch {
+	case !watch && !mayGrow(c.calls, 1, assuredCalls, l.AllCallsAtOnce-l.calls):
+		return nil, refuseForAll(l, method, ReasonAllCalls, time.Second, "open calls", c.calls, l.calls, l.AllCallsAtOnce)
+	case watch && !mayGrow(c.watches, 1, assuredWatches, l.AllWatchesAtOnce-l.watches):
+		return nil, refuseForAll(l, method, ReasonAllWatches, 5*time.Second, "open streams", c.watches, l.watches, l.AllWatchesAtOnce)
+	}
 	if watch {
 		c.watches++
 		l.watches++
@@ -295,14 +313,16 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	return &Call{limiter: l, caller: c, method: method, watch: watch}, nil
 }
 
-// mayGrow reports whether a caller that has own of something may have one more of it, if every caller
-// is assured of some, and others can be left for all. Alone, a caller gets half of all. The more
-// callers take as much as they can, the fewer each of them gets, and the one with the most is the
-// first to get no more. A caller that comes later thus finds some left, and the assured ones in any
-// case. They may come on top of the sum.
-func mayGrow[N int | int64](own, assured, left N) bool { return own < assured || own < left }
-
-const allTogether = "all identities together have too many open %s: %d of %d, of which this identity has %d"
+// mayGrow reports whether a caller that has own of something may have more of it, if every caller is
+// assured of some, and others are left for all. It may take one while it has fewer than are left, or
+// than it is assured of, and several if it may take them one by one. Alone, a caller gets half of
+// all. The more callers take as much as they can, the fewer each of them gets, and the one with the
+// most is the first to get no more. A caller that comes later thus finds some left, and the assured
+// ones in any case. They may come on top of the sum.
+func mayGrow[N int | int64](own, more, assured, left N) bool {
+	before := more - 1 // what it has taken when it takes the last one
+	return own+before < assured || own+before < left-before
+}
 
 // caller returns the state of an identity, which it creates if needed. l.mu must be held.
 func (l *Limiter) caller(identity string) *caller {
@@ -353,8 +373,8 @@ func (l *Limiter) Connect(identity string) (ended func(), err error) {
 	if c.connections >= ConnectionsOfCaller {
 		return nil, l.refuse(c, "", ReasonConnections, time.Second, "this identity has reached its limit of %d connections", c.connections)
 	}
-	if !mayGrow(c.connections, assuredConnections, l.AllConnections-l.connections) {
-		return nil, l.refuse(c, "", ReasonAllConnections, time.Second, allTogether, "connections", l.connections, l.AllConnections, c.connections)
+	if !mayGrow(c.connections, 1, assuredConnections, l.AllConnections-l.connections) {
+		return nil, refuseForAll(l, "", ReasonAllConnections, time.Second, "connections", c.connections, l.connections, l.AllConnections)
 	}
 	c.connections++
 	l.connections++
@@ -377,21 +397,33 @@ func (l *Limiter) spend(c *caller, method string, tokens int) error {
 	return l.refuse(c, method, ReasonRate, wait, "this identity calls more often than %v times a second", l.CallsPerSecond)
 }
 
-// leavesUnread reports whether a caller has left too much unread for another call or event. l.mu must
-// be held.
-func (l *Limiter) leavesUnread(c *caller) bool {
-	return c.unread >= UnreadOfCaller || !mayGrow(c.unread, assuredUnread, unreadInAll-l.unread)
+// checkUnread returns an error if a caller has left too much unread for another call or event, and nil
+// otherwise. l.mu must be held.
+func (l *Limiter) checkUnread(c *caller, method string) error {
+	switch {
+	case c.unread >= UnreadOfCaller:
+		return l.refuse(c, method, ReasonUnread, time.Second, "%d bytes of answers have not been read yet", c.unread)
+	case !mayGrow(c.unread, 1, assuredUnread, unreadInAll-l.unread):
+		return refuseForAll(l, method, ReasonAllUnread, time.Second, "bytes of answers that have not been read yet", c.unread, l.unread, unreadInAll)
+	}
+	return nil
 }
 
-func (l *Limiter) refuseUnread(c *caller, method string) error {
-	return l.refuse(c, method, ReasonUnread, time.Second, "too many bytes of answers have not been read yet")
-}
-
-// refuse counts a rejection and returns its error. l.mu must be held.
+// refuse counts a rejection that the caller itself causes, and returns its error. l.mu must be held.
 func (l *Limiter) refuse(c *caller, method, reason string, after time.Duration, format string, args ...any) error {
 	l.refused.WithLabelValues(reason, method).Inc()
 	l.blame(c)
 	return &RefusedError{Reason: reason, RetryAfter: after, Message: fmt.Sprintf(format, args...)}
+}
+
+// refuseForAll counts a rejection because of what all callers have together, which its caller may have
+// little part in, and returns its error.
+func refuseForAll[N int | int64](l *Limiter, method, reason string, after time.Duration, what string, own, sum, most N) error {
+	l.refused.WithLabelValues(reason, method).Inc()
+	return &RefusedError{
+		Reason: reason, RetryAfter: after, Message: fmt.Sprintf("all identities together have too many %s; this identity has %d", what, own),
+		Sums: fmt.Sprintf("%d of %d", sum, most),
+	}
 }
 
 // Denied records that a call was rejected because the identity has no right to make it.
@@ -477,8 +509,8 @@ func (l *Limiter) forget(now time.Time) {
 }
 
 // Read waits until the call's request may be read, and returns a function to call once it has been
-// read. A caller has one large request at a time, until the call ends. The error is that of the
-// context.
+// read. It waits for the caller's other calls only. A caller has one large request at a time, until
+// the call ends. The error is that of the context.
 func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	if large {
 		if err := c.keep(ctx, c.caller.large); err != nil {
@@ -488,14 +520,7 @@ func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	if err := c.caller.reads.Acquire(ctx, 1); err != nil {
 		return nil, err
 	}
-	if err := c.limiter.reads.Acquire(ctx, 1); err != nil {
-		c.caller.reads.Release(1)
-		return nil, err
-	}
-	return func() {
-		c.limiter.reads.Release(1)
-		c.caller.reads.Release(1)
-	}, nil
+	return func() { c.caller.reads.Release(1) }, nil
 }
 
 // Decode waits until a large request other than SyncClaims, which has been read, may be decoded. It
@@ -540,7 +565,8 @@ func (c *Call) keepShared(ctx context.Context, s shared, n int64) error {
 	return nil
 }
 
-// Hold counts the size of the request until the call ends. The error is a [*RefusedError].
+// Hold counts the size of a request until [Call.Free] or the end of the call. The error is a
+// [*RefusedError].
 func (c *Call) Hold(bytes int) error {
 	l := c.limiter
 	shared := int64(bytes)
@@ -549,17 +575,37 @@ func (c *Call) Hold(bytes int) error {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if c.caller.bytes+int64(bytes) > bytesOfCaller || shared > 0 && l.bytes+shared > bytesInAll {
-		return l.refuse(c.caller, c.method, ReasonInFlight, time.Second, "requests of too many bytes are being handled")
+	if c.caller.bytes+int64(bytes) > bytesOfCaller {
+		return l.refuse(c.caller, c.method, ReasonInFlight, time.Second, "this identity's requests of %d bytes are being handled", c.caller.bytes)
 	}
 	if err := l.spend(c.caller, c.method, bytes/BytesPerCall); err != nil {
 		return err
 	}
+	if shared > 0 && !mayGrow(c.caller.bytesOfAll, shared, assuredBytes, bytesInAll-l.bytes) {
+		return refuseForAll(l, c.method, ReasonAllInFlight, time.Second, "bytes of requests being handled", c.caller.bytesOfAll, l.bytes, bytesInAll)
+	}
 	c.held += int64(bytes)
 	c.heldOfAll += shared
 	c.caller.bytes += int64(bytes)
+	c.caller.bytesOfAll += shared
 	l.bytes += shared
 	return nil
+}
+
+// Free ends what [Call.Hold] counts, before the call ends. It is for streams: once a request of theirs
+// has been decoded, little of it is kept.
+func (c *Call) Free() {
+	c.limiter.mu.Lock()
+	defer c.limiter.mu.Unlock()
+	c.unhold()
+}
+
+// unhold ends what Hold counts. The limiter's mu must be held.
+func (c *Call) unhold() {
+	c.caller.bytes -= c.held
+	c.caller.bytesOfAll -= c.heldOfAll
+	c.limiter.bytes -= c.heldOfAll
+	c.held, c.heldOfAll = 0, 0
 }
 
 // AskHub waits until the call may query the hub's API server. It may do so until [Call.LeaveHub] or
@@ -585,8 +631,8 @@ func (c *Call) LeaveHub() {
 
 // Sync waits until the call, whose SyncClaims request of that many bytes has arrived, may be decoded
 // and handled. It waits for the caller's other calls first, so that a caller that keeps itself waiting
-// keeps no other caller waiting, and last for a turn for which small requests wait as well. A large
-// request that is not handled within CallTimeout is cut, whatever its deadline: others wait for it.
+// keeps no other caller waiting, and last for a turn for which small requests wait as well, and of
+// which a few are left to them. A large request that is not handled within CallTimeout is cut, whatever its deadline: others wait for it.
 // The error is that of the context.
 func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 	if err := c.AskHub(ctx); err != nil {
@@ -598,6 +644,9 @@ func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 		}
 		late := time.AfterFunc(c.limiter.CallTimeout, cut)
 		c.free = append(c.free, func() { late.Stop() })
+		if err := c.keepShared(ctx, c.limiter.largeSyncs, 1); err != nil {
+			return err
+		}
 	}
 	return c.keepShared(ctx, c.limiter.syncs, 1)
 }
@@ -625,10 +674,7 @@ func (c *Call) List(ctx context.Context, asksHub bool) error {
 	// Earlier lists may have used up the limit meanwhile.
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
-	if c.limiter.leavesUnread(c.caller) || c.limiter.unread >= unreadInAll {
-		return c.limiter.refuseUnread(c.caller, c.method)
-	}
-	return nil
+	return c.limiter.checkUnread(c.caller, c.method)
 }
 
 // Send counts the size of a response until the returned function is called. It must be called
@@ -652,10 +698,7 @@ func (c *Call) Send(bytes int) (gone func()) {
 func (c *Call) Next() error {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
-	if c.limiter.leavesUnread(c.caller) {
-		return c.limiter.refuseUnread(c.caller, c.method)
-	}
-	return nil
+	return c.limiter.checkUnread(c.caller, c.method)
 }
 
 // End ends the call, and releases what it holds.
@@ -666,8 +709,7 @@ func (c *Call) End() {
 	}
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
-	c.caller.bytes -= c.held
-	c.limiter.bytes -= c.heldOfAll
+	c.unhold()
 	if c.watch {
 		c.caller.watches--
 		c.limiter.watches--

@@ -34,12 +34,22 @@ func begin(t *testing.T, l *limits.Limiter, identity string, watch bool) *limits
 	return call
 }
 
-func requireRefused(t *testing.T, err error, reason string, after time.Duration) {
+func requireRefusal(t *testing.T, err error) *limits.RefusedError {
 	t.Helper()
 	refused, ok := errors.AsType[*limits.RefusedError](err)
 	require.True(t, ok, "%v", err)
-	require.Equal(t, reason, refused.Reason)
-	require.Equal(t, after, refused.RetryAfter)
+	return refused
+}
+
+func requireReason(t *testing.T, err error, reason string) {
+	t.Helper()
+	require.Equal(t, reason, requireRefusal(t, err).Reason)
+}
+
+func requireRefused(t *testing.T, err error, reason string, after time.Duration) {
+	t.Helper()
+	requireReason(t, err, reason)
+	require.Equal(t, after, requireRefusal(t, err).RetryAfter)
 }
 
 func TestACallerThatCallsTooOftenIsRefusedAndNoOther(t *testing.T) {
@@ -106,6 +116,87 @@ func TestACallerThatGoesOnWhileItIsRefusedIsReadSlowly(t *testing.T) {
 	requirePause("a", time.Second, false)
 	clock.Step(time.Second)
 	requirePause("a", 0, false) // it is over soon
+}
+
+// What all callers have together may be the doing of others. A caller that goes on for long still
+// exceeds its rate.
+func TestACallerIsNotBlamedForWhatAllHaveTogether(t *testing.T) {
+	for reason, open := range opening {
+		t.Run(reason, func(t *testing.T) {
+			l, _, _ := limiter(t, func(o *limits.Options) { o.AllCallsAtOnce, o.AllWatchesAtOnce, o.AllConnections = 1, 1, 1 })
+			refused := 0
+			for refused < 2000 {
+				if _, err := open(l)("victim"); err != nil {
+					requireReason(t, err, reason)
+					refused++
+				}
+			}
+			pause, _ := l.Pause("victim")
+			require.Zero(t, pause)
+		})
+	}
+	t.Run("then its rate", func(t *testing.T) {
+		l, _, _ := limiter(t, func(o *limits.Options) { o.AllCallsAtOnce, o.CallBurst = 1, 2000 })
+		for range 4000 {
+			_, _ = l.Begin("a", "/m", false)
+		}
+		_, err := l.Begin("a", "/m", false)
+		requireReason(t, err, limits.ReasonRate)
+		pause, _ := l.Pause("a")
+		require.Positive(t, pause)
+	})
+	const mebibyte = 1 << 20
+	t.Run(limits.ReasonAllInFlight, func(t *testing.T) {
+		l, _, _ := limiter(t, func(o *limits.Options) { o.CallBurst = 1e6 })
+		for _, identity := range []string{"a", "b", "c", "victim"} {
+			for range 4 {
+				_ = begin(t, l, identity, false).Hold(4 * mebibyte)
+			}
+		}
+		call := begin(t, l, "victim", false)
+		for range 2000 {
+			requireReason(t, call.Hold(mebibyte), limits.ReasonAllInFlight)
+		}
+		pause, _ := l.Pause("victim")
+		require.Zero(t, pause)
+	})
+	t.Run(limits.ReasonAllUnread, func(t *testing.T) {
+		l, _, _ := limiter(t, func(*limits.Options) {})
+		list, stream := begin(t, l, "victim", false), begin(t, l, "victim", true)
+		for _, identity := range []string{"a", "b", "c", "d"} {
+			begin(t, l, identity, false).Send(limits.UnreadOfCaller)
+		}
+		stream.Send(mebibyte)
+		for range 1000 {
+			requireReason(t, stream.Next(), limits.ReasonAllUnread)
+			_, err := l.Begin("victim", "/m", false)
+			requireReason(t, err, limits.ReasonAllUnread)
+		}
+		requireReason(t, list.List(t.Context(), false), limits.ReasonAllUnread)
+		pause, _ := l.Pause("victim")
+		require.Zero(t, pause)
+	})
+}
+
+// How much others have open is theirs to know.
+func TestARefusalReportsNoSumsOfOthers(t *testing.T) {
+	for reason, open := range opening {
+		t.Run(reason, func(t *testing.T) {
+			l, _, _ := limiter(t, func(o *limits.Options) { o.AllCallsAtOnce, o.AllWatchesAtOnce, o.AllConnections = 64, 64, 64 })
+			for i := range 8 {
+				for range 16 {
+					_, _ = open(l)("other-" + strconv.Itoa(i))
+				}
+			}
+			var err error
+			for err == nil {
+				_, err = open(l)("own")
+			}
+			refused := requireRefusal(t, err)
+			require.Regexp(t, `^all identities together have too many [a-z ]+; this identity has [48]$`, refused.Message)
+			require.Regexp(t, `^[0-9]+ of 64$`, refused.Sums, "for the log")
+		})
+	}
 }
 
 func TestACallerThatSendsManyFramesIsReadSlowly(t *testing.T) {
@@ -182,19 +273,21 @@ func TestWhatACallerHasOpenIsBounded(t *testing.T) {
 	begin(t, l, "a", true).End()
 }
 
-// opening opens calls, streams or connections, and returns functions that end what it has opened.
-func opening(l *limits.Limiter) map[string]func(identity string) (end func(), err error) {
-	open := func(watch bool) func(string) (func(), error) {
-		return func(identity string) (func(), error) {
-			call, err := l.Begin(identity, "/m", watch)
-			if err != nil {
-				return nil, err
-			}
-			return call.End, nil
+// opening has a function for each reason that opens a call, stream or connection, and returns a
+// function that ends it.
+var opening = map[string]func(*limits.Limiter) func(identity string) (end func(), err error){
+	limits.ReasonAllCalls:       func(l *limits.Limiter) func(string) (func(), error) { return beginning(l, false) },
+	limits.ReasonAllWatches:     func(l *limits.Limiter) func(string) (func(), error) { return beginning(l, true) },
+	limits.ReasonAllConnections: func(l *limits.Limiter) func(string) (func(), error) { return l.Connect },
+}
+
+func beginning(l *limits.Limiter, watch bool) func(identity string) (end func(), err error) {
+	return func(identity string) (func(), error) {
+		call, err := l.Begin(identity, "/m", watch)
+		if err != nil {
+			return nil, err
 		}
-	}
-	return map[string]func(string) (func(), error){
-		limits.ReasonAllCalls: open(false), limits.ReasonAllWatches: open(true), limits.ReasonAllConnections: l.Connect,
+		return call.End, nil
 	}
 }
 
@@ -209,7 +302,7 @@ func TestWhatAllCallersHaveOpenIsBounded(t *testing.T) {
 		t.Run(reason, func(t *testing.T) {
 			const all = 64
 			l, _, registry := limiter(t, func(o *limits.Options) { o.AllCallsAtOnce, o.AllWatchesAtOnce, o.AllConnections = all, all, all })
-			open := opening(l)[reason]
+			open := opening[reason](l)
 			// most opens as many as possible, at most some, and returns functions that end them.
 			most := func(identity string, atMost int) (ends []func()) {
 				for range atMost {
@@ -270,17 +363,48 @@ func TestTheCallerWithTheMostIsRefusedFirst(t *testing.T) {
 	begin(t, l, "d", false)
 }
 
-// Each shim has a connection, and a second one while its certificate is replaced, three streams and
-// some calls at once. All of them may come to one of two agents.
-func TestAThousandShimsAreNeverRefused(t *testing.T) {
-	l, _, _ := limiter(t, func(*limits.Options) {})
-	for i := range 1000 {
-		for reason, n := range map[string]int{limits.ReasonAllConnections: 2, limits.ReasonAllWatches: 6, limits.ReasonAllCalls: 4} {
-			for range n {
-				_, err := opening(l)[reason](strconv.Itoa(i))
-				require.NoError(t, err, "%s of shim %d", reason, i)
+// Each shim has a connection, and a second one while its certificate is replaced, up to three streams
+// and some calls at once. All of them may come to one of two agents, and leave enough to a tool: it is
+// the sums that do, because every shim may have as many in any case.
+func TestFifteenHundredShimsAreNeverRefusedAndLeaveEnoughToATool(t *testing.T) {
+	for reason, c := range map[string]struct{ ofShim, ofTool int }{
+		limits.ReasonAllConnections: {2, limits.ConnectionsOfCaller}, limits.ReasonAllWatches: {3, 100}, limits.ReasonAllCalls: {2, 500},
+	} {
+		t.Run(reason, func(t *testing.T) {
+			l, _, _ := limiter(t, func(*limits.Options) {})
+			for i := range 1500 {
+				for range c.ofShim {
+					_, err := opening[reason](l)(strconv.Itoa(i))
+					require.NoError(t, err, "shim %d", i)
+				}
 			}
-		}
+			for n := range c.ofTool {
+				_, err := opening[reason](l)("tool")
+				require.NoError(t, err, "the tool has %d", n)
+			}
+		})
+	}
+}
+
+// Alone, a caller gets half of what all may have together.
+func TestACallerCanReachItsOwnLimits(t *testing.T) {
+	for reason, c := range map[string]struct {
+		most int
+		own  string
+	}{
+		limits.ReasonAllConnections: {limits.ConnectionsOfCaller, limits.ReasonConnections},
+		limits.ReasonAllWatches:     {limits.Defaults().WatchesAtOnce, limits.ReasonWatches},
+		limits.ReasonAllCalls:       {limits.Defaults().CallsAtOnce, limits.ReasonCalls},
+	} {
+		t.Run(reason, func(t *testing.T) {
+			l, _, _ := limiter(t, func(*limits.Options) {})
+			for range c.most {
+				_, err := opening[reason](l)("a")
+				require.NoError(t, err)
+			}
+			_, err := opening[reason](l)("a")
+			requireReason(t, err, c.own)
+		})
 	}
 }
 
@@ -293,7 +417,7 @@ func TestUnreadAnswersOfAllCallersAreBounded(t *testing.T) {
 		for range limits.UnreadOfCaller / mebibyte {
 			call, err := l.Begin(strconv.Itoa(i), "/m", false)
 			if err != nil {
-				requireRefused(t, err, limits.ReasonUnread, time.Second)
+				require.Contains(t, []string{limits.ReasonUnread, limits.ReasonAllUnread}, requireRefusal(t, err).Reason)
 				break
 			}
 			gone = append(gone, call.Send(mebibyte))
@@ -305,37 +429,65 @@ func TestUnreadAnswersOfAllCallersAreBounded(t *testing.T) {
 	stream := begin(t, l, "other", true)
 	require.NoError(t, stream.Next(), "others are not concerned")
 	stream.Send(mebibyte)
-	requireRefused(t, stream.Next(), limits.ReasonUnread, time.Second)
+	requireRefused(t, stream.Next(), limits.ReasonAllUnread, time.Second)
 	for _, gone := range gone {
 		gone()
 	}
 	require.NoError(t, stream.Next())
 }
 
+// Several callers that hold as much as they can leave enough to every other one.
 func TestBytesInFlightAreBoundedForOneCallerAndForAll(t *testing.T) {
 	const mebibyte = 1 << 20
 	l, _, _ := limiter(t, func(*limits.Options) {})
-	var calls []*limits.Call
-	for _, identity := range []string{"a", "b", "c", "d"} {
-		for range 4 {
+	calls := map[string][]*limits.Call{}
+	// most holds as many mebibytes as possible, and returns their number.
+	most := func(identity string) int {
+		for {
 			call := begin(t, l, identity, false)
-			require.NoError(t, call.Hold(4*mebibyte))
-			calls = append(calls, call)
+			if err := call.Hold(mebibyte); err != nil {
+				require.Contains(t, []string{limits.ReasonInFlight, limits.ReasonAllInFlight}, requireRefusal(t, err).Reason)
+				call.End()
+				return len(calls[identity])
+			}
+			calls[identity] = append(calls[identity], call)
 		}
-		call := begin(t, l, identity, false)
-		requireRefused(t, call.Hold(1), limits.ReasonInFlight, time.Second)
-		call.End()
 	}
-	late := begin(t, l, "e", false)
-	requireRefused(t, late.Hold(4097), limits.ReasonInFlight, time.Second)
-	small := begin(t, l, "e", false)
-	require.NoError(t, small.Hold(4096), "large requests of others keep no claim from being made")
-	small.End()
-	calls[0].End()
-	calls[1].End()
-	require.NoError(t, late.Hold(4*mebibyte))
-	require.NoError(t, begin(t, l, "f", false).Hold(4*mebibyte), "what was small has not counted")
-	requireRefused(t, begin(t, l, "g", false).Hold(4097), limits.ReasonInFlight, time.Second)
+	for _, identity := range []string{"a", "b", "c"} {
+		require.Equal(t, 16, most(identity), "the limit of each")
+	}
+	require.Equal(t, 8, most("d"), "as many as are left")
+	for _, identity := range []string{"e", "f", "g"} {
+		largest := begin(t, l, identity, false)
+		require.NoError(t, largest.Hold(4*mebibyte), "what others have costs none its largest request")
+		requireRefused(t, begin(t, l, identity, false).Hold(4097), limits.ReasonAllInFlight, time.Second)
+		require.NoError(t, begin(t, l, identity, false).Hold(4096), "nor its claims")
+		largest.End()
+		require.NoError(t, begin(t, l, identity, false).Hold(4*mebibyte), "what has ended does not count, and what is small neither")
+	}
+	for _, identity := range []string{"a", "b"} {
+		for _, call := range calls[identity] {
+			call.End()
+		}
+	}
+	require.Greater(t, most("d"), 8)
+}
+
+// The request of a stream has been decoded long before the stream ends.
+func TestRequestsOfStreamsDoNotCountWhileTheStreamsAreOpen(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	for _, identity := range []string{"a", "b", "c", "d"} {
+		for range 64 {
+			watch := begin(t, l, identity, true)
+			require.NoError(t, watch.Hold(256<<10))
+			watch.Free()
+			require.NoError(t, watch.Hold(256<<10), "of the next one")
+			watch.Free()
+			watch.Free()
+		}
+		require.NoError(t, begin(t, l, identity, false).Hold(12<<20), "of the 16 MiB of each")
+	}
+	require.NoError(t, begin(t, l, "e", false).Hold(1<<20))
 }
 
 func TestAnswersCountUntilTheyAreGone(t *testing.T) {
@@ -352,17 +504,24 @@ func TestAnswersCountUntilTheyAreGone(t *testing.T) {
 	require.NoError(t, stream.Next())
 }
 
-func TestUnreadAnswersOfAllCallersKeepListsFromBeingMade(t *testing.T) {
+// Lists that were admitted before may use up the limits of those that are admitted later.
+func TestUnreadAnswersKeepListsFromBeingMadeForThoseThatLeaveThem(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
+	waiting := begin(t, l, "e", false)
 	var gone []func()
 	for _, identity := range []string{"a", "b", "c", "d"} {
-		gone = append(gone, begin(t, l, identity, false).Send(limits.UnreadOfCaller))
+		list := begin(t, l, identity, false)
+		gone = append(gone, list.Send(limits.UnreadOfCaller))
+		requireRefused(t, list.List(t.Context(), false), limits.ReasonUnread, time.Second)
+		list.End()
 	}
-	refused := begin(t, l, "e", false)
-	requireRefused(t, refused.List(t.Context(), false), limits.ReasonUnread, time.Second)
-	refused.End()
+	reader := begin(t, l, "e", false)
+	require.NoError(t, reader.List(t.Context(), false), "one that has read its answers may list")
+	reader.End()
+	gone = append(gone, waiting.Send(1<<20))
+	requireRefused(t, waiting.List(t.Context(), false), limits.ReasonAllUnread, time.Second)
 	gone[0]()
-	require.NoError(t, begin(t, l, "e", false).List(t.Context(), false))
+	require.NoError(t, waiting.List(t.Context(), false))
 }
 
 func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
@@ -575,14 +734,21 @@ func TestRequestsOfOneCallerAreCheckedOneAtATime(t *testing.T) {
 
 // The caller determines how long a request takes to arrive, and the hub how long it takes to be
 // handled.
-func TestLargeRequestsThatArriveOrAreHandledKeepNoOtherCallerWaiting(t *testing.T) {
+func TestRequestsThatArriveOrAreHandledKeepNoOtherCallerWaiting(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 	defer cancel()
-	for _, identity := range []string{"a", "b", "c", "d"} {
-		_, err := begin(t, l, identity, false).Read(ctx, true)
-		require.NoError(t, err, "the request of %s", identity)
+	for i := range 40 {
+		identity := strconv.Itoa(i)
+		for read := range 8 {
+			_, err := begin(t, l, identity, false).Read(ctx, read == 0)
+			require.NoError(t, err, "request %d of %s", read, identity)
+		}
 	}
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := begin(t, l, "0", false).Read(over, false)
+	require.ErrorIs(t, err, context.Canceled, "of one caller, eight are read at once")
 }
 
 func TestThreeLargeRequestsAreDecodedAtATime(t *testing.T) {
@@ -644,6 +810,23 @@ capi_agent_calls_waiting{turn="sync"} 0
 	}
 	waiting(0)
 	second.End()
+}
+
+func TestLargeSyncsLeaveTurnsToSmallOnes(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	turns := func(bytes, expected int) {
+		t.Helper()
+		for i := range expected {
+			require.NoError(t, begin(t, l, strconv.Itoa(i), false).Sync(soon, bytes, func() {}))
+		}
+		brief, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+		defer cancel()
+		require.ErrorIs(t, begin(t, l, "late", false).Sync(brief, bytes, func() {}), context.DeadlineExceeded)
+	}
+	turns(64<<10+1, 12)
+	turns(64<<10, 4)
 }
 
 // This is the most that a shim of 5,000 Nodes does: it claims all of them, releases half of them at

@@ -11,7 +11,7 @@ type Sum[N int | int64] struct {
 
 // Full reports whether an owner that has own of the total may have no more.
 func (s Sum[N]) Full(own, total N) bool {
-	return s.Limit > 0 && !mayGrow(own, s.Assured, s.Limit-total)
+	return s.Limit > 0 && !mayGrow(own, 1, s.Assured, s.Limit-total)
 }
 
 // Near reports whether an owner that has own of the total has nine tenths of what it may have.

@@ -337,15 +337,20 @@ func (o *Options) addLimitFlags(flags *pflag.FlagSet) {
 	flags.IntVar(&o.Limits.CallsAtOnce, "limit-calls-at-once", o.Limits.CallsAtOnce, "Maximum number of open calls of one identity.")
 	flags.IntVar(&o.Limits.WatchesAtOnce, "limit-watches-at-once", o.Limits.WatchesAtOnce, "Maximum number of open watch streams of one identity.")
 	flags.IntVar(&o.Limits.AllConnections, "limit-all-connections", o.Limits.AllConnections,
-		"Maximum number of connections of all identities together. An identity with at least as many as are left gets no more, except for 4.")
+		"Maximum number of connections of all identities together. An identity with at least as many as are left gets no more, except for 4. "+
+			"At least 32, twice what one identity may have.")
 	flags.IntVar(&o.Limits.AllCallsAtOnce, "limit-all-calls-at-once", o.Limits.AllCallsAtOnce,
-		"Maximum number of open calls of all identities together. An identity with at least as many as are left gets no more, except for 8.")
+		"Maximum number of open calls of all identities together. An identity with at least as many as are left gets no more, except for 8. "+
+			"At least twice --limit-calls-at-once.")
 	flags.IntVar(&o.Limits.AllWatchesAtOnce, "limit-all-watches-at-once", o.Limits.AllWatchesAtOnce,
-		"Maximum number of open watch streams of all identities together. An identity with at least as many as are left gets no more, except for 8.")
+		"Maximum number of open watch streams of all identities together. An identity with at least as many as are left gets no more, except for 8. "+
+			"At least twice --limit-watches-at-once.")
 	flags.IntVar(&o.Limits.HubCallsAtOnce, "limit-hub-calls-at-once", o.Limits.HubCallsAtOnce,
 		"Maximum number of calls of one identity that send requests to the hub's API server at the same time. Its other calls wait.")
 	flags.DurationVar(&o.Limits.RequestTimeout, "limit-request-timeout", o.Limits.RequestTimeout, "Time within which a request must arrive.")
-	flags.DurationVar(&o.Limits.CallTimeout, "limit-call-timeout", o.Limits.CallTimeout, "Deadline of calls that have none, except for watches.")
+	flags.DurationVar(&o.Limits.CallTimeout, "limit-call-timeout", o.Limits.CallTimeout,
+		"Deadline of calls that have none, except for watches. A SyncClaims of more than 64 KiB is cut off this long after it may be decoded, "+
+			"whatever its deadline.")
 	flags.DurationVar(&o.Limits.MaxCallTimeout, "limit-max-call-timeout", o.Limits.MaxCallTimeout, "Maximum deadline of a call.")
 	flags.DurationVar(&o.Limits.SendTimeout, "limit-send-timeout", o.Limits.SendTimeout,
 		"How long a caller may leave a response or an event unread before its connection is closed.")
@@ -569,6 +574,15 @@ func (o *Options) validateLimits(wrong func(flag, format string, args ...any)) {
 	} {
 		if n < 1 {
 			wrong(flag, "%d is below 1", n)
+		}
+	}
+	for flag, of := range map[string]struct{ all, one int }{
+		"limit-all-connections":     {o.Limits.AllConnections, limits.ConnectionsOfCaller},
+		"limit-all-calls-at-once":   {o.Limits.AllCallsAtOnce, o.Limits.CallsAtOnce},
+		"limit-all-watches-at-once": {o.Limits.AllWatchesAtOnce, o.Limits.WatchesAtOnce},
+	} {
+		if of.all < 2*of.one {
+			wrong(flag, "%d is below twice the %d of one identity, which could not have as many", of.all, of.one)
 		}
 	}
 	for flag, d := range map[string]time.Duration{

@@ -81,7 +81,16 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 			o.MetricsSecure, o.MetricsTLSCertFile, o.MetricsTLSKeyFile = false, "tls.crt", "tls.key"
 		}, "--metrics-secure=false"},
 		"connections that end at once": {func(o *options.Options) { o.MaxConnectionAge = time.Second }, "--max-connection-age: 1s is below 1m"},
-		"no time to shut down":         {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
+		"connections of all, for less than two": {
+			func(o *options.Options) { o.Limits.AllConnections = 31 }, "--limit-all-connections: 31 is below twice the 16",
+		},
+		"calls of all, for less than two": {
+			func(o *options.Options) { o.Limits.CallsAtOnce = 2001 }, "--limit-all-calls-at-once: 4000 is below twice the 2001",
+		},
+		"streams of all, for less than two": {
+			func(o *options.Options) { o.Limits.AllWatchesAtOnce = 199 }, "--limit-all-watches-at-once: 199 is below twice the 100",
+		},
+		"no time to shut down": {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			o := valid()

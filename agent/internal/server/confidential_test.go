@@ -23,6 +23,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
@@ -41,6 +42,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/autoscaler"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
@@ -336,6 +338,33 @@ func TestWhatTheHubAnswersStaysInTheHub(t *testing.T) {
 	for id, cause := range logged {
 		require.True(t, slices.ContainsFunc(lines, func(line string) bool { return strings.Contains(line, id) && strings.Contains(line, cause) }),
 			"the log has the cause of %s", id)
+	}
+}
+
+// How much other identities have open is theirs to know. The agent's log has it.
+func TestWhatOthersHaveOpenStaysInTheAgent(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) {
+		o.AllCallsAtOnce, o.AllWatchesAtOnce, o.RequestTimeout = 40, 40, time.Hour
+	}))
+	for method, what := range map[string]string{
+		agentv1alpha1.StatusService_GetStatus_FullMethodName: "open calls", grpc_health_v1.Health_Watch_FullMethodName: "open streams",
+	} {
+		t.Run(what, func(t *testing.T) {
+			var message string
+			for n := range 4 {
+				_, uri := tenant(n)
+				p := f.rawPeerOf(uri)
+				p.T = t
+				for range 40 {
+					p.announce(method, 1) // and never send it
+				}
+				var status string
+				status, message = p.ending()
+				require.Equal(t, "8", status, "RESOURCE_EXHAUSTED: of some, when others have some")
+			}
+			require.Regexp(t, "^all identities together have too many "+what+"; this identity has 8$", message)
+			require.Regexp(t, `"sums"="[0-9]+ of 40"`, f.log.String())
+		})
 	}
 }
 

@@ -4,8 +4,10 @@ import (
 	"context"
 	"crypto/x509"
 	"errors"
+	"maps"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -65,6 +67,11 @@ type connection struct {
 	known func()
 	open  context.Context //nolint:containedctx // what waits for the connection's end hangs on it
 	end   context.CancelFunc
+	// limitedAs is the key under which its caller is limited, as of its last call: it may have been
+	// denied since the handshake.
+	limitedAs atomic.Pointer[string]
+	// shutOutSince is when its caller was found to be shut out, and nil while it is not.
+	shutOutSince atomic.Pointer[time.Time]
 }
 
 func newConnection(accepted net.Conn, writeTimeout time.Duration) *connection {
@@ -72,6 +79,18 @@ func newConnection(accepted net.Conn, writeTimeout time.Duration) *connection {
 	c.open, c.end = context.WithCancel(context.Background())
 	return c
 }
+
+// shutOut records that the connection's caller is shut out now, and returns since when it has been.
+func (c *connection) shutOut(now time.Time) (since time.Time) {
+	c.shutOutSince.CompareAndSwap(nil, &now)
+	if found := c.shutOutSince.Load(); found != nil {
+		return *found
+	}
+	return now
+}
+
+// readmit records that the connection's caller is not shut out.
+func (c *connection) readmit() { c.shutOutSince.Store(nil) }
 
 func (c *connection) Write(data []byte) (int, error) {
 	if err := c.SetWriteDeadline(time.Now().Add(c.writeTimeout)); err != nil {
@@ -147,7 +166,7 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 		// Not one of our connections: outgoing sends no response on it.
 		return secured, info, nil
 	}
-	identity := limitedAs(i.server.callerOn(info), info)
+	identity := i.server.callerOn(info).limitedAs
 	ended, err := i.server.limits.Connect(identity)
 	if err != nil {
 		i.server.config.Log.Info("a connection is refused", "identity", identity, "address", raw.RemoteAddr().String(), "cause", err.Error())
@@ -156,20 +175,16 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 	}
 	accepted.until(ended)
 	accepted.known()
-	var of *verified
+	accepted.limitedAs.Store(&identity)
+	of := connectionInfo{AuthInfo: info, connection: accepted}
 	if by, remote := info.(credentials.TLSInfo); remote {
-		of = &verified{
-			authorities: i.present, clock: i.server.config.Clock, handshake: by.State, pool: authorities, chains: by.State.VerifiedChains,
-		}
-		i.server.remote.add(accepted)
+		of.verified = &verified{authorities: i.present, handshake: by.State, pool: authorities, chains: by.State.VerifiedChains}
+		i.server.remote.add(of)
 		i.server.closeWhenExpired(accepted, by)
 	}
 	seldom := &rate.Sometimes{Interval: time.Minute}
 	pause := func() (time.Duration, bool) {
-		if of.over() {
-			i.server.config.Log.Info("a connection is closed: the authority of its client certificate was withdrawn", "identity", identity)
-			return 0, true
-		}
+		identity := *accepted.limitedAs.Load()
 		pause, over := i.server.limits.Pause(identity)
 		switch {
 		case over:
@@ -183,10 +198,10 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 		}
 		return pause, over
 	}
-	spent := func(frames int) { i.server.limits.Frames(identity, frames) }
+	spent := func(frames int) { i.server.limits.Frames(*accepted.limitedAs.Load(), frames) }
 	return paced{
 		Conn: secured, below: accepted, pause: pause, spent: spent, counted: newFrames(), server: i.server,
-	}, connectionInfo{info, accepted, of}, nil
+	}, of, nil
 }
 
 // present returns the authorities that clients' certificates must lead to now, and nil if there are
@@ -254,21 +269,30 @@ func (i identifying) Clone() credentials.TransportCredentials {
 	return identifying{i.TransportCredentials.Clone(), i.server, i.authorities}
 }
 
-// openConnections is the set of connections whose callers can be moved to another agent.
+// openConnections is the set of connections with certificates, whose callers can be moved to another
+// agent.
 type openConnections struct {
 	mu  sync.Mutex
-	all map[*connection]struct{}
+	all map[*connection]connectionInfo
 }
 
-func (o *openConnections) add(c *connection) {
+func (o *openConnections) add(of connectionInfo) {
+	c := of.connection
 	o.mu.Lock()
-	o.all[c] = struct{}{}
+	o.all[c] = of
 	o.mu.Unlock()
 	c.until(func() {
 		o.mu.Lock()
 		defer o.mu.Unlock()
 		delete(o.all, c)
 	})
+}
+
+// current returns the connections that are open now.
+func (o *openConnections) current() map[*connection]connectionInfo {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return maps.Clone(o.all)
 }
 
 // close closes all connections, and returns their number.

@@ -3,6 +3,7 @@ package server_test
 import (
 	"bytes"
 	"crypto/tls"
+	"encoding/binary"
 	"errors"
 	"math"
 	"net"
@@ -62,8 +63,12 @@ func (f *fixture) dialRaw(uri string) *tls.Conn {
 }
 
 func (f *fixture) rawPeer(settings ...http2.Setting) *rawPeer {
+	return f.rawPeerOf(spokeURI, settings...)
+}
+
+func (f *fixture) rawPeerOf(uri string, settings ...http2.Setting) *rawPeer {
 	f.Helper()
-	conn := f.dialRaw(spokeURI)
+	conn := f.dialRaw(uri)
 	p := &rawPeer{T: f.T, conn: conn, received: make(chan http2.Frame, 1<<16), framer: http2.NewFramer(conn, conn)}
 	p.framer.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
 	p.encoder = hpack.NewEncoder(&p.headers)
@@ -129,6 +134,13 @@ func (p *rawPeer) call(method string, request proto.Message) {
 	p.Helper()
 	message, err := proto.Marshal(request)
 	require.NoError(p, err)
+	p.send(method, len(message), message, true)
+}
+
+// announce begins a call whose request has the size, and sends nothing of it.
+func (p *rawPeer) announce(method string, size int) { p.send(method, size, nil, false) }
+
+func (p *rawPeer) send(method string, size int, message []byte, whole bool) {
 	p.write(func(framer *http2.Framer) error {
 		p.headers.Reset()
 		if err := encodeCall(p.encoder, method); err != nil {
@@ -138,7 +150,7 @@ func (p *rawPeer) call(method string, request proto.Message) {
 		p.calls++
 		return errors.Join(
 			framer.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: p.headers.Bytes(), EndHeaders: true}),
-			framer.WriteData(stream, true, append([]byte{0, 0, 0, 0, byte(len(message))}, message...)))
+			framer.WriteData(stream, whole, append(binary.BigEndian.AppendUint32([]byte{0}, uint32(size)), message...)))
 	})
 }
 
@@ -171,17 +183,30 @@ func (p *rawPeer) await(enough func(answered, refused int) bool) (answered, refu
 // status returns the status code of the next call that ends.
 func (p *rawPeer) status() string {
 	p.Helper()
+	status, _ := p.ending()
+	return status
+}
+
+// ending returns the status code and the message of the next call that ends.
+func (p *rawPeer) ending() (status, message string) {
+	p.Helper()
 	for frame := range p.received {
 		headers, ok := frame.(*http2.MetaHeadersFrame)
 		require.True(p, ok, "%v", frame)
 		for _, field := range headers.Fields {
-			if field.Name == "grpc-status" {
-				return field.Value
+			switch field.Name {
+			case "grpc-status":
+				status = field.Value
+			case "grpc-message":
+				message = field.Value
 			}
+		}
+		if status != "" {
+			return status, message
 		}
 	}
 	require.NoError(p, p.ended)
-	return ""
+	return "", ""
 }
 
 // The transport keeps a hundred bytes for each frame, whatever the frame contains.

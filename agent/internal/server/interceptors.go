@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 
@@ -52,6 +53,7 @@ func (s *Server) after(validator *validation.Validator) grpc.UnaryServerIntercep
 
 func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInterceptor {
 	return []grpc.StreamServerInterceptor{
+		boundMessages,
 		s.metrics.StreamServerInterceptor(),
 		recovery.StreamServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
 		s.identifyStream,
@@ -81,6 +83,10 @@ type caller struct {
 	authz.Caller
 
 	problem string
+	// unnamed means that the problem is that the client certificate names no identity.
+	unnamed bool
+	// limitedAs is the key under which the caller is limited.
+	limitedAs string
 	// requestID is the request ID of the call.
 	requestID string
 }
@@ -107,6 +113,10 @@ func (s *Server) identify(ctx context.Context, method string) (context.Context, 
 	c := caller{problem: "the connection has no identity"}
 	if p, ok := peer.FromContext(ctx); ok {
 		c = s.callerOn(p.AuthInfo)
+		if of, ok := p.AuthInfo.(connectionInfo); ok {
+			as := c.limitedAs
+			of.connection.limitedAs.Store(&as)
+		}
 	}
 	fields := logging.Fields{"requestID", id, "identity", c.Identity}
 	if traceID := tracing.ID(ctx); traceID != "" {
@@ -127,6 +137,12 @@ func printable(id string) bool {
 // callerOn returns the caller of a connection, from its handshake. It is the caller of a new
 // connection with the same certificate.
 func (s *Server) callerOn(handshake credentials.AuthInfo) caller {
+	c := s.identified(handshake)
+	c.limitedAs = limitedAs(c, handshake)
+	return c
+}
+
+func (s *Server) identified(handshake credentials.AuthInfo) caller {
 	var by *verified
 	if of, ok := handshake.(connectionInfo); ok {
 		handshake, by = of.AuthInfo, of.verified
@@ -145,7 +161,7 @@ func (s *Server) callerOn(handshake credentials.AuthInfo) caller {
 		}
 		identified, err := s.config.Authorizer.FromChains(chains)
 		if err != nil {
-			return caller{problem: err.Error()}
+			return caller{problem: err.Error(), unnamed: errors.As(err, new(*authz.UnnamedError))}
 		}
 		return caller{Caller: identified}
 	case localInfo:
@@ -190,33 +206,50 @@ func compressed(ctx context.Context) bool {
 	return !ok || stream.RecvCompress() != "" && stream.RecvCompress() != encoding.Identity
 }
 
-// admit rejects calls with compression, callers that may not call the method for any Cluster, and all
-// callers during shutdown.
+var errCompressed = grpcstatus.Error(codes.Unimplemented, "this agent serves calls without compression only (grpc-encoding: identity)")
+
+// admit rejects calls with compression, callers that are shut out or may not call the method for any
+// Cluster, and, during shutdown, all callers.
 func (s *Server) admit(ctx context.Context, method string) error {
+	c := callerOf(ctx)
 	if compressed(ctx) {
-		s.limits.Denied(limitedAs(callerOf(ctx), handshakeOf(ctx)))
-		return grpcstatus.Error(codes.Unimplemented, "this agent serves calls without compression only (grpc-encoding: identity)")
+		s.limits.Denied(c.limitedAs)
+		return errCompressed
 	}
 	rule, known := authz.Methods[method]
 	if !known {
 		return agenterrors.PermissionDenied("no role may call this method")
 	}
-	if rule.Anyone {
-		return nil
+	if err := s.mayCall(ctx, rule, c); err != nil {
+		s.limits.Denied(c.limitedAs)
+		return err
 	}
-	c := callerOf(ctx)
-	if c.problem != "" {
-		s.limits.Denied(limitedAs(c, handshakeOf(ctx)))
-		return agenterrors.Unauthenticated(c.problem)
-	}
-	if !c.MayCall(rule) {
-		s.limits.Denied(limitedAs(c, handshakeOf(ctx)))
-		return agenterrors.PermissionDenied("this identity may not call this method")
-	}
-	if s.stopping() {
+	if s.stopping() && !rule.Anyone {
 		return agenterrors.ShuttingDown()
 	}
 	return nil
+}
+
+// mayCall returns an error if the caller is shut out or may not call a method for any Cluster, and nil
+// otherwise.
+func (s *Server) mayCall(ctx context.Context, rule authz.Rule, c caller) error {
+	err := s.shutOut(ctx, c)
+	if of, ok := handshakeOf(ctx).(connectionInfo); ok {
+		if err != nil {
+			of.connection.shutOut(s.config.Clock.Now())
+		} else {
+			of.connection.readmit()
+		}
+	}
+	switch {
+	case c.problem != "" && (!rule.Anyone || !c.unnamed):
+		return agenterrors.Unauthenticated(c.problem)
+	case !c.MayCall(rule):
+		return agenterrors.PermissionDenied("this identity may not call this method")
+	case rule.AsksOnboarding:
+		return nil
+	}
+	return err
 }
 
 func (s *Server) admitUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
@@ -257,6 +290,7 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 	if !callerOf(ctx).MayCallFor(rule, cluster) {
 		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster")
 	}
+	// Its onboarding may have ended while the request arrived and waited.
 	if !rule.AsksOnboarding {
 		if err := s.onboarded(ctx, callerOf(ctx)); err != nil {
 			return err

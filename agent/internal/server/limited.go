@@ -9,6 +9,7 @@ import (
 	"sync"
 
 	middleware "github.com/grpc-ecosystem/go-grpc-middleware/v2"
+	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/logging"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
@@ -112,16 +113,19 @@ func handshakeOf(ctx context.Context) credentials.AuthInfo {
 
 // begin admits a call, and adds it to the context.
 func (s *Server) begin(ctx context.Context, method string, watch bool) (context.Context, *limits.Call, error) {
-	call, err := s.limits.Begin(limitedAs(callerOf(ctx), handshakeOf(ctx)), method, watch)
+	call, err := s.limits.Begin(callerOf(ctx).limitedAs, method, watch)
 	if err != nil {
-		return nil, nil, throttled(err)
+		return nil, nil, throttled(ctx, err)
 	}
 	return limits.NewContext(ctx, call), call, nil
 }
 
-// throttled is the response to a call that a limit rejected.
-func throttled(err error) error {
+// throttled is the response to a call that a limit rejected. The log has the sums of all callers.
+func throttled(ctx context.Context, err error) error {
 	if refused, ok := errors.AsType[*limits.RefusedError](err); ok {
+		if refused.Sums != "" {
+			logging.AddFields(ctx, logging.Fields{"sums", refused.Sums})
+		}
 		return agenterrors.Throttled(refused.Message, refused.RetryAfter)
 	}
 	return grpcstatus.FromContextError(err).Err()
@@ -161,7 +165,7 @@ func inTurn(check grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
 		}
 		done, err := limits.FromContext(ctx).Check(ctx)
 		if err != nil {
-			return nil, throttled(err)
+			return nil, throttled(ctx, err)
 		}
 		done = sync.OnceFunc(done)
 		defer done()
@@ -178,7 +182,7 @@ func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, ha
 	if call := limits.FromContext(ctx); call != nil && slices.Contains(askingHub, info.FullMethod) {
 		if !slices.Contains(lists, info.FullMethod) {
 			if err := call.AskHub(ctx); err != nil {
-				return nil, throttled(err)
+				return nil, throttled(ctx, err)
 			}
 		}
 		if !slices.Contains(severalAtOnce, info.FullMethod) {
@@ -193,7 +197,7 @@ func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, ha
 func limitLists(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if call := limits.FromContext(ctx); call != nil && slices.Contains(lists, info.FullMethod) {
 		if err := call.List(ctx, slices.Contains(askingHub, info.FullMethod)); err != nil {
-			return nil, throttled(err)
+			return nil, throttled(ctx, err)
 		}
 	}
 	return handler(ctx, request)
@@ -222,7 +226,7 @@ type limitedStream struct {
 
 func (s *limitedStream) SendMsg(message any) error {
 	if err := limits.FromContext(s.Context()).Next(); err != nil {
-		return throttled(err)
+		return throttled(s.Context(), err)
 	}
 	sent, err := s.server.outgoing(s.Context(), message)
 	if err != nil {

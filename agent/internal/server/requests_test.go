@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -18,12 +19,20 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/encoding/gzip"
 	"google.golang.org/grpc/grpclog"
+	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/reflection/grpc_reflection_v1"
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -116,14 +125,86 @@ func TestMessagesAreBoundedByMethod(t *testing.T) {
 		{agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4 * mebibyte, codes.InvalidArgument},
 		{agentv1alpha1.ClaimService_CreateClaim_FullMethodName, mebibyte/4 + 1, codes.ResourceExhausted},
 		{agentv1alpha1.ClaimService_CreateClaim_FullMethodName, mebibyte / 4, codes.InvalidArgument},
-		{agentv1alpha1.StatusService_GetStatus_FullMethodName, mebibyte/4 + 1, codes.ResourceExhausted},
-		{"/grpc.health.v1.Health/Check", mebibyte/4 + 1, codes.ResourceExhausted},
+		{agentv1alpha1.StatusService_GetStatus_FullMethodName, 4<<10 + 1, codes.ResourceExhausted},
+		{agentv1alpha1.StatusService_GetStatus_FullMethodName, 4 << 10, codes.OK},
+		{"/grpc.health.v1.Health/Check", 4<<10 + 1, codes.ResourceExhausted},
+		{"/grpc.health.v1.Health/Check", 4 << 10, codes.OK},
 	} {
-		// A single unknown field fills the message.
-		filled := protowire.AppendTag(nil, 1000, protowire.BytesType)
-		filled = protowire.AppendBytes(filled, make([]byte, c.size-len(filled)-protowire.SizeVarint(uint64(c.size))))
-		filled = append(filled, make([]byte, c.size-len(filled))...)
-		require.Equal(t, c.code, grpcstatus.Code(f.send(conn, c.method, filled)), "%s with %d bytes", c.method, c.size)
+		require.Equal(t, c.code, grpcstatus.Code(f.send(conn, c.method, padded(nil, c.size))), "%s with %d bytes", c.method, c.size)
+	}
+}
+
+// A unary call, and one that is answered by a stream, has exactly one request.
+func TestACallHasExactlyOneRequest(t *testing.T) {
+	f := start(t)
+	conn := f.raw(spokeURI)
+	request, err := proto.Marshal(&agentv1alpha1.WatchClaimsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	for _, method := range []string{agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.ClaimService_WatchClaims_FullMethodName} {
+		for n, wanted := range []codes.Code{codes.Internal, codes.OK, codes.Internal} {
+			stream, err := conn.NewStream(f.ctx(), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, method, grpc.ForceCodecV2(asItIs{}))
+			require.NoError(t, err)
+			for range n {
+				require.NoError(t, stream.SendMsg(encoded(request)))
+			}
+			require.NoError(t, stream.CloseSend())
+			require.Equal(t, wanted, grpcstatus.Code(stream.RecvMsg(&struct{}{})), "%s with %d requests", method, n)
+		}
+	}
+}
+
+// padded fills a request up to the size, with a single unknown field.
+func padded(request encoded, size int) encoded {
+	filled := protowire.AppendTag(slices.Clip(request), 1000, protowire.BytesType)
+	return protowire.AppendBytes(filled, make([]byte, size-len(filled)-protowire.SizeVarint(uint64(size))))
+}
+
+// The agent has forgotten all but a few bytes of it by then.
+func TestTheRequestOfAnOpenStreamDoesNotCount(t *testing.T) {
+	f := start(t, func(_ *fixture, c *server.Config) {
+		c.Onboarded = func(context.Context, types.NamespacedName) (string, bool, error) { return "", true, nil }
+	})
+	large := func(n int) {
+		ref, uri := tenant(n)
+		request, err := proto.Marshal(&agentv1alpha1.SyncClaimsRequest{Cluster: ref, Holder: "karpenter", Token: "token"})
+		require.NoError(t, err)
+		require.NoError(t, f.send(f.raw(uri), agentv1alpha1.ClaimService_SyncClaims_FullMethodName, padded(request, mebibyte)), "tenant %d", n)
+	}
+	const tenants, watches = 4, 64
+	for n := range tenants {
+		ref, uri := tenant(n)
+		request, err := proto.Marshal(&agentv1alpha1.WatchClaimsRequest{Cluster: ref})
+		require.NoError(t, err)
+		conn := f.raw(uri)
+		for range watches {
+			stream, err := conn.NewStream(f.ctx(), &grpc.StreamDesc{ServerStreams: true}, agentv1alpha1.ClaimService_WatchClaims_FullMethodName,
+				grpc.ForceCodecV2(asItIs{}))
+			require.NoError(t, err)
+			require.NoError(t, stream.SendMsg(padded(request, mebibyte/4)))
+			require.NoError(t, stream.CloseSend())
+			require.NoError(t, stream.RecvMsg(&struct{}{}))
+		}
+	}
+	for n := range tenants + 1 {
+		large(n)
+	}
+}
+
+// What a call announces is all that the agent has to see of a request that is too large.
+func TestARequestIsRefusedByTheSizeThatItAnnounces(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.RequestTimeout = time.Hour }))
+	p := f.rawPeer()
+	for method, most := range map[string]int{
+		agentv1alpha1.ClaimService_SyncClaims_FullMethodName:                    4 * mebibyte,
+		agentv1alpha1.ClaimService_CreateClaim_FullMethodName:                   mebibyte / 4,
+		agentv1alpha1.ClaimService_WatchClaims_FullMethodName:                   mebibyte / 4,
+		agentv1alpha1.StatusService_GetStatus_FullMethodName:                    4 << 10,
+		grpc_health_v1.Health_Check_FullMethodName:                              4 << 10,
+		grpc_health_v1.Health_Watch_FullMethodName:                              4 << 10,
+		grpc_reflection_v1.ServerReflection_ServerReflectionInfo_FullMethodName: 4 << 10,
+	} {
+		p.announce(method, most+1)
+		require.Equal(t, "8", p.status(), "RESOURCE_EXHAUSTED: %s", method)
 	}
 }
 
@@ -171,6 +252,43 @@ func TestNothingIsReadOfACallerWithoutARight(t *testing.T) {
 			})
 		}
 	}
+}
+
+// A caller that is denied or offboarded could starve others otherwise, with calls that need no right.
+func TestNothingIsReadOfACallerThatIsShutOut(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.RequestTimeout = time.Hour }), func(_ *fixture, c *server.Config) {
+		policy, err := authz.ParsePolicy([]byte("deny:\n- id: spiffe://karpenter-capi/cluster/fleet/denied\n"), "karpenter-capi")
+		require.NoError(t, err)
+		c.Authorizer, err = authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
+		require.NoError(t, err)
+		c.Onboarded = func(context.Context, types.NamespacedName) (string, bool, error) {
+			return v1alpha1.Offboarded, true, nil
+		}
+		c.RightsInterval = time.Hour // its connections are not closed meanwhile
+	})
+	for name, path := range map[string]string{"denied": "denied", "offboarded": "spoke/first", "offboarded, with another certificate": "spoke"} {
+		t.Run(name, func(t *testing.T) {
+			p := f.rawPeerOf("spiffe://karpenter-capi/cluster/fleet/" + path)
+			p.T = t
+			for method, size := range map[string]int{
+				agentv1alpha1.ClaimService_SyncClaims_FullMethodName:                    4 * mebibyte,
+				agentv1alpha1.ClaimService_WatchClaims_FullMethodName:                   mebibyte / 4,
+				agentv1alpha1.ClusterService_ListClusters_FullMethodName:                mebibyte / 4,
+				grpc_health_v1.Health_Check_FullMethodName:                              4 << 10,
+				grpc_health_v1.Health_Watch_FullMethodName:                              mebibyte / 4,
+				grpc_reflection_v1.ServerReflection_ServerReflectionInfo_FullMethodName: 4 << 10,
+			} {
+				p.announce(method, size)
+				require.Equal(t, "16", p.status(), "UNAUTHENTICATED: %s", method)
+			}
+		})
+	}
+	// Each is a refusal that slows the caller's connections down.
+	p := f.rawPeerOf(spokeURI)
+	f.requireSlowed(func() {
+		p.announce(grpc_health_v1.Health_Watch_FullMethodName, mebibyte/4)
+		require.Equal(t, "16", p.status())
+	})
 }
 
 // worstSync returns the valid SyncClaims request that uses the most memory: it has as many map

@@ -10,10 +10,11 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
+	grpcstatus "google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
@@ -96,55 +97,83 @@ func (s *Server) entitledToMany(ctx context.Context, rule authz.Rule, since call
 	return s.onboarded(ctx, c)
 }
 
-// withdrawnGrace is how long a connection stays open whose client certificate leads to no authority
-// any more. Meanwhile its streams end and its calls are refused with the reason. Then its client has
-// to connect again, with a new certificate if it has one.
-const withdrawnGrace = 10 * time.Second
+// shutOutGrace is how long a connection stays open whose caller is shut out. Meanwhile its streams end
+// and its calls are refused with the reason. Then its client has to connect again, with a new
+// certificate if it has one.
+const shutOutGrace = 10 * time.Second
+
+// shutOut returns an error, with the reason, if a caller may not use the agent at all, and nil
+// otherwise: its certificate is denied or has expired, its authority was withdrawn or may not sign it,
+// or its onboarding has ended.
+func (s *Server) shutOut(ctx context.Context, c caller) error {
+	if c.problem != "" && !c.unnamed {
+		return agenterrors.Unauthenticated(c.problem)
+	}
+	// Any other error means that this cannot be told now.
+	if err := s.onboarded(ctx, c); grpcstatus.Code(err) == codes.Unauthenticated {
+		return err
+	}
+	return nil
+}
+
+// partWithShutOut closes the connections whose callers have been shut out for the grace period, until
+// the context ends.
+func (s *Server) partWithShutOut(ctx context.Context) {
+	ticker := time.NewTicker(s.config.RightsInterval)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		for c, info := range s.remote.current() {
+			_ = panics.Confined(s.config.Log, panics.Connections, "a connection stays open because of a bug in the agent", func() error {
+				s.closeIfShutOut(ctx, c, info)
+				return nil
+			}, "address", c.RemoteAddr().String())
+		}
+	}
+}
+
+func (s *Server) closeIfShutOut(ctx context.Context, c *connection, info connectionInfo) {
+	by := s.callerOn(info)
+	err := s.shutOut(ctx, by)
+	if err == nil {
+		c.readmit()
+		return
+	}
+	if now := s.config.Clock.Now(); now.Sub(c.shutOut(now)) >= shutOutGrace {
+		s.config.Log.Info("a connection is closed: its caller may not use the agent any more",
+			"identity", by.limitedAs, "address", c.RemoteAddr().String(), "cause", grpcstatus.Convert(err).Message())
+		_ = c.Close() // Any unsent data is lost in either case.
+	}
+}
 
 // verified is the client certificate of a connection, as verified by the authorities that the
 // listener has now: those of the handshake may have been withdrawn since. It is safe for concurrent
 // use.
 type verified struct {
 	authorities func() *x509.CertPool
-	clock       clock.PassiveClock
 	// handshake is the result of the handshake.
 	handshake tls.ConnectionState
 
 	mu sync.Mutex
-	// chains is what pool verified. It is nil, from withdrawn on, if there is no chain to pool.
-	pool      *x509.CertPool
-	chains    [][]*x509.Certificate
-	withdrawn time.Time
+	// chains is what pool verified. It is nil if there is no chain to pool.
+	pool   *x509.CertPool
+	chains [][]*x509.Certificate
 }
 
 // now returns the chains from the certificate to the present authorities, or nil if there are none.
 // They may have expired.
 func (v *verified) now() [][]*x509.Certificate {
-	chains, _ := v.look()
-	return chains
-}
-
-// over reports whether there have been no chains for the grace period.
-func (v *verified) over() bool {
-	if v == nil {
-		return false
-	}
-	chains, withdrawn := v.look()
-	return chains == nil && v.clock.Since(withdrawn) >= withdrawnGrace
-}
-
-func (v *verified) look() (chains [][]*x509.Certificate, withdrawn time.Time) {
 	pool := v.authorities()
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if pool != v.pool {
-		before := v.chains
 		v.pool, v.chains = pool, v.verify(pool)
-		if v.chains == nil && before != nil {
-			v.withdrawn = v.clock.Now()
-		}
 	}
-	return v.chains, v.withdrawn
+	return v.chains
 }
 
 // verify does what a handshake does.

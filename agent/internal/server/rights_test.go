@@ -1,6 +1,7 @@
 package server_test
 
 import (
+	"context"
 	"crypto/sha256"
 	"crypto/x509"
 	"encoding/pem"
@@ -12,11 +13,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	grpcstatus "google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/types"
 	clocktesting "k8s.io/utils/clock/testing"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
@@ -200,24 +204,117 @@ func TestAConnectionOutlivesOtherAuthoritiesThanItsOwn(t *testing.T) {
 	goesOn("fleet/d")
 }
 
-// Its client may have a certificate of another authority by then, and connects again with that.
-func TestAConnectionIsClosedSoonAfterItsAuthorityIsWithdrawn(t *testing.T) {
-	now := clocktesting.NewFakePassiveClock(time.Now())
-	f := start(t, func(_ *fixture, c *server.Config) { c.Clock = now })
-	next := testpki.New(t)
-	f.trusts(f.authority, next)
-	require.Eventually(t, func() bool { return f.list(f.signedBy(next, spokeURI)) == nil }, patience, 10*time.Millisecond)
+// Its client may have another certificate by then, and connects again with that. Otherwise it could
+// keep what it has open for hours.
+func TestAConnectionIsClosedSoonAfterItsCallerIsShutOut(t *testing.T) {
+	for name, c := range map[string]struct {
+		shutOut func(f *fixture, deny func(string), offboard func())
+		cause   string
+	}{
+		"the authority is withdrawn": {
+			func(f *fixture, _ func(string), _ func()) { f.trusts(testpki.New(f)) },
+			"no authority of this agent signs the client certificate any more",
+		},
+		"the certificate is denied": {
+			func(_ *fixture, deny func(string), _ func()) { deny("spiffe://karpenter-capi/cluster/fleet/spoke") }, "the policy denies the client certificate",
+		},
+		"the onboarding has ended": {
+			func(_ *fixture, _ func(string), offboard func()) { offboard() }, "the client certificate does not belong to the Cluster's current onboarding",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			policy, offboarded, now := &atomic.Pointer[authz.Policy]{}, &atomic.Bool{}, clocktesting.NewFakePassiveClock(time.Now())
+			f := start(t, withRights(t, policy.Load, now), func(_ *fixture, c *server.Config) {
+				c.Clock = now
+				c.Onboarded = func(context.Context, types.NamespacedName) (string, bool, error) {
+					return lo.Ternary(offboarded.Load(), v1alpha1.Offboarded, "first"), true, nil
+				}
+			})
+			other := f.rawPeerOf("spiffe://karpenter-capi/other")
+			p := f.rawPeerOf(spokeURI + "/first")
+			call := func() string {
+				p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
+				return p.status()
+			}
+			require.Equal(t, "0", call())
+			c.shutOut(f, func(id string) {
+				denied, err := authz.ParsePolicy([]byte("deny:\n- id: "+id+"\n"), "karpenter-capi")
+				require.NoError(t, err)
+				policy.Store(denied)
+			}, func() { offboarded.Store(true) })
+			for call() != "16" { // UNAUTHENTICATED, once the agent has read its files
+				continue
+			}
+			now.SetTime(now.Now().Add(9 * time.Second))
+			require.Equal(t, "16", call(), "its client learns the reason")
+			now.SetTime(now.Now().Add(2 * time.Second))
+			p.requireEnded()
+			require.Contains(t, f.log.String(), "a connection is closed: its caller may not use the agent any more")
+			require.Contains(t, f.log.String(), c.cause)
+			if name != "the authority is withdrawn" {
+				other.call(agentv1alpha1.StatusService_GetStatus_FullMethodName, &agentv1alpha1.GetStatusRequest{})
+				require.Equal(t, "0", other.status(), "others stay")
+			}
+		})
+	}
+}
+
+// A caller that may come back has not been shut out for long.
+func TestAConnectionOutlivesAShortDenial(t *testing.T) {
+	policy, looks, now := &atomic.Pointer[authz.Policy]{}, &atomic.Int64{}, clocktesting.NewFakePassiveClock(time.Now())
+	f := start(t, withRights(t, func() *authz.Policy {
+		looks.Add(1)
+		return policy.Load()
+	}, now), func(_ *fixture, c *server.Config) { c.Clock = now })
+	looked := func() {
+		t.Helper()
+		before := looks.Load()
+		require.Eventually(t, func() bool { return looks.Load() > before+2 }, patience, time.Millisecond)
+	}
 	p := f.rawPeer()
-	p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
-	require.Equal(t, "0", p.status())
-	f.trusts(next)
-	f.shutOut(f.authority)
-	p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
-	require.Equal(t, "16", p.status(), "UNAUTHENTICATED")
-	now.SetTime(now.Now().Add(11 * time.Second))
-	p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
-	p.requireEnded()
-	require.Contains(t, f.log.String(), "the authority of its client certificate was withdrawn")
+	call := func() string {
+		p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
+		return p.status()
+	}
+	denied, err := authz.ParsePolicy([]byte("deny:\n- id: "+spokeURI+"\n"), "karpenter-capi")
+	require.NoError(t, err)
+	for range 3 {
+		policy.Store(denied)
+		require.Equal(t, "16", call())
+		now.SetTime(now.Now().Add(9 * time.Second))
+		policy.Store(nil)
+		looked()
+		require.Equal(t, "0", call())
+	}
+}
+
+// A denied caller is limited together with all that are denied, on its open connections as well.
+func TestACallerThatIsDeniedLaterIsReadSlowly(t *testing.T) {
+	policy := &atomic.Pointer[authz.Policy]{}
+	f := start(t, withRights(t, policy.Load, clocktesting.NewFakePassiveClock(time.Now())), func(_ *fixture, c *server.Config) {
+		c.RightsInterval = time.Hour // it is not closed either
+	})
+	p := f.rawPeer()
+	call := func() string {
+		p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
+		return p.status()
+	}
+	require.Equal(t, "0", call())
+	denied, err := authz.ParsePolicy([]byte("deny:\n- id: "+spokeURI+"\n"), "karpenter-capi")
+	require.NoError(t, err)
+	policy.Store(denied)
+	f.requireSlowed(func() { require.Equal(t, "16", call()) })
+}
+
+// requireSlowed requires that a connection is read slowly by the time that it has been refused 2,000
+// calls.
+func (f *fixture) requireSlowed(refused func()) {
+	f.Helper()
+	slowed := func() bool { return sum(f.T, f.registry, "capi_agent_slow_reads_total", "reason", "refusals") > 0 }
+	for n := 0; n < 2000 && (n%100 > 0 || !slowed()); n++ {
+		refused()
+	}
+	require.True(f, slowed())
 }
 
 // A client whose certificate was rotated reconnects with the new one.

@@ -97,8 +97,8 @@ type Config struct {
 	TracerProvider trace.TracerProvider
 	// Clock provides the time. Nil means the system clock.
 	Clock clock.PassiveClock
-	// RightsInterval is how often the rights of watchers are checked again. Zero means every five
-	// seconds.
+	// RightsInterval is how often the rights of watchers are checked again, and whether the callers of
+	// open connections are shut out. Zero means every five seconds.
 	RightsInterval time.Duration
 	// NoReflection leaves out gRPC's reflection.
 	NoReflection bool
@@ -179,7 +179,7 @@ func New(c Config) (*Server, error) {
 	}
 	s := &Server{
 		config: c, id: uuid.NewString(), health: health.NewServer(), codec: newCodec(), stopped: make(chan struct{}),
-		remote:   openConnections{all: map[*connection]struct{}{}},
+		remote:   openConnections{all: map[*connection]connectionInfo{}},
 		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout}, certificateRequests: newCertificateRequests(),
 	}
 	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {
@@ -197,7 +197,6 @@ func New(c Config) (*Server, error) {
 		}
 	}
 	s.options = []grpc.ServerOption{
-		grpc.MaxRecvMsgSize(maxMessageBytes),
 		grpc.MaxSendMsgSize(maxAnswerBytes),
 		grpc.MaxHeaderListSize(maxHeaderBytes),
 		grpc.StaticStreamWindowSize(streamWindow),
@@ -321,6 +320,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...Listener) error {
 	}
 	running.Go(func() { s.followReadiness(ctx) })
 	running.Go(func() { s.partWithoutContact(ctx) })
+	running.Go(func() { s.partWithShutOut(ctx) })
 	<-ctx.Done()
 	s.shutDown(servers)
 	running.Wait()

@@ -34,8 +34,7 @@ func traces(method string) bool { return isTraced[method] }
 // It runs before any interceptor, so a panic would end the process.
 func (s *Server) mayTrace(ctx context.Context) (may bool) {
 	_ = panics.Confined(s.config.Log, panics.Calls, "a call is not traced because of a bug in the agent", func() error {
-		handshake := handshakeOf(ctx)
-		may = s.limits.Trace(limitedAs(s.callerOn(handshake), handshake))
+		may = s.limits.Trace(s.callerOn(handshakeOf(ctx)).limitedAs)
 		return nil
 	})
 	return may

@@ -74,6 +74,28 @@ func TestAListWhoseRequestDoesNotArriveKeepsNoOtherWaiting(t *testing.T) {
 	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")))
 }
 
+// However many identities do that, their requests are all that waits.
+func TestRequestsThatDoNotArriveKeepNoOtherCallerWaiting(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.RequestTimeout = time.Hour }))
+	const tenants, each = 5, 8
+	for n := range tenants {
+		_, uri := tenant(n)
+		conn := f.raw(uri)
+		for range each {
+			_, err := conn.NewStream(t.Context(), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true},
+				agentv1alpha1.StatusService_GetStatus_FullMethodName)
+			require.NoError(t, err)
+		}
+	}
+	f.awaitSum(tenants*each, "grpc_server_started_total", "grpc_method", "GetStatus")
+	other := f.cluster()
+	require.NoError(t, f.list(other))
+	stream, err := other.Claims.WatchClaims(f.ctx(), &agentv1alpha1.WatchClaimsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	_, err = stream.Recv()
+	require.NoError(t, err)
+}
+
 // So it is with calls that wait for the caller's own calls.
 func TestAListThatWaitsForItsCallersOtherCallsKeepsNoOtherWaiting(t *testing.T) {
 	f := start(t, limited(func(o *limits.Options) { o.HubCallsAtOnce = 1 }), func(f *fixture, _ *server.Config) {
