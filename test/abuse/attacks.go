@@ -312,7 +312,8 @@ func (a *attacker) token(ctx context.Context, conn *grpc.ClientConn) (string, er
 		return "", err
 	}
 	var claims agentv1alpha1.ListClaimsResponse
-	return claims.GetToken(), proto.Unmarshal(answer, &claims)
+	err = proto.Unmarshal(answer, &claims)
+	return claims.GetToken(), err
 }
 
 func halfSent(ctx context.Context, a *attacker) error {
@@ -443,11 +444,20 @@ func (a *attacker) holdOn(ctx context.Context, h held) error {
 	}
 }
 
+const (
+	// briefly is how soon an attack repeats what has failed, unless it waits for as long as a RetryInfo
+	// demands. Then its connections are not closed, see docs/limits.md.
+	briefly = 10 * time.Millisecond
+	patient = time.Second
+)
+
 // pause waits briefly, or until the context ends.
-func pause(ctx context.Context) {
+func pause(ctx context.Context) { wait(ctx, briefly) }
+
+func wait(ctx context.Context, d time.Duration) {
 	select {
 	case <-ctx.Done():
-	case <-time.After(10 * time.Millisecond):
+	case <-time.After(d):
 	}
 }
 
@@ -505,8 +515,7 @@ func (a *attacker) bury(ctx context.Context, reason string, made func()) error {
 }
 
 // slowTombstones reads 64 KiB per second of each connection, so that an answer of a few MiB takes
-// nearly as long as it may. It waits before it repeats a refused call, as a RetryInfo demands, so its
-// connections are not closed for that.
+// nearly as long as it may.
 func slowTombstones(ctx context.Context, a *attacker) error {
 	const graves, connections, calls = 200, 16, 4
 	var made atomic.Int64
@@ -522,7 +531,7 @@ func slowTombstones(ctx context.Context, a *attacker) error {
 	}
 	list := encode(&agentv1alpha1.ListClaimsRequest{Cluster: a.Cluster, IncludeEnded: true})
 	return a.hold(ctx, held{
-		connections: connections, calls: calls, readyAt: connections * calls, again: time.Second, readPerSecond: 64 * kibibyte,
+		connections: connections, calls: calls, readyAt: connections * calls, again: patient, readPerSecond: 64 * kibibyte,
 		// Only the window of the connection closes.
 		settings: []http2.Setting{{ID: http2.SettingInitialWindowSize, Val: 1 << 30}},
 		begin: func(p *peer) error {
@@ -578,7 +587,7 @@ func (a *attacker) watches() (methods []string, requests [][]byte) {
 func streams(ctx context.Context, a *attacker) error {
 	methods, requests := a.watches()
 	// An identity may have 100 at once.
-	return a.watch(ctx, watching{held: 80, fleeting: 200, open: func(i int) (string, []byte) {
+	return a.watch(ctx, watching{held: 80, fleeting: 200, again: briefly, open: func(i int) (string, []byte) {
 		return methods[i%len(methods)], requests[i%len(methods)]
 	}})
 }
@@ -589,7 +598,7 @@ const mostOfRequest, atOnce = 256 * kibibyte, 64
 
 func paddedWatches(ctx context.Context, a *attacker) error {
 	request := padded(encode(&agentv1alpha1.WatchNodeGroupsRequest{Cluster: a.Cluster}))
-	return a.watch(ctx, watching{held: atOnce, open: func(int) (string, []byte) {
+	return a.watch(ctx, watching{held: atOnce, again: patient, open: func(int) (string, []byte) {
 		return agentv1alpha1.NodeGroupService_WatchNodeGroups_FullMethodName, request
 	}})
 }
@@ -604,7 +613,7 @@ func padded(request []byte) []byte {
 // healthWatches uses each name once, so that nothing may be kept of those of earlier watches.
 func healthWatches(ctx context.Context, a *attacker) error {
 	const fleeting, around = 8, 4 // bytes of the field's tag and length
-	return a.watch(ctx, watching{held: atOnce - fleeting, fleeting: fleeting, open: func(int) (string, []byte) {
+	return a.watch(ctx, watching{held: atOnce - fleeting, fleeting: fleeting, again: patient, open: func(int) (string, []byte) {
 		id := a.id()
 		name := id + strings.Repeat("-", mostOfRequest-around-len(id))
 		return grpc_health_v1.Health_Watch_FullMethodName, encode(&grpc_health_v1.HealthCheckRequest{Service: name})
@@ -616,6 +625,8 @@ type watching struct {
 	// held is the number of streams that are kept, and fleeting that of streams that are closed after
 	// their first message and opened again.
 	held, fleeting int
+	// again is how long after a stream has failed it is opened again.
+	again time.Duration
 	// open returns the method and the request of the stream of that number. It is called each time the
 	// stream is opened, from several goroutines.
 	open func(i int) (method string, request []byte)
@@ -663,7 +674,7 @@ func (a *attacker) watch(ctx context.Context, w watching) error {
 		}
 		if ctx.Err() == nil {
 			a.came(status.Code(err).String())
-			pause(ctx)
+			wait(ctx, w.again)
 		}
 	})
 	return nil

@@ -74,7 +74,7 @@ var (
 	callsHeld = sum(openCalls.each(perCall), openStreams.each(perCall))
 	// Encoded requests wait or are handled. Small ones count only for their identity.
 	encodedHeld amount = func(n int64) int64 {
-		return min(perIdentity(16*mebibyte)(n), 64*mebibyte+openCalls.each(smallRequest)(n))
+		return min(n*16*mebibyte, 64*mebibyte+openCalls.each(smallRequest)(n))
 	}
 	// Requests are being handled, encoded and decoded and with their results, and read.
 	requestsHeld = sum(encodedHeld, encodedHeld, encodedHeld, beingRead.each(256*kibibyte))
