@@ -83,8 +83,8 @@ func (r *Report) Write(w io.Writer) {
 	if r.Timed {
 		worst = lo.Max(lo.Map(r.Rows, func(row *Row, _ int) float64 { return row.Ratio() }))
 	}
-	fmt.Fprintf(w, "abuse: %s tenants=%d attacks=%d failed=%d worst-ratio=%.2f peak-memory=%s seconds=%.0f\n", lo.Ternary(r.Good(), "PASS", "FAIL"), r.Tenants, len(r.Rows),
-		lo.CountBy(r.Rows, func(row *Row) bool { return !row.Good() }), worst,
+	fmt.Fprintf(w, "abuse: %s tenants=%d attacks=%d failed=%d worst-ratio=%.2f peak-memory=%s seconds=%.0f\n",
+		lo.Ternary(r.Good(), "PASS", "FAIL"), r.Tenants, len(r.Rows), lo.CountBy(r.Rows, func(row *Row) bool { return !row.Good() }), worst,
 		bytesOf(lo.Max(lo.Map(r.Rows, func(row *Row, _ int) int64 { return row.MemoryPeak }))), r.Took.Seconds())
 }
 
