@@ -305,6 +305,8 @@ func (r *run) attack(ctx context.Context, a *attack) *Row {
 // rounds alternates between rest and attack.
 func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 	var idle, under samples
+	// They also explain why a call of the victim has failed.
+	defer func() { row.Idle, row.Under = latencies(idle), latencies(under) }()
 	for range max(r.Rounds, 1) {
 		if !r.Untimed {
 			taken, err := r.victim.trickle(ctx, r.Claims)
@@ -336,7 +338,6 @@ func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 			return err
 		}
 	}
-	row.Idle, row.Under = latencies(idle), latencies(under)
 	return nil
 }
 
