@@ -347,7 +347,7 @@ chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make every dependency of the product 
 CHAOS_FLAGS ?=
 
 .PHONY: abuse
-abuse: $(SANDBOX_BINARIES) $(BIN)/abuse ## Attack the agent as one tenant while another's claims are measured; three quarters of an hour (ABUSE_FLAGS='-attacks="lists"')
+abuse: $(SANDBOX_BINARIES) $(BIN)/abuse ## Attack the agent as a tenant with many Clusters while another's claims are measured; more than an hour (ABUSE_FLAGS='-attacks="lists" -tenants=5')
 	@$(BIN)/abuse $(ABUSE_FLAGS)
 ABUSE_FLAGS ?=
 

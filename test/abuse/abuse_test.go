@@ -22,13 +22,13 @@ func TestMain(m *testing.M) {
 }
 
 // TestNoAttackCostsAnotherTenantAnything is the short form of `make abuse`: a few seconds of each
-// attack, without judging times.
+// attack by two Clusters at once, without judging times.
 func TestNoAttackCostsAnotherTenantAnything(t *testing.T) {
 	// The sandbox must be stopped when the test is interrupted.
 	ctx, stop := signal.NotifyContext(t.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	report, err := abuse.Run(ctx, abuse.Options{
-		Name: "abuse-short", Rounds: 1, Claims: 4, Agents: 1, Untimed: true, Say: t.Logf, Log: t.Output(),
+		Name: "abuse-short", Tenants: 2, Rounds: 1, Claims: 4, Agents: 1, Untimed: true, Say: t.Logf, Log: t.Output(),
 	})
 	require.NoError(t, err)
 	report.Write(t.Output())

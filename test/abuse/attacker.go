@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"os"
 	"os/exec"
@@ -20,6 +21,7 @@ import (
 	"time"
 
 	"github.com/samber/lo"
+	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
@@ -36,14 +38,14 @@ const (
 	// ready is the line with which the process reports that the attack has reached its full
 	// strength.
 	ready = "ready"
-	// source is the loopback address that it connects from, on systems that have all of
-	// 127.0.0.0/8.
-	source = "127.0.0.2"
 	// lowest is the priority of a process that only gets what others leave.
 	lowest = 19
 	// readyWithin bounds how long an attack takes to reach its full strength, and stopWithin how
 	// long it takes to end.
-	readyWithin, stopWithin = 3 * time.Minute, time.Minute
+	readyWithin, stopWithin = 5 * time.Minute, time.Minute
+	// settledWithin is how long after the first of several tenants the attack is at full strength at
+	// the latest: tenants may also keep each other from what they need.
+	settledWithin = time.Minute
 )
 
 // order holds the orders of an attacker process.
@@ -51,16 +53,21 @@ type order struct {
 	Attack  string `json:"attack"`
 	Address string `json:"address"`
 	CAFile  string `json:"caFile"`
-	// Tenant and Stranger are the certificates of the attacker's Cluster and of an identity without
-	// any rights.
-	Tenant   keyPair `json:"tenant"`
+	// Tenants are the Clusters that attack at once.
+	Tenants []tenant `json:"tenants"`
+	// Run is part of every id that the attackers invent.
+	Run string `json:"run"`
+}
+
+// tenant is one of the Clusters that attack.
+type tenant struct {
+	// Identity and Stranger are the certificates of the Cluster and of an identity without any
+	// rights.
+	Identity keyPair `json:"identity"`
 	Stranger keyPair `json:"stranger"`
-	// Cluster is the attacker's Cluster, in the same namespace as the victim's, and Group the id of
-	// its node group.
+	// Cluster is in the same namespace as the victim's, and Group is the id of its node group.
 	Cluster *agentv1alpha1.ClusterRef `json:"cluster"`
 	Group   string                    `json:"group"`
-	// Run is part of every id that the attacker invents.
-	Run string `json:"run"`
 }
 
 type keyPair struct {
@@ -178,9 +185,8 @@ func obey(text []byte) error {
 	if err != nil {
 		return err
 	}
-	a := &attacker{order: o, answers: map[string]int64{}, awaited: lo.Without(attack.must, kept)}
-	a.say = sync.OnceFunc(func() { fmt.Fprintln(os.Stdout, ready) })
-	if err := a.load(); err != nil {
+	t, err := assemble(o, lo.Without(attack.must, kept), sync.OnceFunc(func() { fmt.Fprintln(os.Stdout, ready) }))
+	if err != nil {
 		return err
 	}
 	ctx, cancel := context.WithCancel(context.Background())
@@ -188,11 +194,15 @@ func obey(text []byte) error {
 		defer cancel()
 		_, _ = io.Copy(io.Discard, os.Stdin) // it stops on any end of input
 	}()
-	defer a.close()
-	if err := attack.run(ctx, a); err != nil && ctx.Err() == nil {
+	defer t.close()
+	all, attacking := errgroup.WithContext(ctx)
+	for _, a := range t.attackers {
+		all.Go(func() error { return attack.run(attacking, a) })
+	}
+	if err := all.Wait(); err != nil && ctx.Err() == nil {
 		return err
 	}
-	return json.NewEncoder(os.Stdout).Encode(a.figures())
+	return json.NewEncoder(os.Stdout).Encode(t.figures())
 }
 
 // stepBack gives the lowest priority to every thread of the process, and therefore to the threads
@@ -214,40 +224,121 @@ func stepBack() error {
 	return nil
 }
 
-// attacker holds the resources of an attack. It is safe for concurrent use.
-type attacker struct {
-	order
-
+// team is the attackers of all tenants. It is safe for concurrent use.
+type team struct {
+	attackers []*attacker
 	// say tells [Run] that the attack is at full strength.
-	say    func()
-	trust  *x509.CertPool
-	tenant tls.Certificate
+	say func()
+
+	mu sync.Mutex
+	// awaited are the answers that must come before the attack is measured. On a busy machine its
+	// calls can take seconds to be sent and answered.
+	awaited []string
+	// ready counts the attackers that have sent what they need to be at full strength. settled is set
+	// when the others are not waited for any more.
+	ready   int
+	settled bool
+}
+
+func assemble(o order, awaited []string, say func()) (*team, error) {
+	t := &team{say: say, awaited: awaited}
+	ca, err := os.ReadFile(o.CAFile)
+	if err != nil {
+		return nil, err
+	}
+	trust := x509.NewCertPool()
+	trust.AppendCertsFromPEM(ca)
+	for i, of := range o.Tenants {
+		a := &attacker{
+			tenant: of, address: o.Address, run: fmt.Sprintf("%s-%d", o.Run, i+1), trust: trust, team: t,
+			answers: map[string]int64{}, ready: sync.OnceFunc(t.oneMore),
+			source: net.IPv4(127, 0, byte((i+2)>>8), byte(i+2)), // 127.0.0.1 is that of the victim
+		}
+		if a.identity, err = tls.LoadX509KeyPair(of.Identity.Certificate, of.Identity.Key); err != nil {
+			return nil, err
+		}
+		if a.stranger, err = tls.LoadX509KeyPair(of.Stranger.Certificate, of.Stranger.Key); err != nil {
+			return nil, err
+		}
+		t.attackers = append(t.attackers, a)
+	}
+	return t, nil
+}
+
+func (t *team) close() {
+	for _, a := range t.attackers {
+		a.close()
+	}
+}
+
+func (t *team) figures() Figures {
+	var f Figures
+	for _, a := range t.attackers {
+		f.add(a.figures())
+	}
+	var used syscall.Rusage
+	if syscall.Getrusage(syscall.RUSAGE_SELF, &used) == nil {
+		f.Processor = time.Duration(used.Utime.Nano() + used.Stime.Nano())
+	}
+	return f
+}
+
+// oneMore records that an attacker has sent what it needs to be at full strength.
+func (t *team) oneMore() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.ready++; t.ready == 1 {
+		time.AfterFunc(settledWithin, t.settle)
+	}
+	t.sayIfReady()
+}
+
+func (t *team) settle() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.settled = true
+	t.sayIfReady()
+}
+
+// came records that one of the attackers has received an answer.
+func (t *team) came(answer string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if lo.Contains(t.awaited, answer) {
+		t.awaited = lo.Without(t.awaited, answer)
+		t.sayIfReady()
+	}
+}
+
+// sayIfReady requires t.mu.
+func (t *team) sayIfReady() {
+	if len(t.awaited) == 0 && (t.settled || t.ready == len(t.attackers)) {
+		t.say()
+	}
+}
+
+// attacker attacks as one tenant. It is safe for concurrent use.
+type attacker struct {
+	tenant
+
+	team    *team
+	address string
+	// source is the loopback address that it connects from, on systems that have all of
+	// 127.0.0.0/8.
+	source net.IP
+	// run is part of every id that it invents.
+	run   string
+	trust *x509.CertPool
 	// stranger has no rights.
-	stranger tls.Certificate
+	identity, stranger tls.Certificate
+	// ready reports that the attacker has sent what it needs to be at full strength.
+	ready func()
 
 	calls, connections, bytes, ids atomic.Int64
 
 	mu      sync.Mutex
 	answers map[string]int64
-	// awaited are the answers that must come before the attack is measured. On a busy machine its
-	// calls can take seconds to be sent and answered.
-	awaited []string
-	begun   bool
 	open    []io.Closer
-}
-
-func (a *attacker) load() error {
-	ca, err := os.ReadFile(a.CAFile)
-	if err != nil {
-		return err
-	}
-	a.trust = x509.NewCertPool()
-	a.trust.AppendCertsFromPEM(ca)
-	if a.tenant, err = tls.LoadX509KeyPair(a.Tenant.Certificate, a.Tenant.Key); err != nil {
-		return err
-	}
-	a.stranger, err = tls.LoadX509KeyPair(a.Stranger.Certificate, a.Stranger.Key)
-	return err
 }
 
 func (a *attacker) close() {
@@ -259,48 +350,36 @@ func (a *attacker) close() {
 }
 
 func (a *attacker) figures() Figures {
-	f := Figures{Calls: a.calls.Load(), Connections: a.connections.Load(), Bytes: a.bytes.Load(), Answers: a.answers}
-	var used syscall.Rusage
-	if syscall.Getrusage(syscall.RUSAGE_SELF, &used) == nil {
-		f.Processor = time.Duration(used.Utime.Nano() + used.Stime.Nano())
-	}
-	return f
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return Figures{Calls: a.calls.Load(), Connections: a.connections.Load(), Bytes: a.bytes.Load(), Answers: maps.Clone(a.answers)}
 }
 
 // came counts an answer and returns how often it has been received.
 func (a *attacker) came(answer string) int64 {
+	a.team.came(answer)
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.answers[answer]++
-	a.sayIfReady()
 	return a.answers[answer]
 }
 
-// ready reports that the attack has sent what it needs to be at full strength.
-func (a *attacker) ready() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.begun = true
-	a.sayIfReady()
-}
-
-// sayIfReady requires a.mu.
-func (a *attacker) sayIfReady() {
-	if a.begun && lo.EveryBy(a.awaited, func(answer string) bool { return a.answers[answer] > 0 }) {
-		a.say()
-	}
+// part returns the attacker's part of what all of them have together.
+func (a *attacker) part(whole int) int {
+	attackers := len(a.team.attackers)
+	return (whole + attackers - 1) / attackers
 }
 
 // id returns a new claim id.
-func (a *attacker) id() string { return fmt.Sprintf("%s-%d", a.Run, a.ids.Add(1)) }
+func (a *attacker) id() string { return fmt.Sprintf("%s-%d", a.run, a.ids.Add(1)) }
 
 // dial opens a TCP connection.
 func (a *attacker) dial(ctx context.Context) (net.Conn, error) {
 	var d net.Dialer
 	if runtime.GOOS == "linux" {
-		d.LocalAddr = &net.TCPAddr{IP: net.ParseIP(source)}
+		d.LocalAddr = &net.TCPAddr{IP: a.source}
 	}
-	conn, err := d.DialContext(ctx, "tcp", a.Address)
+	conn, err := d.DialContext(ctx, "tcp", a.address)
 	if err != nil {
 		return nil, err
 	}
@@ -319,9 +398,9 @@ func (a *attacker) secure(ctx context.Context, conn net.Conn, as tls.Certificate
 }
 
 func (a *attacker) config(as tls.Certificate) *tls.Config {
-	host, _, err := net.SplitHostPort(a.Address)
+	host, _, err := net.SplitHostPort(a.address)
 	if err != nil {
-		host = a.Address
+		host = a.address
 	}
 	return &tls.Config{
 		MinVersion: tls.VersionTLS13, RootCAs: a.trust, ServerName: host, Certificates: []tls.Certificate{as}, NextProtos: []string{"h2"},
@@ -332,7 +411,7 @@ func (a *attacker) config(as tls.Certificate) *tls.Config {
 func (a *attacker) connect(as tls.Certificate) (*grpc.ClientConn, error) {
 	again := backoff.DefaultConfig
 	again.BaseDelay, again.MaxDelay = 10*time.Millisecond, 100*time.Millisecond
-	conn, err := grpc.NewClient("passthrough:///"+a.Address,
+	conn, err := grpc.NewClient("passthrough:///"+a.address,
 		grpc.WithTransportCredentials(credentials.NewTLS(a.config(as))),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return a.dial(ctx) }),
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(asItIs{}), grpc.MaxCallRecvMsgSize(1<<30)),
@@ -390,7 +469,10 @@ type encoded []byte
 // ignored is a message that is not decoded.
 type ignored struct{}
 
-// asItIs is a codec that sends [encoded] unchanged and discards every answer.
+// received is an encoded answer.
+type received []byte
+
+// asItIs is a codec that sends [encoded] unchanged, and decodes no answer.
 type asItIs struct{}
 
 func (asItIs) Name() string { return "proto" }
@@ -403,4 +485,9 @@ func (asItIs) Marshal(message any) (mem.BufferSlice, error) {
 	return mem.BufferSlice{mem.SliceBuffer(request)}, nil
 }
 
-func (asItIs) Unmarshal(mem.BufferSlice, any) error { return nil }
+func (asItIs) Unmarshal(data mem.BufferSlice, into any) error {
+	if answer, ok := into.(*received); ok {
+		*answer = data.Materialize()
+	}
+	return nil
+}

@@ -9,6 +9,7 @@ import (
 	"net"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -17,6 +18,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/encoding/gzip"
+	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
@@ -30,25 +32,8 @@ const (
 	mebibyte = 1 << 20
 )
 
-// How much an identity may make the agent hold, see docs/limits.md.
-const (
-	// openStreams covers the streams and calls that an identity may have open, with their
-	// goroutines and metadata.
-	openStreams = 2100 * 40 * kibibyte
-	// watched covers what its streams keep of the objects that they show: a Cluster has at most
-	// 30,000 claims, ended ones included.
-	watched = 100 * 30000 * 50
-	// requestsHandled covers its requests being handled (encoded, decoded, and the results) and
-	// those being read.
-	requestsHandled = 3*16*mebibyte + 8*mebibyte
-)
-
 // holder is the holder that a Cluster's own identity may act as.
 const holder = "karpenter"
-
-// framesRead are read of one identity before its connections are closed: its burst, a TLS record of
-// each connection, and what is read slowly in ten seconds.
-const framesRead = 100_000 + 16*16*kibibyte/10 + 10*2000
 
 // Outcomes of connections, in addition to the codes of calls.
 const (
@@ -63,14 +48,15 @@ type attack struct {
 	name string
 	// about describes the attack in one sentence.
 	about string
-	// run attacks until the context ends. It runs in the attacker process.
+	// run attacks as one tenant until the context ends. It runs in the attacker process, for each
+	// tenant at once.
 	run func(ctx context.Context, a *attacker) error
 	// must lists the answers that are required, and may those that are allowed. Any other answer is
 	// a defect.
 	must, may []string
-	// holds is how much the attack may make the agent hold, see docs/limits.md. The agent's
+	// holds is how much the attack may make the agent hold, by the number of tenants. The agent's
 	// resident memory may grow by twice as much: see [heapShare].
-	holds int64
+	holds amount
 	// writes is set if the attacker's calls write to the hub.
 	writes bool
 }
@@ -96,8 +82,14 @@ var attacks = []attack{
 			"that are too large, and the same by an identity without a right",
 		run:  decodeBombs,
 		must: []string{invalid, denied}, may: []string{refused, late, cut},
-		// The worst legal request, the requests being read, and those being handled.
-		holds: (193 + 8*4 + 16) * mebibyte,
+		holds: syncsHeld,
+	},
+	{
+		name:  "large syncs",
+		about: "the worst legal SyncClaims of 4 MiB, over and over, with a valid token: each is decoded and handled",
+		run:   largeSyncs,
+		must:  []string{ok}, may: []string{refused, late, canceled, cut},
+		holds: syncsHeld,
 	},
 	{
 		name: "half-sent messages",
@@ -105,8 +97,15 @@ var attacks = []attack{
 			"and never the rest",
 		run:  halfSent,
 		must: []string{refused}, may: []string{canceled, late, closedByAgent, notConnected, "reset"},
-		// The calls that may be open, each with a stream's window, and the requests being read.
-		holds: 2000*64*kibibyte + 8*4*mebibyte + openStreams,
+		// Each call has a stream's window.
+		holds: sum(callsHeld, openCalls.each(queued), readHeld),
+	},
+	{
+		name:  "half-open calls",
+		about: "eight GetStatus of which only the headers are sent; each is begun again when it is cut off",
+		run:   halfOpen,
+		must:  []string{canceled}, may: []string{refused, late, closedByAgent, notConnected, "reset"},
+		holds: callsHeld,
 	},
 	{
 		name:  "requests in small frames",
@@ -115,7 +114,7 @@ var attacks = []attack{
 		// What the agent reads before it slows the connections down never becomes a whole request.
 		may: []string{refused, canceled, late, closedByAgent, notConnected, "reset"},
 		// Few calls are open, because the frames of each take minutes to be read.
-		holds: framesRead*350 + 64*(30+8+64)*kibibyte,
+		holds: perIdentity(framesRead*perFrame + 64*(perCall+queued)),
 	},
 	{
 		name:  "fat claims",
@@ -124,14 +123,14 @@ var attacks = []attack{
 		// Aborted means a lost race. NotFound does not occur, because the first candidate exists.
 		must: []string{ok}, may: []string{refused, late, cut, codes.Aborted.String()},
 		// The requests, and the claims that are stored.
-		holds: requestsHandled + 10000*4*kibibyte, writes: true,
+		holds: sum(requestsHeld, endedHeld), writes: true,
 	},
 	{
 		name:  "tombstones",
 		about: "releases of claims that never were, each with a reason of 4 KiB",
 		run:   tombstones,
 		must:  []string{ok}, may: []string{refused, late, cut},
-		holds: requestsHandled + 10000*4*kibibyte, writes: true,
+		holds: sum(requestsHeld, endedHeld), writes: true,
 	},
 	{
 		name:  "invented candidates",
@@ -140,31 +139,49 @@ var attacks = []attack{
 		// Unavailable: the agent looks up the first few unknown names in the hub, and cannot tell about
 		// the others.
 		must: []string{cut}, may: []string{codes.NotFound.String(), refused, late},
-		holds: requestsHandled,
+		holds: requestsHeld,
 	},
 	{
 		name:  "lists",
 		about: "200 at a time: a list of all claims, ended ones included",
 		run:   listFlood,
 		must:  []string{ok}, may: []string{refused, late, cut},
-		// Answers that have not been read yet, and two lists.
-		holds: (32 + 2*64) * mebibyte,
+		holds: listsHeld,
 	},
 	{
 		name:  "streams",
 		about: "hundreds of watches of all claims, Machines and node groups, held, or opened and closed over and over",
 		run:   streams,
 		must:  []string{heldStream, ok}, may: []string{refused, late, cut, notConnected},
-		// Answers that have not been read yet, the streams, and what they keep.
-		holds: 32*mebibyte + openStreams + watched,
+		holds: sum(unreadHeld, callsHeld, watchedHeld),
+	},
+	{
+		name:  "padded watches",
+		about: "64 watches that are held, each with a request of 256 KiB, nearly all of it unknown fields",
+		run:   paddedWatches,
+		must:  []string{heldStream}, may: []string{refused, late, canceled, cut},
+		holds: sum(requestsHeld, callsHeld),
+	},
+	{
+		name:  "health watches",
+		about: "64 health watches of services with invented names of 256 KiB, most of them held, the others opened and closed over and over",
+		run:   healthWatches,
+		must:  []string{heldStream, ok}, may: []string{refused, late, canceled, cut},
+		holds: sum(requestsHeld, callsHeld),
 	},
 	{
 		name:  "slow readers",
 		about: "lists and watches, of which nothing is read: the windows of 16 connections stay closed",
 		run:   slowReaders,
 		must:  []string{refused}, may: []string{closedByAgent, notConnected, late, "reset"},
-		// Answers that are not read, two more lists, the calls, and what the streams keep.
-		holds: (32+2*64)*mebibyte + openStreams + watched,
+		holds: sum(listsHeld, callsHeld, watchedHeld),
+	},
+	{
+		name:  "tombstones read slowly",
+		about: "releases of claims that never were, each with a reason of 1 KiB, then lists of them, which are read slowly",
+		run:   slowTombstones,
+		must:  []string{ok}, may: []string{refused, late, canceled, cut, closedByAgent, notConnected, "reset"},
+		holds: sum(requestsHeld, endedHeld, listsHeld, callsHeld), writes: true,
 	},
 	{
 		name:  "compressed answers",
@@ -172,21 +189,21 @@ var attacks = []attack{
 		run:   compressedAnswers,
 		must:  []string{codes.Unimplemented.String()}, may: []string{refused, closedByAgent, notConnected, "reset"},
 		// None is answered.
-		holds: openStreams,
+		holds: callsHeld,
 	},
 	{
 		name:  "connections",
 		about: "connections by the hundred, each with the tenant's certificate",
 		run:   manyConnections,
 		must:  []string{kept, closedByAgent}, may: []string{notConnected},
-		holds: 512 * 100 * kibibyte,
+		holds: sum(openConnections.each(perConnection), inTotal(handshakes*perHandshake)),
 	},
 	{
 		name:  "handshakes",
 		about: "2,000 connections that say nothing, or begin a handshake and never end it",
 		run:   unfinishedHandshakes,
 		must:  []string{closedByAgent}, may: []string{kept, notConnected},
-		holds: 512 * 100 * kibibyte,
+		holds: inTotal(handshakes * perHandshake),
 	},
 }
 
@@ -217,7 +234,7 @@ func emptyReports(cluster *agentv1alpha1.ClusterRef, size int) []byte {
 
 // worstSync returns the legal request that takes the most memory: as many map entries as fit into 4
 // MiB.
-func worstSync(cluster *agentv1alpha1.ClusterRef) []byte {
+func worstSync(cluster *agentv1alpha1.ClusterRef, token string) []byte {
 	entries := func(n int, value string) map[string]string {
 		all := map[string]string{}
 		for i := range n {
@@ -228,7 +245,7 @@ func worstSync(cluster *agentv1alpha1.ClusterRef) []byte {
 	node := &agentv1alpha1.NodeReport{
 		ProviderId: "a", Capacity: entries(128, "1"), Allocatable: entries(128, "1"), Labels: entries(64, ""),
 	}
-	request := &agentv1alpha1.SyncClaimsRequest{Cluster: cluster, Holder: holder, Token: "token"}
+	request := &agentv1alpha1.SyncClaimsRequest{Cluster: cluster, Holder: holder, Token: token}
 	for size := proto.Size(request); size+proto.Size(node)+4 <= 4*mebibyte; size += proto.Size(node) + 4 {
 		request.Nodes = append(request.Nodes, node)
 	}
@@ -236,7 +253,7 @@ func worstSync(cluster *agentv1alpha1.ClusterRef) []byte {
 }
 
 func decodeBombs(ctx context.Context, a *attacker) error {
-	tenant, err := a.connect(a.tenant)
+	tenant, err := a.connect(a.identity)
 	if err != nil {
 		return err
 	}
@@ -250,7 +267,7 @@ func decodeBombs(ctx context.Context, a *attacker) error {
 		request []byte
 	}
 	const syncClaims = agentv1alpha1.ClaimService_SyncClaims_FullMethodName
-	empty, worst := emptyReports(a.Cluster, 3*mebibyte), worstSync(a.Cluster)
+	empty, worst := emptyReports(a.Cluster, 3*mebibyte), worstSync(a.Cluster, "token")
 	bombs := []bomb{
 		{tenant, syncClaims, empty},
 		{tenant, syncClaims, worst},
@@ -267,30 +284,100 @@ func decodeBombs(ctx context.Context, a *attacker) error {
 	return nil
 }
 
+// largeSyncs has two requests on the way, because the agent reads and handles one at a time.
+func largeSyncs(ctx context.Context, a *attacker) error {
+	conn, err := a.connect(a.identity)
+	if err != nil {
+		return err
+	}
+	token, err := a.token(ctx, conn)
+	if err != nil {
+		return err
+	}
+	request := worstSync(a.Cluster, token)
+	several(ctx, 2, func(ctx context.Context, _ int) {
+		if a.call(ctx, conn, agentv1alpha1.ClaimService_SyncClaims_FullMethodName, request) == codes.OK {
+			a.ready()
+		}
+	})
+	return nil
+}
+
+// token returns a token for SyncClaims.
+func (a *attacker) token(ctx context.Context, conn *grpc.ClientConn) (string, error) {
+	list := encode(&agentv1alpha1.ListClaimsRequest{Cluster: a.Cluster, Holder: holder})
+	var answer received
+	err := conn.Invoke(ctx, agentv1alpha1.ClaimService_ListClaims_FullMethodName, encoded(list), &answer, grpc.WaitForReady(true))
+	if err != nil {
+		return "", err
+	}
+	var claims agentv1alpha1.ListClaimsResponse
+	err = proto.Unmarshal(answer, &claims)
+	return claims.GetToken(), err
+}
+
 func halfSent(ctx context.Context, a *attacker) error {
 	begun := make([]byte, streamWindow-prefix)
 	copy(begun, emptyReports(a.Cluster, streamWindow))
-	return a.hold(ctx, func(p *peer) error {
+	return a.hold(ctx, held{connections: 16, calls: 1000, readyAt: a.manyCalls(), begin: func(p *peer) error {
 		p.part = 4097 // just above a size of gRPC's default buffers
-		return p.call(agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4*mebibyte, begun)
-	}, 2000)
+		return p.call(agentv1alpha1.ClaimService_SyncClaims_FullMethodName, largeRequest, begun)
+	}})
+}
+
+// halfOpen has as many calls as the agent reads of one caller at once.
+func halfOpen(ctx context.Context, a *attacker) error {
+	return a.hold(ctx, held{connections: 1, calls: readAtOnce, readyAt: readAtOnce, begin: func(p *peer) error {
+		return p.begin(agentv1alpha1.StatusService_GetStatus_FullMethodName)
+	}})
 }
 
 // smallFrames is ready once the connections together have begun calls with twenty times the frames
 // that the agent reads of one caller at once.
 func smallFrames(ctx context.Context, a *attacker) error {
 	begun := make([]byte, streamWindow-prefix)
-	return a.hold(ctx, func(p *peer) error {
+	return a.hold(ctx, held{connections: 16, calls: 1000, readyAt: 2 * 16, begin: func(p *peer) error {
 		p.part = 1
-		return p.call(agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4*mebibyte, begun)
-	}, 2*16)
+		return p.call(agentv1alpha1.ClaimService_SyncClaims_FullMethodName, largeRequest, begun)
+	}})
 }
 
-// hold keeps a thousand calls open on each of 16 connections. It is ready once readyAt calls have
-// been begun.
-func (a *attacker) hold(ctx context.Context, begin func(*peer) error, readyAt int64, settings ...http2.Setting) error {
-	several(ctx, 16, func(ctx context.Context, _ int) {
-		if err := a.holdOn(ctx, begin, readyAt, settings); err != nil && ctx.Err() == nil {
+// held describes calls that an attack keeps open, and opens again when they end.
+type held struct {
+	// connections is the number of connections, and calls that of the open calls of each.
+	connections, calls int
+	// begin begins a call.
+	begin func(*peer) error
+	// readyAt is the number of begun calls with which the attack is at full strength.
+	readyAt int64
+	// again is how long after the end of a call the next one is begun.
+	again time.Duration
+	// settings are those of the connections. readPerSecond is how many bytes of each are read, once
+	// HTTP/2's first window is used up.
+	settings      []http2.Setting
+	readPerSecond int
+}
+
+// closed is the setting with which the agent may send no answer.
+func closed() []http2.Setting { return []http2.Setting{{ID: http2.SettingInitialWindowSize, Val: 0}} }
+
+// manyCalls is the number of calls that an attacker begins to have all that it can, alone or as one
+// of several.
+func (a *attacker) manyCalls() int64 { return min(openCalls.own, int64(a.part(2*int(openCalls.all)))) }
+
+// hold keeps calls open until the context ends.
+func (a *attacker) hold(ctx context.Context, h held) error {
+	var begun atomic.Int64
+	begin := h.begin
+	h.begin = func(p *peer) error {
+		a.calls.Add(1)
+		if begun.Add(1) == h.readyAt {
+			a.ready()
+		}
+		return begin(p)
+	}
+	several(ctx, h.connections, func(ctx context.Context, _ int) {
+		if err := a.holdOn(ctx, h); err != nil && ctx.Err() == nil {
 			a.came(notConnected)
 			pause(ctx)
 		}
@@ -299,12 +386,12 @@ func (a *attacker) hold(ctx context.Context, begin func(*peer) error, readyAt in
 }
 
 // holdOn is [attacker.hold] for one connection, until that ends.
-func (a *attacker) holdOn(ctx context.Context, begin func(*peer) error, readyAt int64, settings []http2.Setting) error {
+func (a *attacker) holdOn(ctx context.Context, h held) error {
 	raw, err := a.dial(ctx)
 	if err != nil {
 		return err
 	}
-	conn, err := a.secure(ctx, raw, a.tenant)
+	conn, err := a.secure(ctx, raw, a.identity)
 	if err != nil {
 		return err
 	}
@@ -312,16 +399,23 @@ func (a *attacker) holdOn(ctx context.Context, begin func(*peer) error, readyAt 
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
 	// Each open call occupies a place.
-	places := make(chan struct{}, 1000)
-	p, err := newPeer(conn, func(_ uint32, answer string) {
-		if ctx.Err() == nil {
-			a.came(answer)
-		}
+	places := make(chan struct{}, h.calls)
+	free := func() {
 		select {
 		case <-places:
 		default:
 		}
-	}, settings...)
+	}
+	p, err := newPeer(conn, func(_ uint32, answer string) {
+		if ctx.Err() == nil {
+			a.came(answer)
+		}
+		if h.again == 0 {
+			free()
+			return
+		}
+		time.AfterFunc(h.again, free)
+	}, h.settings...)
 	if err != nil {
 		return err
 	}
@@ -333,13 +427,13 @@ func (a *attacker) holdOn(ctx context.Context, begin func(*peer) error, readyAt 
 			a.came(closedByAgent)
 		}
 	}()
+	if h.readPerSecond > 0 {
+		go p.readSlowly(lost, h.readPerSecond)
+	}
 	for {
 		select {
 		case places <- struct{}{}:
-			if a.calls.Add(1) == readyAt {
-				a.ready()
-			}
-			if err := begin(p); err != nil {
+			if err := h.begin(p); err != nil {
 				_ = conn.Close()
 				<-lost
 				return nil // the connection has ended as expected
@@ -350,11 +444,20 @@ func (a *attacker) holdOn(ctx context.Context, begin func(*peer) error, readyAt 
 	}
 }
 
+const (
+	// briefly is how soon an attack repeats what has failed, unless it waits for as long as a RetryInfo
+	// demands. Then its connections are not closed, see docs/limits.md.
+	briefly = 10 * time.Millisecond
+	patient = time.Second
+)
+
 // pause waits briefly, or until the context ends.
-func pause(ctx context.Context) {
+func pause(ctx context.Context) { wait(ctx, briefly) }
+
+func wait(ctx context.Context, d time.Duration) {
 	select {
 	case <-ctx.Done():
-	case <-time.After(10 * time.Millisecond):
+	case <-time.After(d):
 	}
 }
 
@@ -368,7 +471,7 @@ func invented(n int) []string {
 }
 
 func fatClaims(ctx context.Context, a *attacker) error {
-	conn, err := a.connect(a.tenant)
+	conn, err := a.connect(a.identity)
 	if err != nil {
 		return err
 	}
@@ -393,22 +496,52 @@ func fatClaims(ctx context.Context, a *attacker) error {
 // longReason has the maximum length of a reason, in characters and in bytes.
 var longReason = strings.Repeat("\U0001F41A", 1024)
 
-func tombstones(ctx context.Context, a *attacker) error {
-	conn, err := a.connect(a.tenant)
+func tombstones(ctx context.Context, a *attacker) error { return a.bury(ctx, longReason, a.ready) }
+
+// bury releases claims that never were until the context ends. It calls made after each.
+func (a *attacker) bury(ctx context.Context, reason string, made func()) error {
+	conn, err := a.connect(a.identity)
 	if err != nil {
 		return err
 	}
+	defer func() { _ = conn.Close() }() // another attack may need all connections
 	several(ctx, 64, func(ctx context.Context, _ int) {
-		release := encode(&agentv1alpha1.ReleaseClaimRequest{Cluster: a.Cluster, ClaimId: a.id(), Reason: longReason})
+		release := encode(&agentv1alpha1.ReleaseClaimRequest{Cluster: a.Cluster, ClaimId: a.id(), Reason: reason})
 		if a.call(ctx, conn, agentv1alpha1.ClaimService_ReleaseClaim_FullMethodName, release) == codes.OK {
-			a.ready()
+			made()
 		}
 	})
 	return nil
 }
 
+// slowTombstones reads 64 KiB per second of each connection, so that an answer of a few MiB takes
+// nearly as long as it may.
+func slowTombstones(ctx context.Context, a *attacker) error {
+	const graves, connections, calls = 200, 16, 4
+	var made atomic.Int64
+	burying, enough := context.WithCancel(ctx)
+	defer enough()
+	err := a.bury(burying, strings.Repeat("r", kibibyte), func() {
+		if made.Add(1) == graves {
+			enough()
+		}
+	})
+	if err != nil {
+		return err
+	}
+	list := encode(&agentv1alpha1.ListClaimsRequest{Cluster: a.Cluster, IncludeEnded: true})
+	return a.hold(ctx, held{
+		connections: connections, calls: calls, readyAt: connections * calls, again: patient, readPerSecond: 64 * kibibyte,
+		// Only the window of the connection closes.
+		settings: []http2.Setting{{ID: http2.SettingInitialWindowSize, Val: 1 << 30}},
+		begin: func(p *peer) error {
+			return p.call(agentv1alpha1.ClaimService_ListClaims_FullMethodName, len(list), list)
+		},
+	})
+}
+
 func inventedCandidates(ctx context.Context, a *attacker) error {
-	conn, err := a.connect(a.tenant)
+	conn, err := a.connect(a.identity)
 	if err != nil {
 		return err
 	}
@@ -426,7 +559,7 @@ func inventedCandidates(ctx context.Context, a *attacker) error {
 }
 
 func listFlood(ctx context.Context, a *attacker) error {
-	conn, err := a.connect(a.tenant)
+	conn, err := a.connect(a.identity)
 	if err != nil {
 		return err
 	}
@@ -452,39 +585,96 @@ func (a *attacker) watches() (methods []string, requests [][]byte) {
 }
 
 func streams(ctx context.Context, a *attacker) error {
+	methods, requests := a.watches()
 	// An identity may have 100 at once.
-	const held, fleeting = 80, 200
+	return a.watch(ctx, watching{held: 80, fleeting: 200, again: briefly, open: func(i int) (string, []byte) {
+		return methods[i%len(methods)], requests[i%len(methods)]
+	}})
+}
+
+// mostOfRequest is the maximum size of a request of most methods, and atOnce the number of them that
+// one identity may have handled at once.
+const mostOfRequest, atOnce = 256 * kibibyte, 64
+
+func paddedWatches(ctx context.Context, a *attacker) error {
+	request := padded(encode(&agentv1alpha1.WatchNodeGroupsRequest{Cluster: a.Cluster}))
+	return a.watch(ctx, watching{held: atOnce, again: patient, open: func(int) (string, []byte) {
+		return agentv1alpha1.NodeGroupService_WatchNodeGroups_FullMethodName, request
+	}})
+}
+
+// padded appends an unknown field to a request, so that it has the maximum size.
+func padded(request []byte) []byte {
+	request = protowire.AppendTag(request, 1000, protowire.BytesType)
+	const length = 3 // of the encoded length
+	return protowire.AppendBytes(request, make([]byte, mostOfRequest-len(request)-length))
+}
+
+// healthWatches uses each name once, so that nothing may be kept of those of earlier watches.
+func healthWatches(ctx context.Context, a *attacker) error {
+	const fleeting, around = 8, 4 // bytes of the field's tag and length
+	return a.watch(ctx, watching{held: atOnce - fleeting, fleeting: fleeting, again: patient, open: func(int) (string, []byte) {
+		id := a.id()
+		name := id + strings.Repeat("-", mostOfRequest-around-len(id))
+		return grpc_health_v1.Health_Watch_FullMethodName, encode(&grpc_health_v1.HealthCheckRequest{Service: name})
+	}})
+}
+
+// watching describes the streams of an attack.
+type watching struct {
+	// held is the number of streams that are kept, and fleeting that of streams that are closed after
+	// their first message and opened again.
+	held, fleeting int
+	// again is how long after a stream has failed it is opened again.
+	again time.Duration
+	// open returns the method and the request of the stream of that number. It is called each time the
+	// stream is opened, from several goroutines.
+	open func(i int) (method string, request []byte)
+}
+
+// watch opens streams until the context ends. It is ready once each of those to be held has been
+// answered or refused.
+func (a *attacker) watch(ctx context.Context, w watching) error {
 	conns := make([]*grpc.ClientConn, 16)
 	for i := range conns {
 		var err error
-		if conns[i], err = a.connect(a.tenant); err != nil {
+		if conns[i], err = a.connect(a.identity); err != nil {
 			return err
 		}
 	}
-	methods, requests := a.watches()
-	several(ctx, held+fleeting, func(ctx context.Context, i int) {
+	var answered atomic.Int64
+	first := make([]sync.Once, w.held)
+	several(ctx, w.held+w.fleeting, func(ctx context.Context, i int) {
 		one, cancel := context.WithCancel(ctx)
 		defer cancel()
 		a.calls.Add(1)
-		stream, err := conns[i%len(conns)].NewStream(one, &grpc.StreamDesc{ServerStreams: true}, methods[i%len(methods)])
+		method, request := w.open(i)
+		stream, err := conns[i%len(conns)].NewStream(one, &grpc.StreamDesc{ServerStreams: true}, method)
 		if err == nil {
-			_ = stream.SendMsg(encoded(requests[i%len(methods)])) // the status reports the failure
+			_ = stream.SendMsg(encoded(request)) // the status reports the failure
 			_ = stream.CloseSend()
 			err = stream.RecvMsg(&ignored{})
 		}
-		if err == nil && i >= held {
+		if err == nil && i >= w.held {
 			a.came(ok)
 			return
 		}
-		if err == nil && a.came(heldStream) == held/2 {
-			a.ready()
+		if err == nil {
+			a.came(heldStream)
+		}
+		if i < w.held {
+			first[i].Do(func() {
+				if answered.Add(1) == int64(w.held) {
+					a.ready()
+				}
+			})
 		}
 		for err == nil {
 			err = stream.RecvMsg(&ignored{})
 		}
 		if ctx.Err() == nil {
 			a.came(status.Code(err).String())
-			pause(ctx)
+			wait(ctx, w.again)
 		}
 	})
 	return nil
@@ -494,21 +684,21 @@ func slowReaders(ctx context.Context, a *attacker) error {
 	list := encode(&agentv1alpha1.ListClaimsRequest{Cluster: a.Cluster, IncludeEnded: true})
 	methods, requests := a.watches()
 	var n atomic.Int64
-	return a.hold(ctx, func(p *peer) error {
+	return a.hold(ctx, held{connections: 16, calls: 1000, readyAt: a.manyCalls(), settings: closed(), begin: func(p *peer) error {
 		i := int(n.Add(1)) % (2 * len(methods))
 		if i >= len(methods) {
 			return p.call(agentv1alpha1.ClaimService_ListClaims_FullMethodName, len(list), list)
 		}
 		return p.call(methods[i], len(requests[i]), requests[i])
-	}, 2000, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+	}})
 }
 
 func compressedAnswers(ctx context.Context, a *attacker) error {
 	list := encode(&agentv1alpha1.ListClaimsRequest{Cluster: a.Cluster, IncludeEnded: true})
-	return a.hold(ctx, func(p *peer) error {
+	return a.hold(ctx, held{connections: 16, calls: 1000, readyAt: a.manyCalls(), settings: closed(), begin: func(p *peer) error {
 		return p.call(agentv1alpha1.ClaimService_ListClaims_FullMethodName, len(list), list,
 			hpack.HeaderField{Name: "grpc-encoding", Value: gzip.Name})
-	}, 2000, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+	}})
 }
 
 func manyConnections(ctx context.Context, a *attacker) error {
@@ -518,7 +708,7 @@ func manyConnections(ctx context.Context, a *attacker) error {
 			a.missed(ctx)
 			return
 		}
-		conn, err := a.secure(ctx, raw, a.tenant)
+		conn, err := a.secure(ctx, raw, a.identity)
 		if err != nil {
 			a.missed(ctx)
 			return
@@ -563,7 +753,7 @@ func unfinishedHandshakes(ctx context.Context, a *attacker) error {
 	if err != nil {
 		return err
 	}
-	several(ctx, 2000, func(ctx context.Context, i int) {
+	several(ctx, a.part(2000), func(ctx context.Context, i int) {
 		conn, err := a.dial(ctx)
 		if err != nil {
 			a.missed(ctx)
@@ -580,7 +770,7 @@ func unfinishedHandshakes(ctx context.Context, a *attacker) error {
 // hello returns the first record of a TLS client.
 func (a *attacker) hello() ([]byte, error) {
 	near, far := net.Pipe()
-	client := tls.Client(near, a.config(a.tenant))
+	client := tls.Client(near, a.config(a.identity))
 	go func() { _ = client.HandshakeContext(context.Background()) }() // ends with the pipe
 	defer func() { _, _ = near.Close(), far.Close() }()
 	record := make([]byte, 16*kibibyte)

@@ -8,6 +8,7 @@ import (
 	"net"
 	"strconv"
 	"sync"
+	"time"
 
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
@@ -124,12 +125,19 @@ func statusOf(trailers *http2.MetaHeadersFrame) string {
 	return codes.Unknown.String()
 }
 
-// call begins a call with more header fields, announces a message of the given length, and sends the
-// given part of it.
-func (p *peer) call(method string, length int, message []byte, more ...hpack.HeaderField) error {
+// begin begins a call and sends nothing of its message.
+func (p *peer) begin(method string) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	stream := p.next
+	if _, err := p.headersOf(method, nil); err != nil {
+		return err
+	}
+	return p.out.Flush()
+}
+
+// headersOf writes the headers of a call. It requires p.mu.
+func (p *peer) headersOf(method string, more []hpack.HeaderField) (stream uint32, err error) {
+	stream = p.next
 	p.next += 2
 	p.headers.Reset()
 	for _, field := range append([]hpack.HeaderField{
@@ -141,10 +149,18 @@ func (p *peer) call(method string, length int, message []byte, more ...hpack.Hea
 		{Name: "te", Value: "trailers"},
 	}, more...) {
 		if err := p.encoder.WriteField(field); err != nil {
-			return err
+			return 0, err
 		}
 	}
-	err := p.framer.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: p.headers.Bytes(), EndHeaders: true})
+	return stream, p.framer.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: p.headers.Bytes(), EndHeaders: true})
+}
+
+// call begins a call with more header fields, announces a message of the given length, and sends the
+// given part of it.
+func (p *peer) call(method string, length int, message []byte, more ...hpack.HeaderField) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	stream, err := p.headersOf(method, more)
 	if err != nil {
 		return err
 	}
@@ -167,4 +183,29 @@ func (p *peer) call(method string, length int, message []byte, more ...hpack.Hea
 		}
 	}
 	return p.out.Flush()
+}
+
+// readSlowly lets the receiver of the calls send this many bytes per second, until the connection has
+// ended.
+func (p *peer) readSlowly(ended <-chan struct{}, bytesPerSecond int) {
+	const partsPerSecond = 4
+	ticker := time.NewTicker(time.Second / partsPerSecond)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ended:
+			return
+		case <-ticker.C:
+		}
+		if p.widen(bytesPerSecond/partsPerSecond) != nil {
+			return
+		}
+	}
+}
+
+// widen extends the connection's window for answers.
+func (p *peer) widen(bytes int) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return errors.Join(p.framer.WriteWindowUpdate(0, uint32(bytes)), p.out.Flush())
 }

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/samber/lo"
+	"golang.org/x/sync/errgroup"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -25,23 +26,23 @@ const (
 	// slowdown limits the 99th percentile of the victim's calls during an attack, as a multiple of
 	// that without one.
 	slowdown = 2.0
-	// memoryLimit is the agent's memory limit in the chart (deploy/charts/agent/values.yaml).
-	memoryLimit = 1 << 30
+	// memoryLimit is the agent's memory limit in the chart (deploy/charts/agent/values.yaml), which
+	// leaves room for one identity at its worst. memoryOfAll is what all identities together can
+	// occupy in addition to the agent's own memory (docs/sizing.md).
+	memoryLimit, memoryOfAll = 1 << 30, 2 << 30
 	// heapShare is the ratio of resident memory to held memory: Go collects garbage when the heap
 	// has doubled (docs/performance.md).
 	heapShare = 2
-	// An identity's calls make at most writeBurst requests to the hub at once and writesPerSecond
-	// (--kube-api-burst, and half of --kube-api-qps). A request can store at most one MachineClaim:
-	// 16 candidates of 253 bytes, and texts of at most 1,024 bytes, of which the attacker controls
-	// two.
-	writeBurst, writesPerSecond, largestWrite = 1000, 250, 16 * kibibyte
+	// A request to the hub can store at most one MachineClaim: 16 candidates of 253 bytes, and texts
+	// of at most 1,024 bytes, of which the attacker controls two.
+	largestWrite = 16 * kibibyte
 	// etcdSlack is the growth of etcd not caused by the attack: the trickle, Cluster API, and
 	// partly filled pages.
 	etcdSlack = 32 * mebibyte
 	// endedClaims is --max-ended-claims-per-cluster. What agents create within a second may exceed
 	// it (docs/claims.md).
 	endedClaims, endedSlack = 10000, 500
-	// servedWithin is how long after an attack the attacker's identity may still be refused.
+	// servedWithin is how long after an attack the attackers' identities may still be refused.
 	servedWithin = time.Minute
 )
 
@@ -49,9 +50,9 @@ const (
 const servedAttempt = 2 * time.Second
 
 const (
-	attackerCluster = "attacker"
-	attackerGroup   = "attacker"
-	startWithin     = 5 * time.Minute
+	startWithin = 10 * time.Minute
+	// createdAtOnce is how many of the attackers' Clusters are created at once.
+	createdAtOnce = 4
 	// attackWithin bounds one attack with all its rounds.
 	attackWithin = 30 * time.Minute
 )
@@ -62,6 +63,9 @@ type Options struct {
 	Name string
 	// Attacks are the names of the attacks to run. Empty means all.
 	Attacks []string
+	// Tenants is the number of Clusters that carry out each attack at once, each with a certificate and
+	// a node group of its own. Zero means one.
+	Tenants int
 	// Rounds is the number of alternations between rest and attack, and Claims the number of claims
 	// that the victim makes in each of the two.
 	Rounds, Claims int
@@ -70,7 +74,7 @@ type Options struct {
 	// Agent is the agent's executable. Empty means bin/capi-agent.
 	Agent string
 	// Untimed skips the judgement of times, which mean little on a machine that is busy with other
-	// work.
+	// work, and the rest that attacks are compared with.
 	Untimed bool
 	// Say prints progress. REQUIRED.
 	Say func(format string, args ...any)
@@ -81,6 +85,8 @@ type Options struct {
 // Row is the result of one attack.
 type Row struct {
 	Attack string
+	// Tenants is the number of Clusters that have attacked at once.
+	Tenants int
 	Figures
 	// Idle and Under are the latencies of the victim's calls between and during the attacks.
 	Idle, Under Latencies
@@ -88,9 +94,10 @@ type Row struct {
 	MemoryBefore, MemoryPeak, MemoryBound int64
 	// Etcd is the growth of the hub's database over rest and attacks, and EtcdBound its limit.
 	Etcd, EtcdBound int64
-	// Ended is the number of the attacker's ended claims in the hub afterwards.
+	// Ended is the number of ended claims in the hub afterwards, of the attackers' Cluster with the
+	// most.
 	Ended int
-	// Served is how long the attacker was still refused after its last attack.
+	// Served is how long the last of the attackers was still refused after the last attack.
 	Served time.Duration
 	// Took is the duration of the attacks, without the rest between them.
 	Took time.Duration
@@ -157,13 +164,14 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	if o.Log == nil {
 		o.Log = os.Stderr
 	}
+	o.Tenants = max(o.Tenants, 1)
 	began := time.Now()
 	r := &run{Options: o}
 	if err := r.start(ctx); err != nil {
 		return nil, err
 	}
 	defer r.stop()
-	report := &Report{Timed: !o.Untimed, Logs: r.env.Sandbox.State().Paths.Logs}
+	report := &Report{Tenants: o.Tenants, Timed: !o.Untimed, Logs: r.env.Sandbox.State().Paths.Logs}
 	for _, name := range chosen {
 		a, err := attackOf(name)
 		if err != nil {
@@ -192,12 +200,8 @@ func (r *run) start(ctx context.Context) (err error) {
 			r.stop()
 		}
 	}()
-	r.Say("victim and attacker get their node groups and claims")
-	if err := r.env.CreateCluster(ctx, attackerCluster); err != nil {
-		return err
-	}
-	// Like every tenant, the attacker may claim a few machines.
-	if err := r.env.CreateGroup(ctx, loadgen.Group{Name: attackerGroup, Cluster: attackerCluster, Max: 10, Held: true}); err != nil {
+	r.Say("victim and %d attackers get their node groups and claims", r.Tenants)
+	if err := r.createAttackers(ctx); err != nil {
 		return err
 	}
 	if r.victim, err = newVictim(ctx, r.env); err != nil {
@@ -210,23 +214,48 @@ func (r *run) start(ctx context.Context) (err error) {
 	return nil
 }
 
-// identify issues the attacker's certificates.
+// attackers returns the names of the attackers' Clusters, which are those of their node groups too.
+func (r *run) attackers() []string {
+	return lo.Times(r.Tenants, func(i int) string { return fmt.Sprintf("attacker-%d", i+1) })
+}
+
+func (r *run) createAttackers(ctx context.Context) error {
+	all, ctx := errgroup.WithContext(ctx)
+	all.SetLimit(createdAtOnce)
+	for _, name := range r.attackers() {
+		all.Go(func() error {
+			if err := r.env.CreateCluster(ctx, name); err != nil {
+				return err
+			}
+			// Like every tenant, an attacker may claim a few machines.
+			return r.env.CreateGroup(ctx, loadgen.Group{Name: name, Cluster: name, Max: 10, Held: true})
+		})
+	}
+	return all.Wait()
+}
+
+// identify issues the attackers' certificates.
 func (r *run) identify() error {
 	state := r.env.Sandbox.State()
-	r.order = order{
-		Address: state.AgentAddress, CAFile: state.Paths.AgentCA,
-		Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: attackerCluster},
-		Group:   sandbox.ClusterNamespace + "/" + attackerGroup,
+	r.order = order{Address: state.AgentAddress, CAFile: state.Paths.AgentCA}
+	for _, name := range r.attackers() {
+		t := tenant{
+			Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: name},
+			Group:   sandbox.ClusterNamespace + "/" + name,
+		}
+		identity := sandbox.ClusterIdentity(sandbox.ClusterNamespace, name, "")
+		var err error
+		if t.Identity.Certificate, t.Identity.Key, err = r.env.Sandbox.AgentCertificate(name, identity); err != nil {
+			return err
+		}
+		// It is signed but has no rights.
+		stranger := strings.Replace(identity, "/cluster/", "/nothing/", 1)
+		if t.Stranger.Certificate, t.Stranger.Key, err = r.env.Sandbox.AgentCertificate("stranger-of-"+name, stranger); err != nil {
+			return err
+		}
+		r.order.Tenants = append(r.order.Tenants, t)
 	}
-	tenant := sandbox.ClusterIdentity(sandbox.ClusterNamespace, attackerCluster, "")
-	var err error
-	if r.order.Tenant.Certificate, r.order.Tenant.Key, err = r.env.Sandbox.AgentCertificate("attacker", tenant); err != nil {
-		return err
-	}
-	// It is signed but has no rights.
-	stranger := strings.Replace(tenant, "/cluster/", "/nothing/", 1)
-	r.order.Stranger.Certificate, r.order.Stranger.Key, err = r.env.Sandbox.AgentCertificate("stranger", stranger)
-	return err
+	return nil
 }
 
 func (r *run) stop() {
@@ -241,7 +270,7 @@ func (r *run) attack(ctx context.Context, a *attack) *Row {
 	ctx, cancel := context.WithTimeout(ctx, attackWithin)
 	defer cancel()
 	r.Say("%s: %s", a.name, a.about)
-	row := &Row{Attack: a.name}
+	row := &Row{Attack: a.name, Tenants: r.Tenants}
 	row.Err = func() error {
 		state := r.env.Sandbox.State()
 		before, err := databaseSize(ctx, state)
@@ -276,11 +305,15 @@ func (r *run) attack(ctx context.Context, a *attack) *Row {
 // rounds alternates between rest and attack.
 func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 	var idle, under samples
+	// They also explain why a call of the victim has failed.
+	defer func() { row.Idle, row.Under = latencies(idle), latencies(under) }()
 	for range max(r.Rounds, 1) {
-		taken, err := r.victim.trickle(ctx, r.Claims)
-		idle.add(taken)
-		if err != nil {
-			return fmt.Errorf("at rest: %w", err)
+		if !r.Untimed {
+			taken, err := r.victim.trickle(ctx, r.Claims)
+			idle.add(taken)
+			if err != nil {
+				return fmt.Errorf("at rest: %w", err)
+			}
 		}
 		r.attacks++
 		o := r.order
@@ -305,7 +338,6 @@ func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 			return err
 		}
 	}
-	row.Idle, row.Under = latencies(idle), latencies(under)
 	return nil
 }
 
@@ -316,42 +348,59 @@ func latencies(s samples) Latencies {
 	}
 }
 
-// served waits until the attacker is served again, now that it behaves, and returns how long that
+// served waits until all attackers are served again, now that they behave, and returns how long that
 // took.
 func (r *run) served(ctx context.Context) (time.Duration, error) {
+	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, servedWithin)
 	defer cancel()
-	began := time.Now()
-	err := testenv.Poll(ctx, func(ctx context.Context) (string, error) {
-		c, err := agentclient.New(agentclient.Options{
-			Address: r.order.Address, Timeout: servedAttempt,
-			TLS: &agentclient.TLS{CertFile: r.order.Tenant.Certificate, KeyFile: r.order.Tenant.Key, CAFile: r.order.CAFile},
+	all, ctx := errgroup.WithContext(ctx)
+	for _, t := range r.order.Tenants {
+		all.Go(func() error {
+			if err := testenv.Poll(ctx, func(ctx context.Context) (string, error) { return "", r.serves(ctx, t) }); err != nil {
+				return fmt.Errorf("%s is not served again: %w", t.Cluster.GetName(), err)
+			}
+			return nil
 		})
-		if err != nil {
-			return "", err
-		}
-		_, err = c.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: r.order.Cluster, Holder: holder})
-		return "", errors.Join(err, c.Close())
-	})
-	if err != nil {
-		return 0, fmt.Errorf("the attacker is not served again: %w", err)
 	}
-	return time.Since(began), nil
+	err := all.Wait()
+	return time.Since(began), err
 }
 
-// ended returns the number of the attacker's ended claims in the hub.
-func (r *run) ended(ctx context.Context) (int, error) {
-	var list agentv1.MachineClaimList
-	err := r.env.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.ClusterLabel: attackerCluster})
-	return lo.CountBy(list.Items, func(c agentv1.MachineClaim) bool { return c.CurrentPhase() == agentv1.PhaseEnded }), err
+// serves returns why a tenant's list is refused.
+func (r *run) serves(ctx context.Context, t tenant) error {
+	c, err := agentclient.New(agentclient.Options{
+		Address: r.order.Address, Timeout: servedAttempt,
+		TLS: &agentclient.TLS{CertFile: t.Identity.Certificate, KeyFile: t.Identity.Key, CAFile: r.order.CAFile},
+	})
+	if err != nil {
+		return err
+	}
+	_, err = c.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: t.Cluster, Holder: holder})
+	return errors.Join(err, c.Close())
+}
+
+// ended returns the number of ended claims in the hub, of the attackers' Cluster with the most.
+func (r *run) ended(ctx context.Context) (most int, err error) {
+	for _, name := range r.attackers() {
+		var list agentv1.MachineClaimList
+		err := r.env.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.ClusterLabel: name})
+		if err != nil {
+			return 0, err
+		}
+		most = max(most, lo.CountBy(list.Items, func(c agentv1.MachineClaim) bool { return c.CurrentPhase() == agentv1.PhaseEnded }))
+	}
+	return most, nil
 }
 
 // evaluate records the violations.
 func (r *run) evaluate(a *attack, row *Row) {
-	row.MemoryBound = min(memoryLimit, row.MemoryBefore+heapShare*a.holds)
+	tenants := int64(row.Tenants)
+	most := lo.Ternary(tenants == 1, memoryLimit, row.MemoryBefore+memoryOfAll)
+	row.MemoryBound = min(most, row.MemoryBefore+heapShare*a.holds(tenants))
 	row.EtcdBound = etcdSlack
 	if a.writes {
-		row.EtcdBound += largestWrite * int64(max(r.Rounds, 1)*writeBurst+int(row.Took.Seconds()*writesPerSecond))
+		row.EtcdBound += largestWrite * (int64(max(r.Rounds, 1))*hubBurst + int64(row.Took.Seconds()*hubWrites))
 	}
 	if row.Err != nil {
 		return
@@ -366,7 +415,7 @@ func (r *run) evaluate(a *attack, row *Row) {
 		row.wrong("etcd grew by %s; at most %s", bytesOf(row.Etcd), bytesOf(row.EtcdBound))
 	}
 	if row.Ended > endedClaims+endedSlack {
-		row.wrong("the hub holds %d ended claims of the attacker; at most %d", row.Ended, endedClaims)
+		row.wrong("the hub holds %d ended claims of an attacker; at most %d", row.Ended, endedClaims)
 	}
 	for _, answer := range a.must {
 		if row.Answers[answer] == 0 {

@@ -16,7 +16,9 @@ import (
 // Report is the result of all attacks.
 type Report struct {
 	Rows []*Row
-	Took time.Duration
+	// Tenants is the number of Clusters that have attacked at once.
+	Tenants int
+	Took    time.Duration
 	// Timed is set if times were judged.
 	Timed bool
 	// Logs is the folder of the components' logs.
@@ -27,13 +29,13 @@ type Report struct {
 func (r *Report) Good() bool { return len(r.Rows) > 0 && lo.EveryBy(r.Rows, (*Row).Good) }
 
 var header = []string{
-	"calls", "connections", "sent", "create p50", "under attack", "p99", "under attack", "release p99", "under attack", "ratio",
+	"tenants", "calls", "connections", "sent", "create p50", "under attack", "p99", "under attack", "release p99", "under attack", "ratio",
 	"new connection", "under attack", "memory", "peak", "bound", "etcd", "bound", "",
 }
 
 func (r *Row) cells() []string {
 	return []string{
-		strconv.FormatInt(r.Calls, 10), strconv.FormatInt(r.Connections, 10), bytesOf(r.Bytes),
+		strconv.Itoa(r.Tenants), strconv.FormatInt(r.Calls, 10), strconv.FormatInt(r.Connections, 10), bytesOf(r.Bytes),
 		millis(r.Idle.CreateP50), millis(r.Under.CreateP50), millis(r.Idle.CreateP99), millis(r.Under.CreateP99),
 		millis(r.Idle.ReleaseP99), millis(r.Under.ReleaseP99), fmt.Sprintf("%.2f", r.Ratio()), millis(r.Idle.ConnectMax), millis(r.Under.ConnectMax),
 		bytesOf(r.MemoryBefore), bytesOf(r.MemoryPeak), bytesOf(r.MemoryBound), bytesOf(r.Etcd), bytesOf(r.EtcdBound),
@@ -51,7 +53,7 @@ func (r *Row) notes() []string {
 	notes := []string{
 		"answers: " + strings.Join(answers, ", "),
 		fmt.Sprintf("attacked for %.0f s with %.1f s of a processor, served again after %s", r.Took.Seconds(), r.Processor.Seconds(), millis(r.Served)),
-		fmt.Sprintf("%d ended claims of the attacker in the hub", r.Ended),
+		fmt.Sprintf("at most %d ended claims of an attacker in the hub", r.Ended),
 	}
 	notes = append(notes, r.Wrong...)
 	if r.Err != nil {
@@ -81,8 +83,8 @@ func (r *Report) Write(w io.Writer) {
 	if r.Timed {
 		worst = lo.Max(lo.Map(r.Rows, func(row *Row, _ int) float64 { return row.Ratio() }))
 	}
-	fmt.Fprintf(w, "abuse: %s attacks=%d failed=%d worst-ratio=%.2f peak-memory=%s seconds=%.0f\n", lo.Ternary(r.Good(), "PASS", "FAIL"), len(r.Rows),
-		lo.CountBy(r.Rows, func(row *Row) bool { return !row.Good() }), worst,
+	fmt.Fprintf(w, "abuse: %s tenants=%d attacks=%d failed=%d worst-ratio=%.2f peak-memory=%s seconds=%.0f\n",
+		lo.Ternary(r.Good(), "PASS", "FAIL"), r.Tenants, len(r.Rows), lo.CountBy(r.Rows, func(row *Row) bool { return !row.Good() }), worst,
 		bytesOf(lo.Max(lo.Map(r.Rows, func(row *Row, _ int) int64 { return row.MemoryPeak }))), r.Took.Seconds())
 }
 

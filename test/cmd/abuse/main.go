@@ -1,5 +1,5 @@
-// Command abuse attacks the agent as one tenant and measures the effect on another tenant's claims;
-// see package abuse. The last line of its output and its exit status report the result.
+// Command abuse attacks the agent as one tenant with many Clusters and measures the effect on another
+// tenant's claims; see package abuse. The last line of its output and its exit status report the result.
 package main
 
 import (
@@ -38,6 +38,7 @@ func command(args []string) int {
 	flags := flag.NewFlagSet("abuse", flag.ContinueOnError)
 	flags.StringVar(&o.Name, "name", "abuse", "name of the sandbox")
 	flags.StringVar(&only, "attacks", "", "the attacks to carry out, separated by commas; empty for all")
+	flags.IntVar(&o.Tenants, "tenants", 16, "how many Clusters carry out each attack at once")
 	flags.IntVar(&o.Rounds, "rounds", 3, "how often rest and attack take turns")
 	flags.IntVar(&o.Claims, "claims", 100, "how many claims the victim makes in each turn")
 	flags.IntVar(&o.Agents, "agents", 2, "how many agents there are; the first is attacked")
