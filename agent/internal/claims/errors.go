@@ -156,6 +156,6 @@ func isRefusal(err error) bool {
 		tooMany *TooManyError
 		foreign *ForeignSpokeError
 	)
-	return errors.As(err, &ended) || errors.As(err, &foreign) || errors.As(err, &noRoom) || errors.As(err, &refused) || errors.As(err, &unknown) || errors.As(err, &tooMany) ||
-		errors.Is(err, ErrForeignHolder) || errors.Is(err, ErrClusterPaused)
+	return errors.As(err, &ended) || errors.As(err, &noRoom) || errors.As(err, &refused) || errors.As(err, &unknown) ||
+		errors.As(err, &tooMany) || errors.As(err, &foreign) || errors.Is(err, ErrForeignHolder) || errors.Is(err, ErrClusterPaused)
 }

@@ -61,10 +61,11 @@ func (w *world) cluster(name string) *clusterv1.Cluster {
 	return cluster
 }
 
-func (w *world) spoke(name string) *v1alpha1.Spoke {
+// spoke returns the Spoke of the Cluster "a".
+func (w *world) spoke() *v1alpha1.Spoke {
 	w.Helper()
 	spoke := &v1alpha1.Spoke{}
-	require.NoError(w, w.hub.Get(w.Context(), key(name), spoke))
+	require.NoError(w, w.hub.Get(w.Context(), key("a"), spoke))
 	return spoke
 }
 
@@ -104,7 +105,7 @@ func TestOnlyASetOfExistingClaimsReplacesTheCluster(t *testing.T) {
 		{contact: spokes.Contact{SpokeID: "second", Matched: true}, want: "second"},
 	} {
 		w.note(agent, step.contact)
-		require.Equal(t, step.want, w.spoke("a").Status.SpokeID, "%+v", step.contact)
+		require.Equal(t, step.want, w.spoke().Status.SpokeID, "%+v", step.contact)
 		require.Equal(t, step.want, agent.SpokeID(key("a")), "%+v", step.contact)
 		w.now.Step(10 * time.Minute)
 	}
@@ -115,16 +116,16 @@ func TestTheFirstClusterIsRecordedAtOnce(t *testing.T) {
 	agent := w.agent(interceptor.Funcs{})
 	w.note(agent, spokes.Contact{})
 	w.note(agent, spokes.Contact{SpokeID: "first"})
-	require.Equal(t, "first", w.spoke("a").Status.SpokeID)
+	require.Equal(t, "first", w.spoke().Status.SpokeID)
 
 	w.now.Step(time.Second)
-	require.NoError(t, w.hub.Delete(t.Context(), w.spoke("a")))
+	require.NoError(t, w.hub.Delete(t.Context(), w.spoke()))
 	id, err := agent.ReadSpokeID(t.Context(), key("a"))
 	require.NoError(t, err)
 	require.Empty(t, id)
 	require.Empty(t, agent.SpokeID(key("a")))
 	w.note(agent, spokes.Contact{SpokeID: "second"})
-	require.Equal(t, "second", w.spoke("a").Status.SpokeID, "the next one after the Spoke was deleted is the first again")
+	require.Equal(t, "second", w.spoke().Status.SpokeID, "the next one after the Spoke was deleted is the first again")
 }
 
 // Each agent remembers what it noted, and learns what the other noted at its next look, or when it
@@ -137,11 +138,11 @@ func TestTheClusterThatAnotherAgentRecordedIsNotReplaced(t *testing.T) {
 		w.note(one, spokes.Contact{SpokeID: "first"})
 		require.Empty(t, other.SpokeID(key("a")))
 		w.note(other, spokes.Contact{SpokeID: "second"})
-		require.Equal(t, "first", w.spoke("a").Status.SpokeID)
+		require.Equal(t, "first", w.spoke().Status.SpokeID)
 		require.Equal(t, "first", other.SpokeID(key("a")))
 	})
 	t.Run("during the write", func(t *testing.T) {
-		require.NoError(t, w.hub.Delete(t.Context(), w.spoke("a")))
+		require.NoError(t, w.hub.Delete(t.Context(), w.spoke()))
 		w.now.Step(10 * time.Minute)
 		raced := false
 		other := w.agent(interceptor.Funcs{SubResourcePatch: func(
@@ -155,7 +156,7 @@ func TestTheClusterThatAnotherAgentRecordedIsNotReplaced(t *testing.T) {
 		}})
 		w.note(other, spokes.Contact{SpokeID: "second"})
 		require.True(t, raced)
-		require.Equal(t, "first", w.spoke("a").Status.SpokeID)
+		require.Equal(t, "first", w.spoke().Status.SpokeID)
 		require.Equal(t, "first", other.SpokeID(key("a")))
 	})
 	t.Run("when it is read", func(t *testing.T) {
@@ -174,20 +175,20 @@ func TestTheClusterOfAnEndedOnboardingIsNotRecorded(t *testing.T) {
 	w.onboard("one")
 	w.enroll(agent, "one")
 	w.note(agent, spokes.Contact{SpokeID: "first", Onboarding: "one"})
-	require.Equal(t, "first", w.spoke("a").Status.SpokeID)
+	require.Equal(t, "first", w.spoke().Status.SpokeID)
 	w.onboard("two")
 	w.enroll(agent, "two")
 	for _, by := range []*spokes.Spokes{agent, late} {
 		w.note(by, spokes.Contact{SpokeID: "first", Onboarding: "one", Matched: true})
-		require.Empty(t, w.spoke("a").Status.SpokeID)
+		require.Empty(t, w.spoke().Status.SpokeID)
 	}
 	w.note(agent, spokes.Contact{SpokeID: "second", Onboarding: "two"})
-	require.Equal(t, "second", w.spoke("a").Status.SpokeID)
+	require.Equal(t, "second", w.spoke().Status.SpokeID)
 
 	// Certificates that were issued elsewhere belong to no onboarding.
 	w.now.Step(10 * time.Minute)
 	w.note(agent, spokes.Contact{SpokeID: "third", Matched: true})
-	require.Equal(t, "third", w.spoke("a").Status.SpokeID)
+	require.Equal(t, "third", w.spoke().Status.SpokeID)
 }
 
 // A listing and a read may return what the hub had before the Cluster was onboarded again.
