@@ -125,7 +125,7 @@ type connectionInfo struct {
 }
 
 // identifying rejects a connection at the end of its handshake if its identity, or all identities
-// together, already have the maximum number of connections. It closes those of withdrawn authorities.
+// together, already have the maximum number of connections.
 type identifying struct {
 	credentials.TransportCredentials
 

@@ -161,7 +161,8 @@ func (s *Server) identified(handshake credentials.AuthInfo) caller {
 		}
 		identified, err := s.config.Authorizer.FromChains(chains)
 		if err != nil {
-			return caller{problem: err.Error(), unnamed: errors.As(err, new(*authz.UnnamedError))}
+			_, unnamed := errors.AsType[*authz.UnnamedError](err)
+			return caller{problem: err.Error(), unnamed: unnamed}
 		}
 		return caller{Caller: identified}
 	case localInfo:

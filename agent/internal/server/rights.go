@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/peer"
 	grpcstatus "google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
@@ -119,21 +120,14 @@ func (s *Server) shutOut(ctx context.Context, c caller) error {
 // partWithShutOut closes the connections whose callers have been shut out for the grace period, until
 // the context ends.
 func (s *Server) partWithShutOut(ctx context.Context) {
-	ticker := time.NewTicker(s.config.RightsInterval)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-ticker.C:
-		}
+	wait.UntilWithContext(ctx, func(ctx context.Context) {
 		for c, info := range s.remote.current() {
 			_ = panics.Confined(s.config.Log, panics.Connections, "a connection stays open because of a bug in the agent", func() error {
 				s.closeIfShutOut(ctx, c, info)
 				return nil
 			}, "address", c.RemoteAddr().String())
 		}
-	}
+	}, s.config.RightsInterval)
 }
 
 func (s *Server) closeIfShutOut(ctx context.Context, c *connection, info connectionInfo) {
