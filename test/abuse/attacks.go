@@ -102,7 +102,7 @@ var attacks = []attack{
 	},
 	{
 		name:  "half-open calls",
-		about: "eight GetStatus of which only the headers are sent; each is begun again when it is cut off",
+		about: "eight GetStatus calls that send only their headers; each is opened again when it is cut off",
 		run:   halfOpen,
 		must:  []string{canceled}, may: []string{refused, late, closedByAgent, notConnected, "reset"},
 		holds: callsHeld,

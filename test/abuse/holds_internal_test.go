@@ -39,7 +39,7 @@ func TestBoundsFollowThePage(t *testing.T) {
 		"lists being built of up to 64 MiB each | 2: %d MiB | 8: %d MiB": {
 			builtLists.each(largestList)(1), builtLists.each(largestList)(many),
 		},
-		"requests being read of which one may have 4 MiB and the others 256 KiB | 8: %d MiB | %d MiB for each": {
+		"requests being read: one of up to 4 MiB the others of up to 256 KiB | 8: %d MiB | %d MiB for each": {
 			readHeld(1), readHeld(many) / many,
 		},
 		"encoded requests that wait or are handled | %d MiB | %d MiB and those of up to 4 KiB": {

@@ -34,7 +34,7 @@ const (
 	// has doubled (docs/performance.md).
 	heapShare = 2
 	// A request to the hub can store at most one MachineClaim: 16 candidates of 253 bytes, and texts
-	// of at most 1,024 bytes, of which the attacker controls two.
+	// of at most 1,024 bytes. The attacker controls two of them.
 	largestWrite = 16 * kibibyte
 	// etcdSlack is the growth of etcd not caused by the attack: the trickle, Cluster API, and
 	// partly filled pages.

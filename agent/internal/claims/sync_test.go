@@ -234,7 +234,7 @@ func TestOnlyTheClusterOfTheShimMakesClaims(t *testing.T) {
 		{name: "nothing is known, and another cluster's claims exist", claims: []string{spoke}, from: elsewhere, refused: "release the old claims"},
 		{name: "nothing is known, and another cluster's claims are released", claims: []string{spoke}, change: releasing, from: elsewhere},
 		{name: "nothing is known, and another holder's claims exist", claims: []string{spoke}, change: ofAnotherHolder, from: elsewhere},
-		{name: "nothing is known, and claims exist of which nothing is recorded", claims: []string{""}, from: elsewhere},
+		{name: "nothing is known, and the claims record no cluster", claims: []string{""}, from: elsewhere},
 		{name: "another cluster, which has made claims before", known: spoke, claims: []string{spoke, elsewhere}, from: elsewhere},
 		{name: "a caller that names no cluster", known: spoke, claims: []string{spoke}},
 	} {

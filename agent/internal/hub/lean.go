@@ -54,7 +54,7 @@ func resourceOf(path string) (resource string, namespaced bool) {
 }
 
 // Kind returns the kind of objects that the path of a request is about, as the name of their resource.
-// It is empty for discovery, and for the core API's kinds, of which the agent requests little.
+// It is empty for discovery and for the kinds of the core API, which the agent rarely requests.
 func Kind(path string) string {
 	resource, _ := resourceOf(path)
 	return resource

@@ -631,9 +631,9 @@ func (c *Call) LeaveHub() {
 
 // Sync waits until the call, whose SyncClaims request of that many bytes has arrived, may be decoded
 // and handled. It waits for the caller's other calls first, so that a caller that keeps itself waiting
-// keeps no other caller waiting, and last for a turn for which small requests wait as well, and of
-// which a few are left to them. A large request that is not handled within CallTimeout is cut, whatever its deadline: others wait for it.
-// The error is that of the context.
+// keeps no other caller waiting, and last for a turn. Small requests wait for one as well, and large
+// ones leave them a few. A large request that is not handled within CallTimeout is cut, whatever its
+// deadline: others wait for it. The error is that of the context.
 func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 	if err := c.AskHub(ctx); err != nil {
 		return err
