@@ -243,7 +243,7 @@ func (s *Server) mayCall(ctx context.Context, rule authz.Rule, c caller) error {
 		}
 	}
 	switch {
-	case c.problem != "" && (!rule.Anyone || !c.unnamed):
+	case c.problem != "" && !rule.Anyone:
 		return agenterrors.Unauthenticated(c.problem)
 	case !c.MayCall(rule):
 		return agenterrors.PermissionDenied("this identity may not call this method")

@@ -281,6 +281,7 @@ func TestAConnectionOutlivesAShortDenial(t *testing.T) {
 	for range 3 {
 		policy.Store(denied)
 		require.Equal(t, "16", call())
+		looked()
 		now.SetTime(now.Now().Add(9 * time.Second))
 		policy.Store(nil)
 		looked()
