@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/samber/lo"
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 	"google.golang.org/grpc"
@@ -70,7 +71,8 @@ var (
 	// cut is the answer to a call whose connection broke, as happens to a caller that continues
 	// although it is refused.
 	cut = codes.Unavailable.String()
-	// canceled is the answer to a request that took too long to arrive.
+	// canceled is the answer to a request that took too long to arrive, as any can of an attacker that
+	// only gets the processor time that others leave.
 	canceled = codes.Canceled.String()
 )
 
@@ -81,7 +83,7 @@ var attacks = []attack{
 		about: "requests that take a hundred times their size in memory: millions of empty elements, the worst legal request, ones " +
 			"that are too large, and the same by an identity without a right",
 		run:  decodeBombs,
-		must: []string{invalid, denied}, may: []string{refused, late, cut},
+		must: []string{invalid, denied}, may: []string{refused, late, cut, canceled},
 		holds: syncsHeld,
 	},
 	{
@@ -121,7 +123,7 @@ var attacks = []attack{
 		about: "claims with a thousand candidates of 250 characters, made and released with a long reason, in loops",
 		run:   fatClaims,
 		// Aborted means a lost race. NotFound does not occur, because the first candidate exists.
-		must: []string{ok}, may: []string{refused, late, cut, codes.Aborted.String()},
+		must: []string{ok}, may: []string{refused, late, cut, codes.Aborted.String(), canceled},
 		// The requests, and the claims that are stored.
 		holds: sum(requestsHeld, endedHeld), writes: true,
 	},
@@ -129,7 +131,7 @@ var attacks = []attack{
 		name:  "tombstones",
 		about: "releases of claims that never were, each with a reason of 4 KiB",
 		run:   tombstones,
-		must:  []string{ok}, may: []string{refused, late, cut},
+		must:  []string{ok}, may: []string{refused, late, cut, canceled},
 		holds: sum(requestsHeld, endedHeld), writes: true,
 	},
 	{
@@ -138,21 +140,21 @@ var attacks = []attack{
 		run:   inventedCandidates,
 		// Unavailable: the agent looks up the first few unknown names in the hub, and cannot tell about
 		// the others.
-		must: []string{cut}, may: []string{codes.NotFound.String(), refused, late},
+		must: []string{cut}, may: []string{codes.NotFound.String(), refused, late, canceled},
 		holds: requestsHeld,
 	},
 	{
 		name:  "lists",
 		about: "200 at a time: a list of all claims, ended ones included",
 		run:   listFlood,
-		must:  []string{ok}, may: []string{refused, late, cut},
+		must:  []string{ok}, may: []string{refused, late, cut, canceled},
 		holds: listsHeld,
 	},
 	{
 		name:  "streams",
 		about: "hundreds of watches of all claims, Machines and node groups, held, or opened and closed over and over",
 		run:   streams,
-		must:  []string{heldStream, ok}, may: []string{refused, late, cut, notConnected},
+		must:  []string{heldStream, ok}, may: []string{refused, late, cut, notConnected, canceled},
 		holds: sum(unreadHeld, callsHeld, watchedHeld),
 	},
 	{
@@ -163,17 +165,18 @@ var attacks = []attack{
 		holds: sum(requestsHeld, callsHeld),
 	},
 	{
-		name:  "health watches",
-		about: "64 health watches of services with invented names of 256 KiB, most of them held, the others opened and closed over and over",
-		run:   healthWatches,
-		must:  []string{heldStream, ok}, may: []string{refused, late, canceled, cut},
+		name: "health watches",
+		about: "64 health watches of services with invented names as long as they may be, most of them held, the others opened and " +
+			"closed over and over, or with names of 256 KiB",
+		run:  healthWatches,
+		must: []string{heldStream, ok, refused}, may: []string{late, canceled, cut},
 		holds: sum(requestsHeld, callsHeld),
 	},
 	{
 		name:  "slow readers",
 		about: "lists and watches, of which nothing is read: the windows of 16 connections stay closed",
 		run:   slowReaders,
-		must:  []string{refused}, may: []string{closedByAgent, notConnected, late, "reset"},
+		must:  []string{refused}, may: []string{closedByAgent, notConnected, late, "reset", canceled},
 		holds: sum(listsHeld, callsHeld, watchedHeld),
 	},
 	{
@@ -187,7 +190,7 @@ var attacks = []attack{
 		name:  "compressed answers",
 		about: "requests for compressed lists on 16 connections whose windows stay closed, so that no answer is read",
 		run:   compressedAnswers,
-		must:  []string{codes.Unimplemented.String()}, may: []string{refused, closedByAgent, notConnected, "reset"},
+		must:  []string{codes.Unimplemented.String()}, may: []string{refused, closedByAgent, notConnected, "reset", canceled},
 		// None is answered.
 		holds: callsHeld,
 	},
@@ -592,9 +595,9 @@ func streams(ctx context.Context, a *attacker) error {
 	}})
 }
 
-// mostOfRequest is the maximum size of a request of most methods, and atOnce the number of them that
-// one identity may have handled at once.
-const mostOfRequest, atOnce = 256 * kibibyte, 64
+// mostOfRequest is the maximum size of a request of most methods, mostOfHealth that of a health
+// check, and atOnce the number of requests that one identity may have handled at once.
+const mostOfRequest, mostOfHealth, atOnce = 256 * kibibyte, 4 * kibibyte, 64
 
 func paddedWatches(ctx context.Context, a *attacker) error {
 	request := padded(encode(&agentv1alpha1.WatchNodeGroupsRequest{Cluster: a.Cluster}))
@@ -610,12 +613,14 @@ func padded(request []byte) []byte {
 	return protowire.AppendBytes(request, make([]byte, mostOfRequest-len(request)-length))
 }
 
-// healthWatches uses each name once, so that nothing may be kept of those of earlier watches.
+// healthWatches uses each name once, so that nothing may be kept of those of earlier watches. Two of
+// the fleeting watches have names that are too long.
 func healthWatches(ctx context.Context, a *attacker) error {
 	const fleeting, around = 8, 4 // bytes of the field's tag and length
-	return a.watch(ctx, watching{held: atOnce - fleeting, fleeting: fleeting, again: patient, open: func(int) (string, []byte) {
+	return a.watch(ctx, watching{held: atOnce - fleeting, fleeting: fleeting, again: patient, open: func(i int) (string, []byte) {
+		size := lo.Ternary(i < atOnce-2, mostOfHealth, mostOfRequest)
 		id := a.id()
-		name := id + strings.Repeat("-", mostOfRequest-around-len(id))
+		name := id + strings.Repeat("-", size-around-len(id))
 		return grpc_health_v1.Health_Watch_FullMethodName, encode(&grpc_health_v1.HealthCheckRequest{Service: name})
 	}})
 }
