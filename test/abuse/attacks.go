@@ -190,7 +190,7 @@ var attacks = []attack{
 		name:  "compressed answers",
 		about: "requests for compressed lists on 16 connections whose windows stay closed, so that no answer is read",
 		run:   compressedAnswers,
-		must:  []string{codes.Unimplemented.String()}, may: []string{refused, closedByAgent, notConnected, "reset", canceled},
+		must:  []string{codes.Unimplemented.String()}, may: []string{refused, closedByAgent, notConnected, "reset"},
 		// None is answered.
 		holds: callsHeld,
 	},
@@ -595,9 +595,10 @@ func streams(ctx context.Context, a *attacker) error {
 	}})
 }
 
-// mostOfRequest is the maximum size of a request of most methods, mostOfHealth that of a health
-// check, and atOnce the number of requests that one identity may have handled at once.
-const mostOfRequest, mostOfHealth, atOnce = 256 * kibibyte, 4 * kibibyte, 64
+// mostOfRequest is the maximum size of a request of most methods, and atOnce the number of requests of
+// that size that one identity may have handled at once. mostOfHealth is the maximum size of a health
+// check.
+const mostOfRequest, atOnce, mostOfHealth = 256 * kibibyte, 64, 4 * kibibyte
 
 func paddedWatches(ctx context.Context, a *attacker) error {
 	request := padded(encode(&agentv1alpha1.WatchNodeGroupsRequest{Cluster: a.Cluster}))
@@ -613,12 +614,15 @@ func padded(request []byte) []byte {
 	return protowire.AppendBytes(request, make([]byte, mostOfRequest-len(request)-length))
 }
 
-// healthWatches uses each name once, so that nothing may be kept of those of earlier watches. Two of
-// the fleeting watches have names that are too long.
+// healthWatches uses each name once, so that nothing may be kept of those of earlier watches. The
+// last few of the fleeting watches have names that are too long.
 func healthWatches(ctx context.Context, a *attacker) error {
-	const fleeting, around = 8, 4 // bytes of the field's tag and length
+	const (
+		fleeting, tooLong = 8, 2
+		around            = 4 // bytes of the field's tag and length
+	)
 	return a.watch(ctx, watching{held: atOnce - fleeting, fleeting: fleeting, again: patient, open: func(i int) (string, []byte) {
-		size := lo.Ternary(i < atOnce-2, mostOfHealth, mostOfRequest)
+		size := lo.Ternary(i < atOnce-tooLong, mostOfHealth, mostOfRequest)
 		id := a.id()
 		name := id + strings.Repeat("-", size-around-len(id))
 		return grpc_health_v1.Health_Watch_FullMethodName, encode(&grpc_health_v1.HealthCheckRequest{Service: name})
