@@ -46,9 +46,10 @@ func (s *Server) before() grpc.UnaryServerInterceptor {
 }
 
 // after runs once the request has been decoded. The request's Cluster is only known once the
-// request is valid.
+// request is valid. The caller's rights may end while the call waits for its turns, which can take
+// minutes.
 func (s *Server) after(validator *validation.Validator) grpc.UnaryServerInterceptor {
-	return chain(inTurn(validator.Unary()), s.authorizeUnary, limitAtHub, limitLists)
+	return chain(inTurn(validator.Unary()), s.authorizeUnary, limitAtHub, limitLists, s.authorizeUnary)
 }
 
 func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInterceptor {
@@ -291,7 +292,6 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 	if !callerOf(ctx).MayCallFor(rule, cluster) {
 		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster")
 	}
-	// Its onboarding may have ended while the request arrived and waited.
 	if !rule.AsksOnboarding {
 		if err := s.onboarded(ctx, callerOf(ctx)); err != nil {
 			return err
@@ -327,8 +327,22 @@ func holdersFor(ctx context.Context, method string, cluster *agentv1alpha1.Clust
 	return callerOf(ctx).Holders(authz.Methods[method], clusterName(cluster)).Has
 }
 
+// authorizeNow is like [Server.authorize], with the rights that the caller has by now: those that it
+// had when the call began may have ended while the request arrived or waited. The returned context has
+// the caller with these rights.
+func (s *Server) authorizeNow(ctx context.Context, method string, request any) (context.Context, error) {
+	c := s.presently(ctx)
+	c.requestID = callerOf(ctx).requestID
+	if err := s.mayCall(ctx, authz.Methods[method], c); err != nil {
+		return nil, err
+	}
+	ctx = context.WithValue(ctx, callerKey{}, c)
+	return ctx, s.authorize(ctx, method, request)
+}
+
 func (s *Server) authorizeUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-	if err := s.authorize(ctx, info.FullMethod, request); err != nil {
+	ctx, err := s.authorizeNow(ctx, info.FullMethod, request)
+	if err != nil {
 		return nil, err
 	}
 	return handler(ctx, request)
@@ -350,7 +364,8 @@ func (a *authorizedStream) RecvMsg(message any) error {
 	if err := a.ServerStream.RecvMsg(message); err != nil {
 		return err
 	}
-	return a.server.authorize(a.Context(), a.method, message)
+	_, err := a.server.authorizeNow(a.Context(), a.method, message)
+	return err
 }
 
 // describe adds the subject of a valid request to the log line and the span of the call.

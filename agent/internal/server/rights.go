@@ -23,8 +23,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
-// defaultRightsInterval is how often the rights of watchers are checked again. Other calls are
-// checked once, when they begin.
+// defaultRightsInterval is how often the rights of watchers are checked again. Those of other callers
+// are checked when the call begins, and again when it has waited for its turns.
 const defaultRightsInterval = 5 * time.Second
 
 // endedRightsError is the cause that ends a watch stream. It wraps the error that the caller
@@ -75,7 +75,7 @@ func (s *Server) entitled(ctx context.Context, cluster types.NamespacedName) err
 	return s.onboarded(ctx, c)
 }
 
-// presently identifies the caller of a stream again: its rights may have changed.
+// presently identifies the caller of a call again: its rights may have changed.
 func (s *Server) presently(ctx context.Context) caller {
 	if p, ok := peer.FromContext(ctx); ok {
 		return s.callerOn(p.AuthInfo)

@@ -17,11 +17,13 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	grpcstatus "google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/types"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
@@ -122,6 +124,60 @@ func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 			}
 			require.True(t, c.want(f.list(of)), "and so is the next call")
 		})
+	}
+}
+
+// A call that waits for its turn, for minutes if need be, is not carried out with rights that have
+// ended meanwhile.
+func TestACallThatWaitsLosesItsCallersRight(t *testing.T) {
+	policy := &atomic.Pointer[authz.Policy]{}
+	now := clocktesting.NewFakePassiveClock(time.Now())
+	f := start(t, withRights(t, policy.Load, now), limited(func(o *limits.Options) { o.HubCallsAtOnce = 1 }), func(f *fixture, c *server.Config) {
+		c.RightsInterval = time.Hour // the connection stays open
+		f.engine.block = make(chan struct{})
+	})
+	c := f.cluster()
+	create := &agentv1alpha1.CreateClaimRequest{Cluster: spokeRef, ClaimId: "first", Holder: "karpenter", Candidates: []string{"fleet/small"}}
+	ended := make(chan error, 1)
+	go func() {
+		_, err := c.Claims.CreateClaim(f.ctx(), create)
+		ended <- err
+	}()
+	require.Eventually(t, func() bool { return f.engine.creating.Load() == 1 }, patience, time.Millisecond)
+	waiting := map[string]func() error{
+		"CreateClaim": func() error {
+			second := proto.CloneOf(create)
+			second.ClaimId = "second"
+			_, err := c.Claims.CreateClaim(f.ctx(), second)
+			return err
+		},
+		"ReleaseClaim": func() error {
+			_, err := c.Claims.ReleaseClaim(f.ctx(), &agentv1alpha1.ReleaseClaimRequest{Cluster: spokeRef, ClaimId: "first"})
+			return err
+		},
+		"ListClaims": func() error {
+			_, err := c.Claims.ListClaims(f.ctx(), &agentv1alpha1.ListClaimsRequest{Cluster: spokeRef, Holder: "karpenter"})
+			return err
+		},
+		"SyncClaims": func() error {
+			_, err := c.Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "karpenter", Token: "token", SpokeId: "spoke"})
+			return err
+		},
+	}
+	refused := make(chan error, len(waiting))
+	for _, call := range waiting {
+		go func() { refused <- call() }()
+	}
+	for method := range waiting {
+		f.awaitSum(lo.Ternary(method == "CreateClaim", 2.0, 1.0), "grpc_server_started_total", "grpc_method", method)
+	}
+	denied, err := authz.ParsePolicy([]byte("deny:\n- id: "+spokeURI+"\n"), "karpenter-capi")
+	require.NoError(t, err)
+	policy.Store(denied)
+	close(f.engine.block)
+	require.NoError(t, <-ended, "what has begun is carried out")
+	for range waiting {
+		require.True(t, agenterrors.IsUnauthenticated(<-refused))
 	}
 }
 
