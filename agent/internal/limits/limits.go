@@ -24,7 +24,8 @@ import (
 // Options are the limits. Each must be positive.
 type Options struct {
 	// CallsPerSecond and CallBurst limit how many calls a caller may begin, on average and at once.
-	// A request counts as one more call for each [BytesPerCall] of its size.
+	// A request counts as one more call for each [BytesPerCall] of its size, and so does each further
+	// message of a stream.
 	CallsPerSecond float64
 	CallBurst      int
 	// CallsAtOnce and WatchesAtOnce are how many unary calls and watch streams a caller may have
@@ -692,6 +693,14 @@ func (c *Call) Send(bytes int) (gone func()) {
 		c.caller.unread -= int64(bytes)
 		l.unread -= int64(bytes)
 	}
+}
+
+// Again counts a further message that the caller sends on a stream: it costs as much as another call.
+// The error is a [*RefusedError].
+func (c *Call) Again() error {
+	c.limiter.mu.Lock()
+	defer c.limiter.mu.Unlock()
+	return c.limiter.spend(c.caller, c.method, 1)
 }
 
 // Next admits a stream's next event. The error is a [*RefusedError].

@@ -2,12 +2,15 @@ package server_test
 
 import (
 	"context"
+	"errors"
+	"io"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/reflection/grpc_reflection_v1"
 	grpcstatus "google.golang.org/grpc/status"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
@@ -77,4 +80,27 @@ func TestAWatcherThatNeverReadsIsCutOff(t *testing.T) {
 	require.Eventually(t, func() bool { return f.nodeGroups.Stats().Subscribers == 1 }, patience, time.Millisecond)
 	require.Eventually(t, func() bool { return f.nodeGroups.Stats().Subscribers == 0 }, patience, time.Millisecond, "there is no reader")
 	_ = stream
+}
+
+// A stream's further messages count like calls: one stream could otherwise send any number of them.
+func TestEachFurtherMessageOfAStreamIsCounted(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.CallsPerSecond, o.CallBurst = 0.001, 3 }))
+	stream, err := grpc_reflection_v1.NewServerReflectionClient(f.raw(spokeURI)).ServerReflectionInfo(f.ctx())
+	require.NoError(t, err)
+	ask := func() error {
+		// The stream may have ended already, and Recv tells why.
+		if err := stream.Send(&grpc_reflection_v1.ServerReflectionRequest{
+			MessageRequest: &grpc_reflection_v1.ServerReflectionRequest_ListServices{},
+		}); err != nil && !errors.Is(err, io.EOF) {
+			return err
+		}
+		_, err := stream.Recv()
+		return err
+	}
+	for range 3 {
+		require.NoError(t, ask())
+	}
+	err = ask()
+	require.Equal(t, codes.ResourceExhausted, grpcstatus.Code(err), "%v", err)
+	require.Equal(t, agenterrors.ReasonThrottled, agenterrors.ReasonOf(err))
 }

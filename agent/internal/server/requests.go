@@ -275,12 +275,27 @@ type receivingStream struct {
 
 	receiver receiver
 	method   string
+	// messages is how many messages have been received.
+	messages int
 }
 
 func (s *receivingStream) RecvMsg(into any) error {
+	call := limits.FromContext(s.Context())
 	// A stream may stay open for hours after its request.
-	defer limits.FromContext(s.Context()).Free()
-	next := func(raw *body) error { return s.WrappedServerStream.RecvMsg(raw) }
+	defer call.Free()
+	next := func(raw *body) error {
+		if err := s.WrappedServerStream.RecvMsg(raw); err != nil {
+			return err
+		}
+		if s.messages++; s.messages == 1 { // the call itself has been counted
+			return nil
+		}
+		if err := call.Again(); err != nil {
+			raw.Free()
+			return throttled(s.Context(), err)
+		}
+		return nil
+	}
 	return s.receiver.receive(s.Context(), s.method, next, into)
 }
 
