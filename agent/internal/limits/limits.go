@@ -10,6 +10,7 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -79,9 +80,9 @@ const (
 	// Nodes does not wait for the large ones of others: syncsInAll bounds them. largeSyncsInAll leaves
 	// them some of its turns.
 	decodedInAll, smallDecoded = 8 << 20, 64 << 10
-	// checksOfCaller is how many requests of a caller are validated at once. A request with a
-	// thousand long names needs 25 ms of a CPU, and no caller may use all CPUs. Further requests
-	// wait.
+	// checksOfCaller is how many requests of a caller are validated at once, but for large ones, of
+	// which it has one. A request with a thousand long names needs 25 ms of a CPU, and a large one a
+	// second. Further requests wait. Callers take turns; see [checksAtOnce].
 	checksOfCaller = 1
 	// bytesOfCaller and bytesInAll bound the total size of the requests that are being handled, of
 	// one caller and in total; see [mayGrow]. Requests of up to smallRequest bytes do not count for
@@ -100,6 +101,9 @@ const (
 	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
 	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
+	// largeCheck is the size in bytes of the requests that do not wait for larger ones before they are
+	// validated.
+	largeCheck = 256 << 10
 	// syncsInAll is how many SyncClaims requests are decoded and handled at once, in total, and
 	// largeSyncsInAll how many of them may have more than smallDecoded bytes. Each reads the claims of
 	// its holder, as a list does. A caller has one at a time: largeOfCaller. Further ones wait.
@@ -188,6 +192,7 @@ type Limiter struct {
 	large           *semaphore.Weighted
 	// decoded counts bytes.
 	lists, syncs, largeSyncs, decoded shared
+	checks, largeChecks               shared
 	unknown                           *handshakes
 
 	mu            sync.Mutex
@@ -199,11 +204,35 @@ type Limiter struct {
 	light                       map[string]bool
 }
 
-// shared are turns that all callers share.
+// shared are turns that all callers share. They are handed out in the order of arrival, and few calls
+// of a caller wait for one at a time.
 type shared struct {
 	turns   *semaphore.Weighted
 	waiting prometheus.Gauge
 }
+
+// acquire waits for n turns. The error is that of the context.
+func (s shared) acquire(ctx context.Context, n int64) error {
+	if s.turns.TryAcquire(n) {
+		return nil
+	}
+	s.waiting.Inc()
+	defer s.waiting.Dec()
+	return s.turns.Acquire(ctx, n)
+}
+
+// turn waits for a turn, and returns a function that ends it. The error is that of the context.
+func (s shared) turn(ctx context.Context) (done func(), err error) {
+	if err := s.acquire(ctx, 1); err != nil {
+		return nil, err
+	}
+	return func() { s.turns.Release(1) }, nil
+}
+
+// checksAtOnce returns how many requests of up to largeCheck bytes are validated at once, in total, and
+// how many larger ones. Requests of up to smallRequest bytes do not count, so that no call of a shim
+// in normal work waits for them, and always finds a CPU.
+func checksAtOnce() int64 { return max(1, int64(runtime.GOMAXPROCS(0)/2)) }
 
 type caller struct {
 	rate, hubRate                        *rate.Limiter
@@ -223,16 +252,18 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 	waiting := prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "capi_agent_calls_waiting",
 		Help: "Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims; " +
-			"large: to decode and handle a large SyncClaims).",
+			"large: to decode and handle a large SyncClaims; check: to validate a request of more than 4 KiB).",
 	}, []string{"turn"})
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{}, forgetFrom: enough,
-		large:      semaphore.NewWeighted(largeInAll),
-		lists:      shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
-		syncs:      shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
-		decoded:    shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
-		largeSyncs: shared{semaphore.NewWeighted(largeSyncsInAll), waiting.WithLabelValues("large")},
-		unknown:    newHandshakes(),
+		large:       semaphore.NewWeighted(largeInAll),
+		lists:       shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
+		syncs:       shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
+		decoded:     shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
+		largeSyncs:  shared{semaphore.NewWeighted(largeSyncsInAll), waiting.WithLabelValues("large")},
+		checks:      shared{semaphore.NewWeighted(checksAtOnce()), waiting.WithLabelValues("check")},
+		largeChecks: shared{semaphore.NewWeighted(checksAtOnce()), waiting.WithLabelValues("check")},
+		unknown:     newHandshakes(),
 		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_calls_refused_total",
 			Help: "Calls and connections that were refused because the caller exceeded a limit, by reason and method.",
@@ -535,13 +566,29 @@ func (c *Call) Decode(ctx context.Context) (done func(), err error) {
 	return func() { c.limiter.large.Release(1) }, nil
 }
 
-// Check waits until the call's request may be validated, and returns a function to call once it has
-// been validated. The error is that of the context.
+// Check waits until the call's request, which [Call.Hold] has counted, may be validated. It waits for
+// the caller's other calls first. It returns a function to call once the request has been validated.
+// The error is that of the context.
 func (c *Call) Check(ctx context.Context) (done func(), err error) {
+	if c.held > largeCheck { // a caller has one such request: see Read
+		return c.limiter.largeChecks.turn(ctx)
+	}
 	if err := c.caller.checks.Acquire(ctx, 1); err != nil {
 		return nil, err
 	}
-	return func() { c.caller.checks.Release(1) }, nil
+	release := func() { c.caller.checks.Release(1) }
+	if c.held <= smallRequest {
+		return release, nil
+	}
+	end, err := c.limiter.checks.turn(ctx)
+	if err != nil {
+		release()
+		return nil, err
+	}
+	return func() {
+		end()
+		release()
+	}, nil
 }
 
 // keep acquires the semaphore until the call ends.
@@ -555,12 +602,8 @@ func (c *Call) keep(ctx context.Context, s *semaphore.Weighted) error {
 
 // keepShared acquires n of the turns that all callers share, until the call ends.
 func (c *Call) keepShared(ctx context.Context, s shared, n int64) error {
-	if !s.turns.TryAcquire(n) {
-		s.waiting.Inc()
-		defer s.waiting.Dec()
-		if err := s.turns.Acquire(ctx, n); err != nil {
-			return err
-		}
+	if err := s.acquire(ctx, n); err != nil {
+		return err
 	}
 	c.free = append(c.free, func() { s.turns.Release(n) })
 	return nil

@@ -3,6 +3,7 @@ package limits_test
 import (
 	"context"
 	"errors"
+	"runtime"
 	"strconv"
 	"strings"
 	"testing"
@@ -543,7 +544,7 @@ func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
 
 const waitingHelp = `
 # HELP capi_agent_calls_waiting Calls that wait for a slot shared by all callers, by what they wait for ` +
-	`(list: to build a list; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims).
+	`(list: to build a list; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims; check: to validate a request of more than 4 KiB).
 # TYPE capi_agent_calls_waiting gauge`
 
 func TestSyncsOfAllCallersAreHandledInTheOrderOfTheirArrival(t *testing.T) {
@@ -557,6 +558,7 @@ func TestSyncsOfAllCallersAreHandledInTheOrderOfTheirArrival(t *testing.T) {
 		t.Helper()
 		require.EventuallyWithT(t, func(c *assert.CollectT) {
 			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
+capi_agent_calls_waiting{turn="check"} 0
 capi_agent_calls_waiting{turn="large"} 0
 capi_agent_calls_waiting{turn="list"} 0
 capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_calls_waiting"))
@@ -732,6 +734,51 @@ func TestRequestsOfOneCallerAreCheckedOneAtATime(t *testing.T) {
 	require.NoError(t, err)
 }
 
+// However many callers send requests that take long to validate, CPUs are left for other calls.
+func TestFewRequestsAreCheckedAtATime(t *testing.T) {
+	const small, large = 4 << 10, 4 << 20
+	atOnce := max(1, runtime.GOMAXPROCS(0)/2)
+	l, _, registry := limiter(t, func(*limits.Options) {})
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	callers := 0
+	check := func(ctx context.Context, bytes int) (func(), error) {
+		callers++
+		call := begin(t, l, strconv.Itoa(callers), false)
+		require.NoError(t, call.Hold(bytes))
+		return call.Check(ctx)
+	}
+	for _, size := range []int{small + 1, large} {
+		done := func() {}
+		for range atOnce {
+			var err error
+			done, err = check(t.Context(), size)
+			require.NoError(t, err)
+		}
+		_, err := check(over, size)
+		require.ErrorIs(t, err, context.Canceled)
+		_, err = check(t.Context(), small)
+		require.NoError(t, err, "it does not wait")
+		waited := make(chan error, 1)
+		go func() {
+			_, err := check(t.Context(), size)
+			waited <- err
+		}()
+		waiting := func(checks string) error {
+			return testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
+capi_agent_calls_waiting{turn="check"} `+checks+`
+capi_agent_calls_waiting{turn="large"} 0
+capi_agent_calls_waiting{turn="list"} 0
+capi_agent_calls_waiting{turn="sync"} 0
+`), "capi_agent_calls_waiting")
+		}
+		require.Eventually(t, func() bool { return waiting("1") == nil }, 10*time.Second, time.Millisecond)
+		done()
+		require.NoError(t, <-waited)
+		require.NoError(t, waiting("0"))
+	}
+}
+
 // The caller determines how long a request takes to arrive, and the hub how long it takes to be
 // handled.
 func TestRequestsThatArriveOrAreHandledKeepNoOtherCallerWaiting(t *testing.T) {
@@ -787,6 +834,7 @@ func TestAFewLargeSyncsAreDecodedAndHandledAtATime(t *testing.T) {
 		t.Helper()
 		require.EventuallyWithT(t, func(c *assert.CollectT) {
 			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
+capi_agent_calls_waiting{turn="check"} 0
 capi_agent_calls_waiting{turn="large"} `+strconv.Itoa(calls)+`
 capi_agent_calls_waiting{turn="list"} 0
 capi_agent_calls_waiting{turn="sync"} 0

@@ -155,14 +155,9 @@ func (s *Server) limitUnary(ctx context.Context, request any, info *grpc.UnarySe
 	return s.outgoing(bounded, response)
 }
 
-// inTurn makes an interceptor check a caller's requests one at a time. The rest of the call is not
-// serialized. Large requests are exempt, so that no other request waits for one: they are handled
-// one at a time anyway.
+// inTurn makes an interceptor check requests in their turns. The rest of the call is not serialized.
 func inTurn(check grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-		if slices.Contains(largeRequests, info.FullMethod) {
-			return check(ctx, request, info, handler)
-		}
 		done, err := limits.FromContext(ctx).Check(ctx)
 		if err != nil {
 			return nil, throttled(ctx, err)
