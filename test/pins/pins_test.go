@@ -20,10 +20,15 @@ import (
 func TestTheSandboxesBinariesShareTheirDependencies(t *testing.T) {
 	_ = os.Getenv("TESTED_FILES") // tells the test cache that the go.mod files are an input
 	const root, ours = "../..", "the workspace"
+	// Version 1 of it has another API than etcdctl was written for. Little else imports it.
+	apart := map[string]string{"etcd": "github.com/olekukonko/tablewriter"}
 	// versions has the version of each module by who requires it.
 	versions := map[string]map[string]string{}
 	add := func(file, as string) {
 		for path, version := range requirements(t, filepath.Join(root, file)) {
+			if apart[as] == path {
+				continue
+			}
 			if versions[path] == nil {
 				versions[path] = map[string]string{}
 			}
