@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"syscall"
@@ -76,7 +77,7 @@ func newFlags() *pflag.FlagSet {
 }
 
 func serve(ctx context.Context, o *options.Options) error {
-	logger := newLogger(o)
+	logger := newLogger(o, os.Stderr)
 	log.SetLogger(logger)
 	klog.SetLogger(logger)
 	if o.InstanceName == "" {
@@ -169,11 +170,13 @@ var levels = map[string]zapcore.Level{
 	options.LogTrace: zapcore.Level(-4),
 }
 
-func newLogger(o *options.Options) logr.Logger {
+// newLogger returns a logger that writes to to, which must be safe for concurrent use.
+func newLogger(o *options.Options, to io.Writer) logr.Logger {
 	times := func(c *zapcore.EncoderConfig) { c.EncodeTime = zapcore.RFC3339NanoTimeEncoder }
 	encoder := zap.JSONEncoder(times)
 	if o.LogFormat == options.LogConsole {
 		encoder = zap.ConsoleEncoder(times)
 	}
-	return zap.New(zap.Level(levels[o.LogLevel]), encoder, zap.WriteTo(os.Stderr))
+	// The stack of an error's log call tells little, and is many times as long as the line. Panics log their own.
+	return zap.New(zap.Level(levels[o.LogLevel]), encoder, zap.WriteTo(to), zap.StacktraceLevel(zapcore.PanicLevel))
 }

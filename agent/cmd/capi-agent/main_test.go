@@ -1,10 +1,13 @@
 package main
 
 import (
+	"errors"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
 // run runs the command, and returns what it prints.
@@ -53,4 +56,14 @@ func TestHelpNamesTheCommandsAndTheFlags(t *testing.T) {
 	said, err = run(t, "--version")
 	require.NoError(t, err)
 	require.NotEmpty(t, strings.TrimSpace(said))
+}
+
+func TestAnErrorIsOneLineOfTheLogWithoutAStack(t *testing.T) {
+	for _, format := range []string{options.LogJSON, options.LogConsole} {
+		var out strings.Builder
+		newLogger(&options.Options{LogLevel: options.LogInfo, LogFormat: format}, &out).Error(errors.New("a cause"), "it fails")
+		require.Len(t, strings.Split(strings.TrimSpace(out.String()), "\n"), 1, out.String())
+		require.Contains(t, out.String(), "a cause")
+		require.NotContains(t, out.String(), "TestAnErrorIsOneLine")
+	}
 }

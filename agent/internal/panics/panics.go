@@ -1,5 +1,6 @@
 // Package panics turns panics into errors: the process serves all Clusters, so what one object or call
-// makes panic must cost that object or call alone. Each panic is logged with its stack, and counted.
+// makes panic must cost that object or call alone. Each panic is logged and counted. Its stack, which may
+// be long, is logged as well, once a minute for each message.
 //
 // Reconcilers do not need it: controller-runtime does the same for them.
 package panics
@@ -7,16 +8,19 @@ package panics
 import (
 	"fmt"
 	"runtime/debug"
+	"sync"
+	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/time/rate"
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 )
 
 var total = prometheus.NewCounterVec(prometheus.CounterOpts{
 	Name: "capi_agent_panics_total",
 	Help: "Panics because of a bug, by what each was confined to (call: a call or a stream; connection; object: of the hub; metrics: of one part of " +
-		"the agent). The log contains the stack trace. Panics of node groups' steps and of controllers are counted elsewhere.",
+		"the agent). The log contains the stack trace, once a minute for each kind. Panics of node groups' steps and of controllers are counted elsewhere.",
 }, []string{"confined_to"})
 
 // These count the panics that were confined to one call or stream, one connection, one object of the
@@ -51,12 +55,23 @@ func Confined(log logr.Logger, counter prometheus.Counter, message string, do fu
 	return do()
 }
 
+// stacks has a [*rate.Sometimes] for each message: callers that have found a bug may cause thousands of
+// panics a second.
+var stacks sync.Map
+
+// stacksInterval is how often the stack of panics with the same message is logged.
+const stacksInterval = time.Minute
+
 // Note is for a function that has recovered a panic itself. The function that was deferred must call
-// it, or else the stack is lost.
+// it, or else the stack is lost. The message must be a constant.
 func Note(log logr.Logger, counter prometheus.Counter, message string, value any, keysAndValues ...any) *Error {
 	err := &Error{Value: value}
 	counter.Inc()
-	log.Error(err, message, append(keysAndValues, "stack", string(debug.Stack()))...)
+	sometimes, _ := stacks.LoadOrStore(message, &rate.Sometimes{Interval: stacksInterval})
+	sometimes.(*rate.Sometimes).Do(func() { //nolint:forcetypeassert // of no other type
+		keysAndValues = append(keysAndValues, "stack", string(debug.Stack()))
+	})
+	log.Error(err, message, keysAndValues...)
 	return err
 }
 

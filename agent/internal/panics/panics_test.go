@@ -2,6 +2,7 @@ package panics_test
 
 import (
 	"errors"
+	"strings"
 	"testing"
 
 	"github.com/go-logr/logr/funcr"
@@ -36,6 +37,25 @@ func TestAPanicIsAnErrorThatIsLoggedAndCounted(t *testing.T) {
 	require.NoError(t, panics.Confined(log, counter, "", func() error { return nil }))
 	require.InDelta(t, 1, testutil.ToFloat64(counter), 0)
 	require.Len(t, lines, 1)
+}
+
+// Callers that have found a bug would otherwise fill the log's storage.
+func TestAStackIsLoggedOnceAMinute(t *testing.T) {
+	var lines []string
+	log := funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{})
+	counter := prometheus.NewCounter(prometheus.CounterOpts{Name: "panics_total", Help: "Panics."})
+	for _, message := range []string{"over and over", "over and over", "over and over", "elsewhere"} {
+		_ = panics.Confined(log, counter, message, func() error {
+			makesPanic()
+			return nil
+		})
+	}
+	require.Len(t, lines, 4)
+	for i, want := range []bool{true, false, false, true} {
+		require.Equal(t, want, strings.Contains(lines[i], "makesPanic"), lines[i])
+		require.Contains(t, lines[i], "a bug")
+	}
+	require.InDelta(t, 4, testutil.ToFloat64(counter), 0)
 }
 
 type collector func(chan<- prometheus.Metric)
