@@ -33,9 +33,9 @@ const (
 	// heapShare is the ratio of resident memory to held memory: Go collects garbage when the heap
 	// has doubled (docs/performance.md).
 	heapShare = 2
-	// A request to the hub can store at most one MachineClaim: 16 candidates of 253 bytes, and texts
-	// of at most 1,024 bytes. The attacker controls two of them.
-	largestWrite = 16 * kibibyte
+	// largestWrite is how much etcd grows by what counts as one request at most: 4 KiB of a MachineClaim
+	// (docs/limits.md), to which the API server and etcd add their records.
+	largestWrite = 8 * kibibyte
 	// etcdSlack is the growth of etcd not caused by the attack: the trickle, Cluster API, and
 	// partly filled pages.
 	etcdSlack = 32 * mebibyte

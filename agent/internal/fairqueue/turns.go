@@ -28,6 +28,9 @@ func (t *Turns[O, I]) Push(owner O, item I) {
 // Len returns how many items wait.
 func (t *Turns[O, I]) Len() int { return t.len }
 
+// Next returns the item whose turn it is. There must be one.
+func (t *Turns[O, I]) Next() I { return t.waiting[t.next[0]][0] }
+
 // Pop removes the item whose turn it is, and returns it. There must be one.
 func (t *Turns[O, I]) Pop() I {
 	owner := t.next[0]

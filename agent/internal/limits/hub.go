@@ -26,7 +26,8 @@ func FromContext(ctx context.Context) *Call {
 
 // Hub limits the rate of requests to the hub's API server, for each kind of object. The calls of all
 // callers together make at most half of them, in turns, so that the other half is left to the agent's
-// own work: the requests whose context carries no call. It stands in for the limiter of client-go,
+// own work: the requests whose context carries no call. A write counts as several requests if it is
+// large, because etcd keeps each revision of an object for minutes. It stands in for the limiter of client-go,
 // which serves all requests in the order of their arrival. It is safe for concurrent use.
 type Hub struct {
 	perSecond rate.Limit
@@ -59,17 +60,30 @@ type transport struct {
 }
 
 func (t transport) RoundTrip(request *http.Request) (*http.Response, error) {
-	ctx := request.Context()
+	ctx, cost := request.Context(), costOf(request)
 	of := t.hub.kind(request.URL.Path)
 	if call := FromContext(ctx); call != nil {
-		if err := call.request(ctx, of); err != nil {
+		if err := call.request(ctx, of, cost); err != nil {
 			return nil, err
 		}
 	}
-	if err := of.all.Wait(ctx); err != nil {
+	if err := of.all.WaitN(ctx, min(cost, of.all.Burst())); err != nil {
 		return nil, err
 	}
 	return t.next.RoundTrip(request)
+}
+
+const (
+	// bytesPerRequest is how many bytes of a write count as one request. A usual claim is smaller.
+	bytesPerRequest = 4 << 10
+	// costliest is the most requests that one counts as. The largest claim has 16 KiB. Only ledgers are
+	// larger, of which one write serves all claims that wait.
+	costliest = 4
+)
+
+// costOf returns how many requests a request counts as.
+func costOf(request *http.Request) int {
+	return int(max(1, min(costliest, (request.ContentLength+bytesPerRequest-1)/bytesPerRequest)))
 }
 
 func (h *Hub) kind(path string) *kind {
@@ -87,14 +101,14 @@ func (h *Hub) kind(path string) *kind {
 
 // request waits until the call may send a request to the hub's API server. It may be called
 // concurrently for one call. The error is that of the context.
-func (c *Call) request(ctx context.Context, of *kind) error {
-	if c.caller.hubRate.Wait(ctx) != nil {
+func (c *Call) request(ctx context.Context, of *kind, cost int) error {
+	if c.caller.hubRate.WaitN(ctx, min(cost, c.caller.hubRate.Burst())) != nil {
 		// The limiter fails at once if the request's turn would come after the deadline. The queue
 		// ahead is at most the number of requests that the caller may have in flight.
 		<-ctx.Done()
 		return ctx.Err()
 	}
-	if err := of.callers.wait(ctx, c.caller); err != nil {
+	if err := of.callers.wait(ctx, c.caller, cost); err != nil {
 		return err
 	}
 	c.hubRequests.Add(1)
@@ -107,25 +121,31 @@ type turns struct {
 	rate *rate.Limiter
 
 	mu      sync.Mutex
-	waiting fairqueue.Turns[*caller, chan struct{}]
+	waiting fairqueue.Turns[*caller, *turn]
 	// timed means that a timer will hand out the next turn.
 	timed bool
 }
 
+// turn is that of a request, which counts as cost requests.
+type turn struct {
+	cost int
+	come chan struct{}
+}
+
 // wait waits until it is a request's turn. The error is that of the context.
-func (t *turns) wait(ctx context.Context, of *caller) error {
-	turn := make(chan struct{})
+func (t *turns) wait(ctx context.Context, of *caller, cost int) error {
+	mine := &turn{cost: min(cost, t.rate.Burst()), come: make(chan struct{})}
 	t.mu.Lock()
-	t.waiting.Push(of, turn)
+	t.waiting.Push(of, mine)
 	t.handOut()
 	t.mu.Unlock()
 	select {
-	case <-turn:
+	case <-mine.come:
 		return nil
 	case <-ctx.Done():
 		t.mu.Lock()
 		defer t.mu.Unlock()
-		t.waiting.Remove(of, turn)
+		t.waiting.Remove(of, mine)
 		return ctx.Err()
 	}
 }
@@ -133,14 +153,14 @@ func (t *turns) wait(ctx context.Context, of *caller) error {
 // handOut hands out the turns that the rate permits now, and sets a timer for the next one. t.mu must
 // be held.
 func (t *turns) handOut() {
-	for t.waiting.Len() > 0 && t.rate.Allow() {
-		close(t.waiting.Pop())
+	for t.waiting.Len() > 0 && t.rate.AllowN(time.Now(), t.waiting.Next().cost) {
+		close(t.waiting.Pop().come)
 	}
 	if t.waiting.Len() == 0 || t.timed {
 		return
 	}
 	t.timed = true
-	missing := (1 - t.rate.Tokens()) / float64(t.rate.Limit())
+	missing := (float64(t.waiting.Next().cost) - t.rate.Tokens()) / float64(t.rate.Limit())
 	time.AfterFunc(time.Duration(missing*float64(time.Second)), func() {
 		t.mu.Lock()
 		defer t.mu.Unlock()

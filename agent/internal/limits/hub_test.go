@@ -2,6 +2,7 @@ package limits_test
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"slices"
 	"strconv"
@@ -182,6 +183,57 @@ func TestARequestThatCannotBeSentBeforeItsDeadlineFailsAtOnce(t *testing.T) {
 		defer cancel()
 		require.ErrorContains(t, ask(within, "machines"), "would exceed context deadline")
 		require.NoError(t, within.Err())
+	})
+}
+
+// etcd keeps each revision of an object for minutes, so bytes count as well as requests. Callers still
+// take turns.
+func TestALargeWriteCountsAsSeveralRequests(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const burst = 8
+		l, _, _ := limiter(t, func(o *limits.Options) { o.HubRequestsPerSecond, o.HubRequestBurst = 1, burst })
+		for bytes, requests := range map[int]int{0: 1, 4 << 10: 1, 4<<10 + 1: 2, 16 << 10: 4, 160 << 10: 4} {
+			for of, ctx := range map[string]context.Context{
+				"a caller":         limits.NewContext(t.Context(), begin(t, l, strconv.Itoa(bytes), false)),
+				"the agent itself": t.Context(),
+			} {
+				hub := limits.NewHub(1, burst, func(string) string { return "machineclaims" })
+				transport := hub.Transport(roundTrips(func(*http.Request) (*http.Response, error) { return nil, http.ErrServerClosed }))
+				start, sent := time.Now(), 0
+				for ; time.Since(start) < time.Second/2; sent++ {
+					within, cancel := context.WithTimeout(ctx, time.Second/2)
+					request, err := http.NewRequestWithContext(within, http.MethodPost, "https://hub/", strings.NewReader(strings.Repeat("x", bytes)))
+					require.NoError(t, err)
+					_, err = transport.RoundTrip(request) //nolint:bodyclose // there is no response
+					cancel()
+					if !errors.Is(err, http.ErrServerClosed) {
+						break
+					}
+				}
+				want := burst / requests
+				if of == "a caller" {
+					want = burst / 2 / requests
+				}
+				require.Equal(t, want, sent, "%d bytes of %s", bytes, of)
+			}
+		}
+	})
+}
+
+// A burst that is smaller than the cost of a write delays it, and does not keep it for ever.
+func TestALargeWriteIsSentWhateverTheBurst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, _, _ := limiter(t, func(o *limits.Options) { o.HubRequestsPerSecond, o.HubRequestBurst = 2, 1 })
+		hub := limits.NewHub(2, 1, func(string) string { return "machineclaims" })
+		transport := hub.Transport(roundTrips(func(*http.Request) (*http.Response, error) { return nil, http.ErrServerClosed }))
+		ctx, cancel := context.WithTimeout(limits.NewContext(t.Context(), begin(t, l, "a", false)), time.Minute)
+		defer cancel()
+		for range 3 {
+			request, err := http.NewRequestWithContext(ctx, http.MethodPut, "https://hub/", strings.NewReader(strings.Repeat("x", 16<<10)))
+			require.NoError(t, err)
+			_, err = transport.RoundTrip(request) //nolint:bodyclose // there is no response
+			require.ErrorIs(t, err, http.ErrServerClosed)
+		}
 	})
 }
 
