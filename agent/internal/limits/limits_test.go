@@ -544,7 +544,8 @@ func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
 
 const waitingHelp = `
 # HELP capi_agent_calls_waiting Calls that wait for a slot shared by all callers, by what they wait for ` +
-	`(list: to build a list; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims; check: to validate a request of more than 4 KiB).
+	`(list: to build a list; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims; ` +
+	`check: to validate a request of more than 4 KiB).
 # TYPE capi_agent_calls_waiting gauge`
 
 func TestSyncsOfAllCallersAreHandledInTheOrderOfTheirArrival(t *testing.T) {
