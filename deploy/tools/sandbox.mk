@@ -1,6 +1,6 @@
 # Foreign binaries of the sandbox, built from Go modules alone: no container, no download but the Go module proxy.
 # Each comes from a small module of its own under deploy/tools, outside the workspace. What several of them require is pinned to
-# one version in all, and in ours, so that it is compiled once (test/pins). A binary is rebuilt when its module's go.mod or go.sum
+# one version in all, and in the workspace, so that it is compiled once (test/pins). A binary is rebuilt when its module's go.mod or go.sum
 # changes. Included by the top-level Makefile.
 
 BIN ?= bin

@@ -72,7 +72,7 @@ func TestWorkflowsRunTargetsOfMake(t *testing.T) {
 			var targets []string
 			whole, python := false, false
 			for _, step := range job.Steps {
-				// A tag may be moved by whoever takes over the action.
+				// An attacker who controls the action can move a tag.
 				require.Regexp(t, `^$|@[0-9a-f]{40}$`, step.Uses, "%s: actions are pinned to a commit", name)
 				if strings.HasPrefix(step.Uses, "actions/checkout@") {
 					whole = step.With["fetch-depth"] == 0.0

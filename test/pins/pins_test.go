@@ -18,7 +18,7 @@ import (
 // a module is required in two versions, whatever imports it is compiled twice, and the first `make demo`
 // on a machine takes minutes longer.
 func TestTheSandboxesBinariesShareTheirDependencies(t *testing.T) {
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that the go.mod files are an input
+	_ = os.Getenv("TESTED_FILES") // for the test cache: the go.mod files are an input
 	const root, ours = "../..", "the workspace"
 	// Version 1 of it has another API than etcdctl was written for. Little else imports it.
 	apart := map[string]string{"etcd": "github.com/olekukonko/tablewriter"}

@@ -177,6 +177,6 @@ func newLogger(o *options.Options, to io.Writer) logr.Logger {
 	if o.LogFormat == options.LogConsole {
 		encoder = zap.ConsoleEncoder(times)
 	}
-	// The stack of an error's log call tells little, and is many times as long as the line. Panics log their own.
+	// A stack only shows where the error was logged, and is many times as long as the line. Panics log their own.
 	return zap.New(zap.Level(levels[o.LogLevel]), encoder, zap.WriteTo(to), zap.StacktraceLevel(zapcore.PanicLevel))
 }

@@ -62,7 +62,7 @@ var (
 	}, []string{namespaceLabel, deploymentLabel})
 	panicsTotal = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "capi_agent_claim_panics_total",
-		Help: "Steps of node groups that panicked because of a bug. The log contains the node group and the stack trace.",
+		Help: "Steps of node groups that panicked because of a bug. The log contains the node group, and the stack trace once a minute for each place.",
 	})
 	actionsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claim_actions_total",

@@ -31,6 +31,9 @@ func (t *Turns[O, I]) Len() int { return t.len }
 // Next returns the item whose turn it is. There must be one.
 func (t *Turns[O, I]) Next() I { return t.waiting[t.next[0]][0] }
 
+// Pass lets the owner whose turn it is keep its items, and wait for its next turn. There must be one.
+func (t *Turns[O, I]) Pass() { t.next = append(t.next[1:], t.next[0]) }
+
 // Pop removes the item whose turn it is, and returns it. There must be one.
 func (t *Turns[O, I]) Pop() I {
 	owner := t.next[0]

@@ -26,8 +26,8 @@ func FromContext(ctx context.Context) *Call {
 
 // Hub limits the rate of requests to the hub's API server, for each kind of object. The calls of all
 // callers together make at most half of them, in turns, so that the other half is left to the agent's
-// own work: the requests whose context carries no call. A write counts as several requests if it is
-// large, because etcd keeps each revision of an object for minutes. It stands in for the limiter of client-go,
+// own work: the requests whose context carries no call. A request with a large body counts as several
+// ones, because etcd keeps each revision of an object for minutes. Hub stands in for the limiter of client-go,
 // which serves all requests in the order of their arrival. It is safe for concurrent use.
 type Hub struct {
 	perSecond rate.Limit
@@ -126,15 +126,17 @@ type turns struct {
 	timed bool
 }
 
-// turn is that of a request, which counts as cost requests.
+// turn is a request's place in the queue.
 type turn struct {
-	cost int
-	come chan struct{}
+	// missing is how many more times its caller's turn has to come.
+	missing int
+	come    chan struct{}
 }
 
-// wait waits until it is a request's turn. The error is that of the context.
+// wait waits until it has been a request's turn as often as the request counts. The error is that of the
+// context.
 func (t *turns) wait(ctx context.Context, of *caller, cost int) error {
-	mine := &turn{cost: min(cost, t.rate.Burst()), come: make(chan struct{})}
+	mine := &turn{missing: cost, come: make(chan struct{})}
 	t.mu.Lock()
 	t.waiting.Push(of, mine)
 	t.handOut()
@@ -153,14 +155,19 @@ func (t *turns) wait(ctx context.Context, of *caller, cost int) error {
 // handOut hands out the turns that the rate permits now, and sets a timer for the next one. t.mu must
 // be held.
 func (t *turns) handOut() {
-	for t.waiting.Len() > 0 && t.rate.AllowN(time.Now(), t.waiting.Next().cost) {
-		close(t.waiting.Pop().come)
+	for t.waiting.Len() > 0 && t.rate.Allow() {
+		if next := t.waiting.Next(); next.missing > 1 {
+			next.missing--
+			t.waiting.Pass()
+		} else {
+			close(t.waiting.Pop().come)
+		}
 	}
 	if t.waiting.Len() == 0 || t.timed {
 		return
 	}
 	t.timed = true
-	missing := (float64(t.waiting.Next().cost) - t.rate.Tokens()) / float64(t.rate.Limit())
+	missing := (1 - t.rate.Tokens()) / float64(t.rate.Limit())
 	time.AfterFunc(time.Duration(missing*float64(time.Second)), func() {
 		t.mu.Lock()
 		defer t.mu.Unlock()

@@ -186,8 +186,7 @@ func TestARequestThatCannotBeSentBeforeItsDeadlineFailsAtOnce(t *testing.T) {
 	})
 }
 
-// etcd keeps each revision of an object for minutes, so bytes count as well as requests. Callers still
-// take turns.
+// etcd keeps each revision of an object for minutes, so bytes count as well as requests.
 func TestALargeWriteCountsAsSeveralRequests(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const burst = 8
@@ -217,6 +216,42 @@ func TestALargeWriteCountsAsSeveralRequests(t *testing.T) {
 				require.Equal(t, want, sent, "%d bytes of %s", bytes, of)
 			}
 		}
+	})
+}
+
+// A caller with large writes takes a turn for each part, so that another's small request does not wait
+// for a whole one of each.
+func TestALargeWriteTakesATurnForEachPart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const writers = 8
+		l, _, _ := limiter(t, func(*limits.Options) {})
+		hub := limits.NewHub(2, 2, func(string) string { return "machineclaims" })
+		transport := hub.Transport(roundTrips(func(*http.Request) (*http.Response, error) { return nil, http.ErrServerClosed }))
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		write := func(identity string, bytes int) error {
+			as := limits.NewContext(ctx, begin(t, l, identity, false))
+			request, err := http.NewRequestWithContext(as, http.MethodPost, "https://hub/", strings.NewReader(strings.Repeat("x", bytes)))
+			if err != nil {
+				return err
+			}
+			_, err = transport.RoundTrip(request) //nolint:bodyclose // there is no response
+			return err
+		}
+		for i := range writers {
+			go func() {
+				for ctx.Err() == nil {
+					_ = write(strconv.Itoa(i), 16<<10) // it ends with the context
+				}
+			}()
+		}
+		synctest.Wait()
+		start := time.Now()
+		require.ErrorIs(t, write("quiet", 0), http.ErrServerClosed)
+		// All callers have one turn a second.
+		require.LessOrEqual(t, time.Since(start), (writers+1)*time.Second)
+		cancel()
+		synctest.Wait()
 	})
 }
 

@@ -25,8 +25,8 @@ import (
 // Options are the limits. Each must be positive.
 type Options struct {
 	// CallsPerSecond and CallBurst limit how many calls a caller may begin, on average and at once.
-	// A request counts as one more call for each [BytesPerCall] of its size, and so does each further
-	// message of a stream.
+	// A request counts as one more call for each [BytesPerCall] of its size. Each further message of a
+	// stream counts like the request of another call.
 	CallsPerSecond float64
 	CallBurst      int
 	// CallsAtOnce and WatchesAtOnce are how many unary calls and watch streams a caller may have
@@ -80,9 +80,9 @@ const (
 	// Nodes does not wait for the large ones of others: syncsInAll bounds them. largeSyncsInAll leaves
 	// them some of its turns.
 	decodedInAll, smallDecoded = 8 << 20, 64 << 10
-	// checksOfCaller is how many requests of a caller are validated at once, but for large ones, of
-	// which it has one. A request with a thousand long names needs 25 ms of a CPU, and a large one a
-	// second. Further requests wait. Callers take turns; see [checksAtOnce].
+	// checksOfCaller is how many requests of a caller are validated at once: of those of up to
+	// smallRequest bytes, and of larger ones. A request with a thousand long names needs 25 ms of a
+	// CPU. Further requests wait. See also [checksInAll].
 	checksOfCaller = 1
 	// bytesOfCaller and bytesInAll bound the total size of the requests that are being handled, of
 	// one caller and in total; see [mayGrow]. Requests of up to smallRequest bytes do not count for
@@ -101,9 +101,6 @@ const (
 	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
 	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
-	// largeCheck is the size in bytes of the requests that do not wait for larger ones before they are
-	// validated.
-	largeCheck = 256 << 10
 	// syncsInAll is how many SyncClaims requests are decoded and handled at once, in total, and
 	// largeSyncsInAll how many of them may have more than smallDecoded bytes. Each reads the claims of
 	// its holder, as a list does. A caller has one at a time: largeOfCaller. Further ones wait.
@@ -191,9 +188,8 @@ type Limiter struct {
 	refused, slowed *prometheus.CounterVec
 	large           *semaphore.Weighted
 	// decoded counts bytes.
-	lists, syncs, largeSyncs, decoded shared
-	checks, largeChecks               shared
-	unknown                           *handshakes
+	lists, syncs, largeSyncs, decoded, checks shared
+	unknown                                   *handshakes
 
 	mu            sync.Mutex
 	callers       map[string]*caller
@@ -221,18 +217,9 @@ func (s shared) acquire(ctx context.Context, n int64) error {
 	return s.turns.Acquire(ctx, n)
 }
 
-// turn waits for a turn, and returns a function that ends it. The error is that of the context.
-func (s shared) turn(ctx context.Context) (done func(), err error) {
-	if err := s.acquire(ctx, 1); err != nil {
-		return nil, err
-	}
-	return func() { s.turns.Release(1) }, nil
-}
-
-// checksAtOnce returns how many requests of up to largeCheck bytes are validated at once, in total, and
-// how many larger ones. Requests of up to smallRequest bytes do not count, so that no call of a shim
-// in normal work waits for them, and always finds a CPU.
-func checksAtOnce() int64 { return max(1, int64(runtime.GOMAXPROCS(0)/2)) }
+// checksInAll returns how many requests of more than smallRequest bytes are validated at once, in total.
+// The rest of the CPUs is left to other work, if there are several.
+func checksInAll() int64 { return max(1, int64(runtime.GOMAXPROCS(0)/2)) }
 
 type caller struct {
 	rate, hubRate                        *rate.Limiter
@@ -244,7 +231,7 @@ type caller struct {
 	bytes, unread                        int64
 	bytesOfAll                           int64 // those of bytes that count for all callers
 	reads, large, lists, hubLists, atHub *semaphore.Weighted
-	checks                               *semaphore.Weighted
+	checks, largeChecks                  *semaphore.Weighted
 }
 
 // New returns a limiter. A nil registerer registers no metrics.
@@ -256,14 +243,13 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 	}, []string{"turn"})
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{}, forgetFrom: enough,
-		large:       semaphore.NewWeighted(largeInAll),
-		lists:       shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
-		syncs:       shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
-		decoded:     shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
-		largeSyncs:  shared{semaphore.NewWeighted(largeSyncsInAll), waiting.WithLabelValues("large")},
-		checks:      shared{semaphore.NewWeighted(checksAtOnce()), waiting.WithLabelValues("check")},
-		largeChecks: shared{semaphore.NewWeighted(checksAtOnce()), waiting.WithLabelValues("check")},
-		unknown:     newHandshakes(),
+		large:      semaphore.NewWeighted(largeInAll),
+		lists:      shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
+		syncs:      shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
+		decoded:    shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
+		largeSyncs: shared{semaphore.NewWeighted(largeSyncsInAll), waiting.WithLabelValues("large")},
+		checks:     shared{semaphore.NewWeighted(checksInAll()), waiting.WithLabelValues("check")},
+		unknown:    newHandshakes(),
 		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_calls_refused_total",
 			Help: "Calls and connections that were refused because the caller exceeded a limit, by reason and method.",
@@ -370,7 +356,7 @@ func (l *Limiter) caller(identity string) *caller {
 			reads:    semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
 			lists: semaphore.NewWeighted(listsOfCaller), hubLists: semaphore.NewWeighted(listsOfCaller),
 			atHub:  semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
-			checks: semaphore.NewWeighted(checksOfCaller),
+			checks: semaphore.NewWeighted(checksOfCaller), largeChecks: semaphore.NewWeighted(checksOfCaller),
 		}
 		l.callers[identity] = c
 	}
@@ -567,27 +553,27 @@ func (c *Call) Decode(ctx context.Context) (done func(), err error) {
 }
 
 // Check waits until the call's request, which [Call.Hold] has counted, may be validated. It waits for
-// the caller's other calls first. It returns a function to call once the request has been validated.
-// The error is that of the context.
+// the caller's other calls first, and for other callers only if the request is not small. Small requests
+// do not wait for those that are not. It returns a function to call once the request has been validated.
+// The call must hold no turn that other callers wait for. The error is that of the context.
 func (c *Call) Check(ctx context.Context) (done func(), err error) {
-	if c.held > largeCheck { // a caller has one such request: see Read
-		return c.limiter.largeChecks.turn(ctx)
+	own := c.caller.checks
+	if c.held > smallRequest {
+		own = c.caller.largeChecks
 	}
-	if err := c.caller.checks.Acquire(ctx, 1); err != nil {
+	if err := own.Acquire(ctx, 1); err != nil {
 		return nil, err
 	}
-	release := func() { c.caller.checks.Release(1) }
 	if c.held <= smallRequest {
-		return release, nil
+		return func() { own.Release(1) }, nil
 	}
-	end, err := c.limiter.checks.turn(ctx)
-	if err != nil {
-		release()
+	if err := c.limiter.checks.acquire(ctx, 1); err != nil {
+		own.Release(1)
 		return nil, err
 	}
 	return func() {
-		end()
-		release()
+		c.limiter.checks.turns.Release(1)
+		own.Release(1)
 	}, nil
 }
 

@@ -735,49 +735,55 @@ func TestRequestsOfOneCallerAreCheckedOneAtATime(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// However many callers send requests that take long to validate, CPUs are left for other calls.
-func TestFewRequestsAreCheckedAtATime(t *testing.T) {
-	const small, large = 4 << 10, 4 << 20
-	atOnce := max(1, runtime.GOMAXPROCS(0)/2)
+// However many callers send requests that take long to validate, few are validated at a time. Small
+// requests do not wait for them, not even those of the same caller.
+func TestFewLargeRequestsAreCheckedAtATime(t *testing.T) {
+	const small, large = 4 << 10, 4<<10 + 1
 	l, _, registry := limiter(t, func(*limits.Options) {})
-	over, cancel := context.WithCancel(t.Context())
-	cancel()
-	callers := 0
-	check := func(ctx context.Context, bytes int) (func(), error) {
-		callers++
-		call := begin(t, l, strconv.Itoa(callers), false)
+	hold := func(identity string, bytes int) *limits.Call {
+		call := begin(t, l, identity, false)
 		require.NoError(t, call.Hold(bytes))
-		return call.Check(ctx)
+		return call
 	}
-	for _, size := range []int{small + 1, large} {
-		done := func() {}
-		for range atOnce {
-			var err error
-			done, err = check(t.Context(), size)
-			require.NoError(t, err)
-		}
-		_, err := check(over, size)
-		require.ErrorIs(t, err, context.Canceled)
-		_, err = check(t.Context(), small)
-		require.NoError(t, err, "it does not wait")
-		waited := make(chan error, 1)
-		go func() {
-			_, err := check(t.Context(), size)
-			waited <- err
-		}()
-		waiting := func(checks string) error {
-			return testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
+	waiting := func(checks string) {
+		t.Helper()
+		require.EventuallyWithT(t, func(c *assert.CollectT) {
+			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
 capi_agent_calls_waiting{turn="check"} `+checks+`
 capi_agent_calls_waiting{turn="large"} 0
 capi_agent_calls_waiting{turn="list"} 0
 capi_agent_calls_waiting{turn="sync"} 0
-`), "capi_agent_calls_waiting")
-		}
-		require.Eventually(t, func() bool { return waiting("1") == nil }, 10*time.Second, time.Millisecond)
-		done()
-		require.NoError(t, <-waited)
-		require.NoError(t, waiting("0"))
+`), "capi_agent_calls_waiting"))
+		}, time.Minute, time.Millisecond)
 	}
+	done := func() {}
+	for i := range max(1, runtime.GOMAXPROCS(0)/2) {
+		var err error
+		done, err = hold(strconv.Itoa(i), large).Check(t.Context())
+		require.NoError(t, err)
+	}
+	check := func(ctx context.Context, call *limits.Call) <-chan error {
+		waited := make(chan error, 1)
+		go func() {
+			_, err := call.Check(ctx)
+			waited <- err
+		}()
+		return waited
+	}
+	over, cancel := context.WithCancel(t.Context())
+	waited := check(over, hold("late", large))
+	waiting("1")
+	require.NoError(t, <-check(t.Context(), hold("late", small)), "the same caller's")
+	require.NoError(t, <-check(t.Context(), hold("other", small)))
+	cancel()
+	require.ErrorIs(t, <-waited, context.Canceled)
+	waiting("0")
+
+	waited = check(t.Context(), hold("late", large))
+	waiting("1")
+	done()
+	require.NoError(t, <-waited)
+	waiting("0")
 }
 
 // The caller determines how long a request takes to arrive, and the hub how long it takes to be

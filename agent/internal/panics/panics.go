@@ -1,13 +1,15 @@
 // Package panics turns panics into errors: the process serves all Clusters, so what one object or call
 // makes panic must cost that object or call alone. Each panic is logged and counted. Its stack, which may
-// be long, is logged as well, once a minute for each message.
+// be long, is logged as well, once a minute for each place that panics.
 //
 // Reconcilers do not need it: controller-runtime does the same for them.
 package panics
 
 import (
 	"fmt"
+	"runtime"
 	"runtime/debug"
+	"strings"
 	"sync"
 	"time"
 
@@ -20,7 +22,7 @@ import (
 var total = prometheus.NewCounterVec(prometheus.CounterOpts{
 	Name: "capi_agent_panics_total",
 	Help: "Panics because of a bug, by what each was confined to (call: a call or a stream; connection; object: of the hub; metrics: of one part of " +
-		"the agent). The log contains the stack trace, once a minute for each kind. Panics of node groups' steps and of controllers are counted elsewhere.",
+		"the agent). The log contains the stack trace, once a minute for each place. Panics of node groups' steps and of controllers are counted elsewhere.",
 }, []string{"confined_to"})
 
 // These count the panics that were confined to one call or stream, one connection, one object of the
@@ -55,24 +57,49 @@ func Confined(log logr.Logger, counter prometheus.Counter, message string, do fu
 	return do()
 }
 
-// stacks has a [*rate.Sometimes] for each message: callers that have found a bug may cause thousands of
+// place is where a panic occurred. There are as many as places in the code.
+type place struct {
+	message string
+	at      uintptr
+}
+
+// stacks has a [*rate.Sometimes] for each place: callers that have found a bug may cause thousands of
 // panics a second.
 var stacks sync.Map
 
-// stacksInterval is how often the stack of panics with the same message is logged.
+// stacksInterval is how often the stack of the panics of a place is logged.
 const stacksInterval = time.Minute
 
 // Note is for a function that has recovered a panic itself. The function that was deferred must call
-// it, or else the stack is lost. The message must be a constant.
+// it, or else the stack is lost. There must be few messages.
 func Note(log logr.Logger, counter prometheus.Counter, message string, value any, keysAndValues ...any) *Error {
 	err := &Error{Value: value}
 	counter.Inc()
-	sometimes, _ := stacks.LoadOrStore(message, &rate.Sometimes{Interval: stacksInterval})
+	sometimes, _ := stacks.LoadOrStore(place{message, panickedAt()}, &rate.Sometimes{Interval: stacksInterval})
 	sometimes.(*rate.Sometimes).Do(func() { //nolint:forcetypeassert // of no other type
 		keysAndValues = append(keysAndValues, "stack", string(debug.Stack()))
 	})
 	log.Error(err, message, keysAndValues...)
 	return err
+}
+
+// panickedAt returns the program counter of the function that has panicked, or 0 if it is not known.
+func panickedAt() uintptr {
+	var counters [32]uintptr
+	frames := runtime.CallersFrames(counters[:runtime.Callers(1, counters[:])])
+	panicking := false
+	for {
+		frame, more := frames.Next()
+		switch inRuntime := strings.HasPrefix(frame.Function, "runtime."); {
+		case panicking && !inRuntime:
+			return frame.PC
+		case frame.Function == "runtime.gopanic":
+			panicking = true
+		}
+		if !more {
+			return 0
+		}
+	}
 }
 
 // Collector returns a collector of metrics that may panic: a registry calls each collector in a

@@ -2,8 +2,11 @@ package panics_test
 
 import (
 	"errors"
+	"fmt"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/prometheus/client_golang/prometheus"
@@ -19,7 +22,8 @@ func TestAPanicIsAnErrorThatIsLoggedAndCounted(t *testing.T) {
 	var lines []string
 	log := funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{})
 	counter := prometheus.NewCounter(prometheus.CounterOpts{Name: "panics_total", Help: "Panics."})
-	err := panics.Confined(log, counter, "something is lost", func() error {
+	message := unique(t)
+	err := panics.Confined(log, counter, message, func() error {
 		makesPanic()
 		return nil
 	}, "of", "one")
@@ -28,7 +32,7 @@ func TestAPanicIsAnErrorThatIsLoggedAndCounted(t *testing.T) {
 	require.Equal(t, "a bug", bug.Value)
 	require.InDelta(t, 1, testutil.ToFloat64(counter), 0)
 	require.Len(t, lines, 1)
-	for _, part := range []string{"something is lost", `"of"="one"`, "a bug", "makesPanic"} {
+	for _, part := range []string{message, `"of"="one"`, "a bug", "makesPanic"} {
 		require.Contains(t, lines[0], part)
 	}
 
@@ -39,23 +43,31 @@ func TestAPanicIsAnErrorThatIsLoggedAndCounted(t *testing.T) {
 	require.Len(t, lines, 1)
 }
 
-// Callers that have found a bug would otherwise fill the log's storage.
-func TestAStackIsLoggedOnceAMinute(t *testing.T) {
+// Callers that have found a bug would otherwise fill the log's storage. Another bug has its own stack.
+func TestAStackIsLoggedOnceAMinuteForEachPlace(t *testing.T) {
 	var lines []string
 	log := funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{})
 	counter := prometheus.NewCounter(prometheus.CounterOpts{Name: "panics_total", Help: "Panics."})
-	for _, message := range []string{"over and over", "over and over", "over and over", "elsewhere"} {
+	message := unique(t)
+	index := func(all []int) { lines = append(lines, strconv.Itoa(all[len(all)])) }
+	for _, do := range []func(){makesPanic, makesPanic, func() { index(nil) }, makesPanic, func() { index(nil) }, func() { index(nil) }} {
 		_ = panics.Confined(log, counter, message, func() error {
-			makesPanic()
+			do()
 			return nil
 		})
 	}
-	require.Len(t, lines, 4)
-	for i, want := range []bool{true, false, false, true} {
-		require.Equal(t, want, strings.Contains(lines[i], "makesPanic"), lines[i])
-		require.Contains(t, lines[i], "a bug")
+	require.Len(t, lines, 6)
+	for i, want := range []bool{true, false, true, false, false, false} {
+		require.Equal(t, want, strings.Contains(lines[i], "panics_test.go"), "%d: %s", i, lines[i])
 	}
-	require.InDelta(t, 4, testutil.ToFloat64(counter), 0)
+	require.Contains(t, lines[3], "a bug")
+	require.InDelta(t, 6, testutil.ToFloat64(counter), 0)
+}
+
+// unique returns a message whose panics have not been logged yet.
+func unique(t *testing.T) string {
+	t.Helper()
+	return fmt.Sprintf("%s at %d", t.Name(), time.Now().UnixNano())
 }
 
 type collector func(chan<- prometheus.Metric)

@@ -46,8 +46,8 @@ func (s *Server) before() grpc.UnaryServerInterceptor {
 }
 
 // after runs once the request has been decoded. The request's Cluster is only known once the
-// request is valid. The caller's rights may end while the call waits for its turns, which can take
-// minutes.
+// request is valid. The caller's rights are checked again after the call has waited for its turns, which
+// can take minutes.
 func (s *Server) after(validator *validation.Validator) grpc.UnaryServerInterceptor {
 	return chain(inTurn(validator.Unary()), s.authorizeUnary, limitAtHub, limitLists, s.authorizeUnary)
 }
@@ -327,9 +327,8 @@ func holdersFor(ctx context.Context, method string, cluster *agentv1alpha1.Clust
 	return callerOf(ctx).Holders(authz.Methods[method], clusterName(cluster)).Has
 }
 
-// authorizeNow is like [Server.authorize], with the rights that the caller has by now: those that it
-// had when the call began may have ended while the request arrived or waited. The returned context has
-// the caller with these rights.
+// authorizeNow is like [Server.authorize], with the caller's current rights: they may have changed while
+// the request arrived or waited. The returned context has the caller with these rights.
 func (s *Server) authorizeNow(ctx context.Context, method string, request any) (context.Context, error) {
 	c := s.presently(ctx)
 	c.requestID = callerOf(ctx).requestID
@@ -349,23 +348,31 @@ func (s *Server) authorizeUnary(ctx context.Context, request any, info *grpc.Una
 }
 
 func (s *Server) authorizeStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	return handler(service, &authorizedStream{ServerStream: stream, server: s, method: info.FullMethod})
+	return handler(service, &authorizedStream{ServerStream: stream, server: s, method: info.FullMethod, ctx: stream.Context()})
 }
 
-// authorizedStream authorizes each received message.
+// authorizedStream authorizes each received message. Its context has the caller with the rights that it
+// had then.
 type authorizedStream struct {
 	grpc.ServerStream
 
 	server *Server
 	method string
+	ctx    context.Context
 }
+
+func (a *authorizedStream) Context() context.Context { return a.ctx }
 
 func (a *authorizedStream) RecvMsg(message any) error {
 	if err := a.ServerStream.RecvMsg(message); err != nil {
 		return err
 	}
-	_, err := a.server.authorizeNow(a.Context(), a.method, message)
-	return err
+	ctx, err := a.server.authorizeNow(a.Context(), a.method, message)
+	if err != nil {
+		return err
+	}
+	a.ctx = ctx
+	return nil
 }
 
 // describe adds the subject of a valid request to the log line and the span of the call.

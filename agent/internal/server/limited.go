@@ -156,8 +156,13 @@ func (s *Server) limitUnary(ctx context.Context, request any, info *grpc.UnarySe
 }
 
 // inTurn makes an interceptor check requests in their turns. The rest of the call is not serialized.
+// Large requests are exempt: they are handled one at a time anyway, and a SyncClaims has turns by now
+// that other callers wait for.
 func inTurn(check grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+		if slices.Contains(largeRequests, info.FullMethod) {
+			return check(ctx, request, info, handler)
+		}
 		done, err := limits.FromContext(ctx).Check(ctx)
 		if err != nil {
 			return nil, throttled(ctx, err)

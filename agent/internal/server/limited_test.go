@@ -88,7 +88,7 @@ func TestEachFurtherMessageOfAStreamIsCounted(t *testing.T) {
 	stream, err := grpc_reflection_v1.NewServerReflectionClient(f.raw(spokeURI)).ServerReflectionInfo(f.ctx())
 	require.NoError(t, err)
 	ask := func() error {
-		// The stream may have ended already, and Recv tells why.
+		// The stream may have ended already. Recv then returns the reason.
 		if err := stream.Send(&grpc_reflection_v1.ServerReflectionRequest{
 			MessageRequest: &grpc_reflection_v1.ServerReflectionRequest_ListServices{},
 		}); err != nil && !errors.Is(err, io.EOF) {
