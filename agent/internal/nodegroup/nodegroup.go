@@ -14,6 +14,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
@@ -66,6 +67,11 @@ func ParseID(id string) (types.NamespacedName, error) {
 	namespace, name, found := strings.Cut(id, "/")
 	if !found || namespace == "" || name == "" || strings.Contains(name, "/") {
 		return types.NamespacedName{}, fmt.Errorf("%q is not <namespace>/<MachineDeployment name>", id)
+	}
+	// A pattern with these numbers takes ten times as long to match as one without.
+	if len(namespace) > validation.DNS1123LabelMaxLength || len(name) > validation.DNS1123SubdomainMaxLength {
+		return types.NamespacedName{}, fmt.Errorf("%q: a namespace has at most %d characters, and a MachineDeployment's name %d",
+			id, validation.DNS1123LabelMaxLength, validation.DNS1123SubdomainMaxLength)
 	}
 	return types.NamespacedName{Namespace: namespace, Name: name}, nil
 }

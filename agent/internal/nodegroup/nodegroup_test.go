@@ -1,6 +1,7 @@
 package nodegroup_test
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -71,7 +72,7 @@ func TestIDs(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, of(deployment()).Key, key)
 	require.Equal(t, "fleet/small", of(deployment()).ID())
-	for _, bad := range []string{"", "fleet", "/small", "fleet/", "a/b/c"} {
+	for _, bad := range []string{"", "fleet", "/small", "fleet/", "a/b/c", strings.Repeat("n", 64) + "/small", "fleet/" + strings.Repeat("m", 254)} {
 		_, err := nodegroup.ParseID(bad)
 		require.Error(t, err, bad)
 	}

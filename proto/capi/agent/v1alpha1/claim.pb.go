@@ -169,7 +169,7 @@ type CreateClaimRequest struct {
 	// and as any name that begins with `cluster-autoscaler-`, an administrator as any holder.
 	Holder string `protobuf:"bytes,3,opt,name=holder,proto3" json:"holder,omitempty"`
 	// Ids of the candidate node groups, in order of preference: `<namespace>/<name>`, as DNS names.
-	// REQUIRED, 1 to 1000, each once.
+	// REQUIRED, 1 to 1000, each once. The namespace has at most 63 characters, and the name 253.
 	Candidates []string `protobuf:"bytes,4,rep,name=candidates,proto3" json:"candidates,omitempty"`
 	// A name for the claim that is shown in the hub, such as the NodeClaim's name. OPTIONAL. Without
 	// control characters.
@@ -1563,13 +1563,13 @@ var File_capi_agent_v1alpha1_claim_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\n" +
-	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xf4\b\n" +
+	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe0\b\n" +
 	"\x12CreateClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12L\n" +
-	"\x06holder\x18\x03 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12\xac\x01\n" +
+	"\x06holder\x18\x03 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12\x98\x01\n" +
 	"\n" +
-	"candidates\x18\x04 \x03(\tB\x8b\x01\xbaH\x87\x01\x92\x01\x83\x01\b\x01\x10\xe8\a\x18\x01\"zrx\x10\x03(\xbd\x022q^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?([.][a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?)*$R\n" +
+	"candidates\x18\x04 \x03(\tBx\xbaHu\x92\x01r\b\x01\x10\xe8\a\x18\x01\"irg\x10\x03(\xbd\x022`^[a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$R\n" +
 	"candidates\x126\n" +
 	"\fdisplay_name\x18\x05 \x01(\tB\x13\xbaH\x10r\x0e(\xfd\x012\t^\\P{Cc}*$R\vdisplayName\x12#\n" +
 	"\rvalidate_only\x18\x06 \x01(\bR\fvalidateOnly\x12R\n" +
