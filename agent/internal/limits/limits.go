@@ -81,7 +81,7 @@ const (
 	// them some of its turns.
 	decodedInAll, smallDecoded = 8 << 20, 64 << 10
 	// checksOfCaller is how many requests of a caller are validated at once: of those of up to
-	// smallRequest bytes, and of larger ones. A request with a thousand long names needs 25 ms of a
+	// smallRequest bytes, and of larger ones. A request with a thousand long names needs milliseconds of a
 	// CPU. Further requests wait. See also [checksInAll].
 	checksOfCaller = 1
 	// bytesOfCaller and bytesInAll bound the total size of the requests that are being handled, of
