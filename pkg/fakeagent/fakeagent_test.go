@@ -6,6 +6,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net"
+	"strings"
 	"testing"
 	"time"
 
@@ -54,6 +55,16 @@ func create(t *testing.T, agent *fakeagent.Agent, id string, candidates ...strin
 		Cluster: fakeagent.DefaultCluster(), ClaimId: id, Holder: "karpenter", Candidates: candidates,
 	})
 	return err
+}
+
+// Names are as long as the agent accepts them, not as the pattern of the API's proto files alone would.
+func TestACandidatesNameThatIsTooLongIsAnInvalidArgument(t *testing.T) {
+	agent := start(t)
+	namespace := fakeagent.DefaultCluster().GetNamespace()
+	err := create(t, agent, "a-claim", workers, namespace+"/"+strings.Repeat("m", 254))
+	require.True(t, agenterrors.IsInvalidArgument(err), "%v", err)
+	require.Equal(t, "candidates[1]", agenterrors.FieldViolations(err)[0].Field)
+	require.True(t, agenterrors.IsNotFound(create(t, agent, "a-claim", namespace+"/"+strings.Repeat("m", 253))))
 }
 
 func release(t *testing.T, agent *fakeagent.Agent, id string) *agentv1alpha1.Claim {

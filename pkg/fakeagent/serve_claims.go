@@ -33,7 +33,7 @@ func (s claimService) CreateClaim(
 	if err := a.actable(ctx, cluster, request.GetHolder()); err != nil {
 		return nil, err
 	}
-	if err := sameNamespace(cluster, request.GetCandidates()); err != nil {
+	if err := checkCandidates(cluster, request.GetCandidates()); err != nil {
 		return nil, err
 	}
 	if _, ok := a.clusters[cluster]; !ok {
@@ -70,15 +70,23 @@ func (s claimService) CreateClaim(
 	return response, nil
 }
 
-func sameNamespace(cluster clusterKey, candidates []string) error {
+// longestName is how many characters the name of a Kubernetes object may have.
+const longestName = 253
+
+// checkCandidates checks what the constraints in the API's proto files do not say.
+func checkCandidates(cluster clusterKey, candidates []string) error {
 	var violations []agenterrors.FieldViolation
 	for i, id := range candidates {
-		if namespace, _, _ := strings.Cut(id, "/"); namespace != cluster.namespace {
-			violations = append(violations, agenterrors.FieldViolation{
-				Field:       fmt.Sprintf("candidates[%d]", i),
-				Description: fmt.Sprintf("node group %q is not in the cluster's namespace %q", id, cluster.namespace),
-			})
+		description := ""
+		switch namespace, name, _ := strings.Cut(id, "/"); {
+		case namespace != cluster.namespace:
+			description = fmt.Sprintf("node group %q is not in the cluster's namespace %q", id, cluster.namespace)
+		case len(name) > longestName:
+			description = fmt.Sprintf("%q: a MachineDeployment's name has at most %d characters", id, longestName)
+		default:
+			continue
 		}
+		violations = append(violations, agenterrors.FieldViolation{Field: fmt.Sprintf("candidates[%d]", i), Description: description})
 	}
 	if len(violations) > 0 {
 		return agenterrors.InvalidArgument(violations...)
