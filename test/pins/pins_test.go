@@ -2,13 +2,12 @@
 package pins
 
 import (
-	"cmp"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/mod/modfile"
 	"golang.org/x/mod/semver"
@@ -19,54 +18,64 @@ import (
 // on a machine takes minutes longer.
 func TestTheSandboxesBinariesShareTheirDependencies(t *testing.T) {
 	_ = os.Getenv("TESTED_FILES") // for the test cache: the go.mod files are an input
-	const root, ours = "../..", "the workspace"
-	// Version 1 of it has another API than etcdctl was written for. Little else imports it.
-	apart := map[string]string{"etcd": "github.com/olekukonko/tablewriter"}
-	// versions has the version of each module by who requires it.
+	modules := []string{"agent", "shim", "pkg", "pkg/tracing", "proto"}
+	for _, tool := range []string{"etcd", "kubernetes", "kwok", "cluster-api", "helm", "grpcurl"} {
+		modules = append(modules, "deploy/tools/"+tool)
+	}
+	// versions has the version of each module by the folder that requires it. Of our own modules, the
+	// highest counts: they are built in one workspace.
 	versions := map[string]map[string]string{}
-	add := func(file, as string) {
-		for path, version := range requirements(t, filepath.Join(root, file)) {
-			if apart[as] == path {
+	for _, folder := range modules {
+		by := folder
+		if !strings.HasPrefix(folder, "deploy/") {
+			by = workspace
+		}
+		for path, version := range requirements(t, filepath.Join("../..", folder, "go.mod")) {
+			if apart(path, by) {
 				continue
 			}
 			if versions[path] == nil {
 				versions[path] = map[string]string{}
 			}
-			// A workspace has the highest version that any of its modules requires.
-			versions[path][as] = slices.MaxFunc([]string{version, cmp.Or(versions[path][as], version)}, semver.Compare)
+			versions[path][by] = newer(versions[path][by], version)
 		}
-	}
-	tools := []string{"etcd", "kubernetes", "kwok", "cluster-api", "helm", "grpcurl"}
-	for _, tool := range tools {
-		add("deploy/tools/"+tool+"/go.mod", tool)
-	}
-	for _, module := range []string{"agent", "shim", "pkg", "pkg/tracing", "proto"} {
-		add(module+"/go.mod", ours)
 	}
 	shared := 0
-	for path, by := range versions {
-		if strings.HasPrefix(path, "k8s.io/") {
-			delete(by, ours) // Karpenter core requires some that are older, and Kubernetes is of one version
+	for path, required := range versions {
+		if len(required) > 1 {
+			shared++
 		}
-		if len(by) < 2 {
-			continue
-		}
-		shared++
-		highest := ""
-		for _, version := range by {
-			highest = slices.MaxFunc([]string{version, highest}, semver.Compare)
-		}
-		for _, tool := range tools {
-			if version := by[tool]; version != "" && version != highest {
-				t.Errorf("%s requires %s %s, others require %s: run GOWORK=off go get %s@%s && GOWORK=off go mod tidy in deploy/tools/%s",
-					tool, path, version, highest, path, highest, tool)
+		newest := lo.Reduce(lo.Values(required), func(newest, version string, _ int) string { return newer(newest, version) }, "")
+		for by, version := range required {
+			if version != newest {
+				t.Errorf("%s requires %s %s, others %s: run GOWORK=off go get %s@%s and GOWORK=off go mod tidy there",
+					by, path, version, newest, path, newest)
 			}
-		}
-		if version := by[ours]; version != "" && version != highest {
-			t.Errorf("the workspace requires %s %s, a tool requires %s: update it in the modules that require it", path, version, highest)
 		}
 	}
 	require.Greater(t, shared, 50, "modules that several require")
+}
+
+// workspace stands for the modules of the workspace.
+const workspace = "the workspace"
+
+// apart reports whether a module may have another version there.
+func apart(path, by string) bool {
+	switch {
+	case by == workspace: // Karpenter core requires older versions of some than the control plane is built from
+		return strings.HasPrefix(path, "k8s.io/")
+	case by == "deploy/tools/etcd": // etcdctl was written for the API of version 0; few others import it
+		return path == "github.com/olekukonko/tablewriter"
+	}
+	return false
+}
+
+// newer returns the higher of two versions. Each is higher than the empty one.
+func newer(a, b string) string {
+	if semver.Compare(a, b) > 0 {
+		return a
+	}
+	return b
 }
 
 // requirements returns the versions of all modules that a go.mod file requires, as replaced.
