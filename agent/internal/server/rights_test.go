@@ -15,6 +15,7 @@ import (
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
@@ -179,6 +180,30 @@ func TestACallThatWaitsLosesItsCallersRight(t *testing.T) {
 	for range waiting {
 		require.True(t, agenterrors.IsUnauthenticated(<-refused))
 	}
+}
+
+// So it is with a stream whose request is late.
+func TestAStreamWhoseRequestArrivesLateHasItsCallersPresentRight(t *testing.T) {
+	policy := &atomic.Pointer[authz.Policy]{}
+	set := func(text string) {
+		parsed, err := authz.ParsePolicy([]byte(text), "karpenter-capi")
+		require.NoError(t, err)
+		policy.Store(parsed)
+	}
+	set(readerPolicy)
+	f := start(t, withRights(t, policy.Load, clocktesting.NewFakePassiveClock(time.Now())), func(_ *fixture, c *server.Config) {
+		c.RightsInterval = time.Hour
+	})
+	stream, err := f.raw("spiffe://karpenter-capi/reader").NewStream(t.Context(), &grpc.StreamDesc{ServerStreams: true, ClientStreams: true},
+		agentv1alpha1.MachineService_WatchMachines_FullMethodName)
+	require.NoError(t, err)
+	f.awaitSum(1, "grpc_server_started_total", "grpc_method", "WatchMachines")
+	// The caller may still call the method, but for another Cluster.
+	set("identities:\n- {id: spiffe://karpenter-capi/reader, roles: [reader], clusters: [fleet/b]}")
+	require.NoError(t, stream.SendMsg(&agentv1alpha1.WatchMachinesRequest{Cluster: spokeRef}))
+	require.NoError(t, stream.CloseSend())
+	err = stream.RecvMsg(&agentv1alpha1.WatchMachinesResponse{})
+	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
 }
 
 // certificateIn returns the first certificate of a file.
