@@ -26,9 +26,9 @@ func FromContext(ctx context.Context) *Call {
 
 // Hub limits the rate of requests to the hub's API server, for each kind of object. The calls of all
 // callers together make at most half of them, in turns, so that the other half is left to the agent's
-// own work: the requests whose context carries no call. A request with a large body counts as several
-// ones, because etcd keeps each revision of an object for minutes. Hub stands in for the limiter of client-go,
-// which serves all requests in the order of their arrival. It is safe for concurrent use.
+// own work: the requests whose context carries no call. A request with a large body counts as more than
+// one, because etcd keeps each revision of an object for minutes. Hub stands in for the limiter of
+// client-go, which serves all requests in the order of their arrival. It is safe for concurrent use.
 type Hub struct {
 	perSecond rate.Limit
 	burst     int
@@ -77,11 +77,11 @@ const (
 	// bytesPerRequest is how many bytes of a write count as one request. A usual claim is smaller.
 	bytesPerRequest = 4 << 10
 	// costliest is the most requests that one counts as. The largest claim has 16 KiB. Only ledgers are
-	// larger, of which one write serves all claims that wait.
+	// larger. A single write of a ledger serves all waiting claims.
 	costliest = 4
 )
 
-// costOf returns how many requests a request counts as.
+// costOf returns how many requests a request counts as. One of unknown length counts as one.
 func costOf(request *http.Request) int {
 	return int(max(1, min(costliest, (request.ContentLength+bytesPerRequest-1)/bytesPerRequest)))
 }
@@ -133,8 +133,7 @@ type turn struct {
 	come    chan struct{}
 }
 
-// wait waits until it has been a request's turn as often as the request counts. The error is that of the
-// context.
+// wait waits for one turn for each request that a request counts as. The error is that of the context.
 func (t *turns) wait(ctx context.Context, of *caller, cost int) error {
 	mine := &turn{missing: cost, come: make(chan struct{})}
 	t.mu.Lock()

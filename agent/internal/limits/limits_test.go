@@ -3,6 +3,7 @@ package limits_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"runtime"
 	"strconv"
 	"strings"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	clocktesting "k8s.io/utils/clock/testing"
@@ -542,11 +544,22 @@ func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
 	require.NoError(t, <-waited)
 }
 
-const waitingHelp = `
+// awaitWaiting waits until so many calls wait for a turn, and none for any other.
+func awaitWaiting(t *testing.T, registry *prometheus.Registry, turn string, calls int) {
+	t.Helper()
+	want := `
 # HELP capi_agent_calls_waiting Calls that wait for a slot shared by all callers, by what they wait for ` +
-	`(list: to build a list; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims; ` +
-	`check: to validate a request of more than 4 KiB).
-# TYPE capi_agent_calls_waiting gauge`
+		`(list: to build a list; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims; ` +
+		`check: to validate a request of more than 4 KiB).
+# TYPE capi_agent_calls_waiting gauge
+`
+	for _, of := range []string{"check", "large", "list", "sync"} {
+		want += fmt.Sprintf("capi_agent_calls_waiting{turn=%q} %d\n", of, lo.Ternary(of == turn, calls, 0))
+	}
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(want), "capi_agent_calls_waiting"))
+	}, time.Minute, time.Millisecond)
+}
 
 func TestSyncsOfAllCallersAreHandledInTheOrderOfTheirArrival(t *testing.T) {
 	l, _, registry := limiter(t, func(*limits.Options) {})
@@ -557,13 +570,7 @@ func TestSyncsOfAllCallersAreHandledInTheOrderOfTheirArrival(t *testing.T) {
 	}
 	waiting := func(calls int) {
 		t.Helper()
-		require.EventuallyWithT(t, func(c *assert.CollectT) {
-			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
-capi_agent_calls_waiting{turn="check"} 0
-capi_agent_calls_waiting{turn="large"} 0
-capi_agent_calls_waiting{turn="list"} 0
-capi_agent_calls_waiting{turn="sync"} `+strconv.Itoa(calls)+"\n"), "capi_agent_calls_waiting"))
-		}, time.Minute, time.Millisecond)
+		awaitWaiting(t, registry, "sync", calls)
 	}
 	over, cancel := context.WithCancel(t.Context())
 	late := make(chan error, 1)
@@ -745,21 +752,16 @@ func TestFewLargeRequestsAreCheckedAtATime(t *testing.T) {
 		require.NoError(t, call.Hold(bytes))
 		return call
 	}
-	waiting := func(checks string) {
+	waiting := func(calls int) {
 		t.Helper()
-		require.EventuallyWithT(t, func(c *assert.CollectT) {
-			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
-capi_agent_calls_waiting{turn="check"} `+checks+`
-capi_agent_calls_waiting{turn="large"} 0
-capi_agent_calls_waiting{turn="list"} 0
-capi_agent_calls_waiting{turn="sync"} 0
-`), "capi_agent_calls_waiting"))
-		}, time.Minute, time.Millisecond)
+		awaitWaiting(t, registry, "check", calls)
 	}
+	within, end := context.WithTimeout(t.Context(), 10*time.Second)
+	defer end()
 	done := func() {}
 	for i := range max(1, runtime.GOMAXPROCS(0)/2) {
 		var err error
-		done, err = hold(strconv.Itoa(i), large).Check(t.Context())
+		done, err = hold(strconv.Itoa(i), large).Check(within)
 		require.NoError(t, err)
 	}
 	check := func(ctx context.Context, call *limits.Call) <-chan error {
@@ -770,20 +772,20 @@ capi_agent_calls_waiting{turn="sync"} 0
 		}()
 		return waited
 	}
-	over, cancel := context.WithCancel(t.Context())
+	over, cancel := context.WithCancel(within)
 	waited := check(over, hold("late", large))
-	waiting("1")
-	require.NoError(t, <-check(t.Context(), hold("late", small)), "the same caller's")
-	require.NoError(t, <-check(t.Context(), hold("other", small)))
+	waiting(1)
+	require.NoError(t, <-check(within, hold("late", small)), "the same caller's")
+	require.NoError(t, <-check(within, hold("other", small)))
 	cancel()
 	require.ErrorIs(t, <-waited, context.Canceled)
-	waiting("0")
+	waiting(0)
 
-	waited = check(t.Context(), hold("late", large))
-	waiting("1")
+	waited = check(within, hold("late", large))
+	waiting(1)
 	done()
 	require.NoError(t, <-waited)
-	waiting("0")
+	waiting(0)
 }
 
 // The caller determines how long a request takes to arrive, and the hub how long it takes to be
@@ -839,14 +841,7 @@ func TestAFewLargeSyncsAreDecodedAndHandledAtATime(t *testing.T) {
 	turns := make(chan string, 20)
 	waiting := func(calls int) {
 		t.Helper()
-		require.EventuallyWithT(t, func(c *assert.CollectT) {
-			assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(waitingHelp+`
-capi_agent_calls_waiting{turn="check"} 0
-capi_agent_calls_waiting{turn="large"} `+strconv.Itoa(calls)+`
-capi_agent_calls_waiting{turn="list"} 0
-capi_agent_calls_waiting{turn="sync"} 0
-`), "capi_agent_calls_waiting"))
-		}, time.Minute, time.Millisecond)
+		awaitWaiting(t, registry, "large", calls)
 	}
 	for i := range 20 {
 		call := begin(t, l, strconv.Itoa(i), false)
