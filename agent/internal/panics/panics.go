@@ -57,7 +57,7 @@ func Confined(log logr.Logger, counter prometheus.Counter, message string, do fu
 	return do()
 }
 
-// place is where a panic occurred. There are as many as places in the code.
+// place identifies a kind of panic: where in the code it occurred, and what it cost.
 type place struct {
 	message string
 	at      uintptr
