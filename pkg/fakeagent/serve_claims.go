@@ -77,7 +77,7 @@ const longestName = 253
 func checkCandidates(cluster clusterKey, candidates []string) error {
 	var violations []agenterrors.FieldViolation
 	for i, id := range candidates {
-		description := ""
+		var description string
 		switch namespace, name, _ := strings.Cut(id, "/"); {
 		case namespace != cluster.namespace:
 			description = fmt.Sprintf("node group %q is not in the cluster's namespace %q", id, cluster.namespace)

@@ -547,17 +547,18 @@ func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
 // awaitWaiting waits until so many calls wait for a turn, and none for any other.
 func awaitWaiting(t *testing.T, registry *prometheus.Registry, turn string, calls int) {
 	t.Helper()
-	want := `
+	var want strings.Builder
+	want.WriteString(`
 # HELP capi_agent_calls_waiting Calls that wait for a slot shared by all callers, by what they wait for ` +
 		`(list: to build a list; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims; ` +
 		`check: to validate a request of more than 4 KiB).
 # TYPE capi_agent_calls_waiting gauge
-`
+`)
 	for _, of := range []string{"check", "large", "list", "sync"} {
-		want += fmt.Sprintf("capi_agent_calls_waiting{turn=%q} %d\n", of, lo.Ternary(of == turn, calls, 0))
+		fmt.Fprintf(&want, "capi_agent_calls_waiting{turn=%q} %d\n", of, lo.Ternary(of == turn, calls, 0))
 	}
 	require.EventuallyWithT(t, func(c *assert.CollectT) {
-		assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(want), "capi_agent_calls_waiting"))
+		assert.NoError(c, testutil.GatherAndCompare(registry, strings.NewReader(want.String()), "capi_agent_calls_waiting"))
 	}, time.Minute, time.Millisecond)
 }
 

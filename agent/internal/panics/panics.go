@@ -22,7 +22,8 @@ import (
 var total = prometheus.NewCounterVec(prometheus.CounterOpts{
 	Name: "capi_agent_panics_total",
 	Help: "Panics because of a bug, by what each was confined to (call: a call or a stream; connection; object: of the hub; metrics: of one part of " +
-		"the agent). The log contains the stack trace, once a minute for each place. Panics of node groups' steps and of controllers are counted elsewhere.",
+		"the agent). The log contains the stack trace, once a minute for each place. " +
+		"Panics of node groups' steps and of controllers are counted elsewhere.",
 }, []string{"confined_to"})
 
 // These count the panics that were confined to one call or stream, one connection, one object of the

@@ -348,30 +348,27 @@ func (s *Server) authorizeUnary(ctx context.Context, request any, info *grpc.Una
 }
 
 func (s *Server) authorizeStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	return handler(service, &authorizedStream{ServerStream: stream, server: s, method: info.FullMethod, ctx: stream.Context()})
+	return handler(service, &authorizedStream{WrappedServerStream: middleware.WrapServerStream(stream), server: s, method: info.FullMethod})
 }
 
 // authorizedStream authorizes each received message. Its context has the caller with the rights that it
 // had then.
 type authorizedStream struct {
-	grpc.ServerStream
+	*middleware.WrappedServerStream
 
 	server *Server
 	method string
-	ctx    context.Context
 }
 
-func (a *authorizedStream) Context() context.Context { return a.ctx }
-
 func (a *authorizedStream) RecvMsg(message any) error {
-	if err := a.ServerStream.RecvMsg(message); err != nil {
+	if err := a.WrappedServerStream.RecvMsg(message); err != nil {
 		return err
 	}
 	ctx, err := a.server.authorizeNow(a.Context(), a.method, message)
 	if err != nil {
 		return err
 	}
-	a.ctx = ctx
+	a.WrappedContext = ctx
 	return nil
 }
 
