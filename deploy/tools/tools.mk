@@ -31,7 +31,7 @@ TOOLS      := $(GENERATORS) $(GOLANGCI_LINT) $(GOTESTSUM) $(GRPCURL) $(HELM) $(J
 define tool
 $(1): deploy/tools/$(2)/go.mod $(wildcard deploy/tools/$(2)/go.sum deploy/tools/$(2)/*.go deploy/tools/$(2)/*.tmpl)
 	@mkdir -p $$(@D); echo "building $$@"; start=$$$$(date +%s); out=$$(abspath $$@); \
-	(cd deploy/tools/$(2) && GOWORK=off CGO_ENABLED=0 go build -trimpath -ldflags '-s -w $(4)' -o "$$$$out.tmp" $(3)) && \
+	(cd deploy/tools/$(2) && GOWORK=off CGO_ENABLED=0 go build -ldflags '-s -w $(4)' -o "$$$$out.tmp" $(3)) && \
 	mv "$$$$out.tmp" "$$$$out" && echo "built    $$@ in $$$$(( $$$$(date +%s) - start )) s"
 endef
 

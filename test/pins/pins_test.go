@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/mod/modfile"
 	"golang.org/x/mod/semver"
@@ -17,7 +18,7 @@ import (
 // a module is required in two versions, whatever imports it is compiled twice, and the first `make demo`
 // on a machine takes minutes longer.
 func TestTheSandboxesBinariesShareTheirDependencies(t *testing.T) {
-	_ = os.Getenv("TESTED_FILES") // for the test cache: the go.mod files are an input
+	_ = os.Getenv("TESTED_FILES") // tells the test cache that the go.mod files are an input
 	modules := []string{"agent", "shim", "pkg", "pkg/tracing", "proto"}
 	for _, tool := range []string{"etcd", "kubernetes", "kwok", "cluster-api", "helm", "grpcurl"} {
 		modules = append(modules, "deploy/tools/"+tool)
@@ -56,15 +57,33 @@ func TestTheSandboxesBinariesShareTheirDependencies(t *testing.T) {
 	require.Greater(t, shared, 50, "modules that several require")
 }
 
+// The toolchain is a part of what is compiled: with two of them, nothing is shared at all.
+func TestAllThatIsBuiltHereIsBuiltWithOneToolchain(t *testing.T) {
+	_ = os.Getenv("TESTED_FILES") // tells the test cache that the go.mod files are an input
+	content, err := os.ReadFile("../../go.work")
+	require.NoError(t, err)
+	work, err := modfile.ParseWork("go.work", content, nil)
+	require.NoError(t, err)
+	require.NotNil(t, work.Go)
+	files, err := filepath.Glob("../../deploy/tools/*/go.mod")
+	require.NoError(t, err)
+	require.NotEmpty(t, files)
+	for _, file := range files {
+		parsed := parse(t, file)
+		require.Nil(t, parsed.Toolchain, file)
+		assert.Equal(t, work.Go.Version, parsed.Go.Version, "the Go version in %s, and that in go.work", file)
+	}
+}
+
 // workspace stands for the modules of the workspace.
 const workspace = "the workspace"
 
 // apart reports whether a module may have another version there.
 func apart(path, by string) bool {
-	switch {
-	case by == workspace: // Karpenter core requires older versions of some than the control plane is built from
+	switch by {
+	case workspace: // Karpenter core requires older versions of some than the control plane is built from
 		return strings.HasPrefix(path, "k8s.io/")
-	case by == "deploy/tools/etcd": // etcdctl was written for the API of version 0; few others import it
+	case "deploy/tools/etcd": // etcdctl was written for the API of version 0; few others import it
 		return path == "github.com/olekukonko/tablewriter"
 	}
 	return false
@@ -81,10 +100,7 @@ func newer(a, b string) string {
 // requirements returns the versions of all modules that a go.mod file requires, as replaced.
 func requirements(t *testing.T, file string) map[string]string {
 	t.Helper()
-	content, err := os.ReadFile(file)
-	require.NoError(t, err)
-	parsed, err := modfile.Parse(file, content, nil)
-	require.NoError(t, err)
+	parsed := parse(t, file)
 	all := map[string]string{}
 	for _, required := range parsed.Require {
 		all[required.Mod.Path] = required.Mod.Version
@@ -95,4 +111,13 @@ func requirements(t *testing.T, file string) map[string]string {
 		}
 	}
 	return all
+}
+
+func parse(t *testing.T, file string) *modfile.File {
+	t.Helper()
+	content, err := os.ReadFile(file)
+	require.NoError(t, err)
+	parsed, err := modfile.Parse(file, content, nil)
+	require.NoError(t, err)
+	return parsed
 }

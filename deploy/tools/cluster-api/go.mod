@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/cluster-api
 
-go 1.26.9
+go 1.26.11
 
 require (
 	cel.dev/expr v0.25.3 // indirect

@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/controller-gen
 
-go 1.26.9
+go 1.26.11
 
 tool sigs.k8s.io/controller-tools/cmd/controller-gen
 

@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/etcd
 
-go 1.26.9
+go 1.26.11
 
 tool (
 	go.etcd.io/etcd/etcdctl/v3

@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/golangci-lint
 
-go 1.26.9
+go 1.26.11
 
 tool github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 

@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/grpcurl
 
-go 1.26.9
+go 1.26.11
 
 tool github.com/fullstorydev/grpcurl/cmd/grpcurl
 

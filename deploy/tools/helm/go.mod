@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/helm
 
-go 1.26.9
+go 1.26.11
 
 tool helm.sh/helm/v3/cmd/helm
 

@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/jq
 
-go 1.26.9
+go 1.26.11
 
 tool github.com/itchyny/gojq/cmd/gojq
 

@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/kubernetes
 
-go 1.26.9
+go 1.26.11
 
 // k8s.io/kubernetes requires its staging modules at v0.0.0; these are the releases made from the same commit.
 replace (

@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/kwok
 
-go 1.26.9
+go 1.26.11
 
 tool sigs.k8s.io/kwok/cmd/kwok
 

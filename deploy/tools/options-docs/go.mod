@@ -1,3 +1,3 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/options-docs
 
-go 1.26.9
+go 1.26.11

@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/protoc-gen-go
 
-go 1.26.9
+go 1.26.11
 
 tool (
 	google.golang.org/grpc/cmd/protoc-gen-go-grpc

@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/releaser
 
-go 1.26.9
+go 1.26.11
 
 require (
 	github.com/google/go-containerregistry v0.22.1

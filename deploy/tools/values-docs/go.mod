@@ -1,5 +1,5 @@
 module github.com/karpenter-capi/karpenter-capi/deploy/tools/values-docs
 
-go 1.26.9
+go 1.26.11
 
 require go.yaml.in/yaml/v3 v3.0.4
