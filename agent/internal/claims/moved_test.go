@@ -234,6 +234,24 @@ func TestAClaimIsNotForgottenWhileItsClusterIsMoved(t *testing.T) {
 	require.True(t, apierrors.IsNotFound(forget()))
 }
 
+// It would be recreated from the Machine. A claim of another Cluster may have the same ID, however.
+func TestAClaimIsNotForgottenWhileAMachineOfItsClusterHasItsLabel(t *testing.T) {
+	long := metav1.NewTime(time.Now().Add(-48 * time.Hour))
+	c := movingClaim("c", v1alpha1.PhaseEnded, "", func(c *v1alpha1.MachineClaim) { c.Status.EndedAt = &long })
+	own, theirs := machineOf("own"), machineOf("theirs")
+	own.Labels[v1alpha1.ClaimLabel], own.Labels[clusterv1.ClusterNameLabel] = "c", clusterName
+	theirs.Labels[v1alpha1.ClaimLabel], theirs.Labels[clusterv1.ClusterNameLabel] = "c", "another"
+	e := engineWith(t, c, own, theirs)
+	forget := func() error {
+		_, err := tombstones{e}.Reconcile(t.Context(), ctrl.Request{NamespacedName: client.ObjectKeyFromObject(c)})
+		require.NoError(t, err)
+		return e.Client.Get(t.Context(), client.ObjectKeyFromObject(c), c)
+	}
+	require.NoError(t, forget(), "it is still there")
+	require.NoError(t, e.Client.Delete(t.Context(), own))
+	require.True(t, apierrors.IsNotFound(forget()))
+}
+
 // The holder's earlier report of the Node is lost in a move, and a backup may have lost the owners.
 func TestAClaimThatWasMovedIsNotCollectedAndGoesWithItsCluster(t *testing.T) {
 	for _, remade := range []bool{true, false} {

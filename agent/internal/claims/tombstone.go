@@ -143,8 +143,8 @@ func (t tombstones) deleteExpired(ctx context.Context, c *v1alpha1.MachineClaim)
 	// A claim without an object counts as lost while a Machine carries its label, and would be
 	// recreated.
 	var labelled clusterv1.MachineList
-	err = t.Reader.List(ctx, &labelled, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.ClaimLabel: c.Spec.ClaimID},
-		client.Limit(1))
+	err = t.Reader.List(ctx, &labelled, client.InNamespace(c.Namespace), client.Limit(1),
+		client.MatchingLabels{clusterv1.ClusterNameLabel: c.Spec.ClusterName, v1alpha1.ClaimLabel: c.Spec.ClaimID})
 	if err != nil {
 		return 0, fmt.Errorf("looking for a Machine of an ended claim: %w", err)
 	}
