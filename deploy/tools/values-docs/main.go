@@ -1,5 +1,5 @@
 // Command values-docs writes the reference of the charts' values from values.yaml, in which the comment "# -- …" above a value
-// describes it, and from values.schema.json, which has the types.
+// describes it, and from values.schema.json, which has the types and is generated from values.yaml by values-schema.
 //
 //	values-docs docs/values.md <chart's folder> …
 //
@@ -50,6 +50,8 @@ func run(file string, charts []string) error {
 
 // schema is what is used of a JSON schema.
 type schema struct {
+	Ref         string             `json:"$ref"`
+	Definitions map[string]*schema `json:"definitions"`
 	Description string             `json:"description"`
 	Type        any                `json:"type"`
 	Enum        []any              `json:"enum"`
@@ -67,6 +69,9 @@ func section(page io.Writer, chart string) error {
 	var types schema
 	if err := read(filepath.Join(chart, "values.schema.json"), json.Unmarshal, &types); err != nil {
 		return err
+	}
+	if err := resolve(&types, types.Definitions); err != nil {
+		return fmt.Errorf("values.schema.json: %w", err)
 	}
 	var values yaml.Node
 	if err := read(filepath.Join(chart, "values.yaml"), yaml.Unmarshal, &values); err != nil {
@@ -91,6 +96,26 @@ func read(path string, parse func([]byte, any) error, into any) error {
 		return fmt.Errorf("%s: %w", filepath.Base(path), err)
 	}
 	return nil
+}
+
+// resolve replaces the references of values and of items with what they refer to.
+func resolve(s *schema, definitions map[string]*schema) error {
+	if s.Ref != "" {
+		definition := definitions[strings.TrimPrefix(s.Ref, "#/definitions/")]
+		if definition == nil || definition.Ref != "" {
+			return fmt.Errorf("%s is not the schema of a value", s.Ref)
+		}
+		*s = *definition
+	}
+	for _, of := range s.Properties {
+		if err := resolve(of, definitions); err != nil {
+			return err
+		}
+	}
+	if s.Items == nil {
+		return nil
+	}
+	return resolve(s.Items, definitions)
 }
 
 // rows writes a row for each value of a map, and reports every mistake.
@@ -129,12 +154,16 @@ func rows(page io.Writer, path []string, values *yaml.Node, types *schema) error
 	return errors.Join(errs...)
 }
 
-// comment returns the description in a comment, without the example that follows it in indented lines.
+// comment returns the description in a comment, without the annotations of values-schema, and without the example that follows it in
+// indented lines.
 func comment(text string) (description string, documented bool) {
 	_, text, documented = strings.Cut("\n"+text, "\n# -- ")
 	var words []string
 	for line := range strings.Lines(text) {
 		line = strings.TrimPrefix(strings.TrimRight(line, "\n"), "# ")
+		if strings.HasPrefix(line, "@schema ") {
+			continue
+		}
 		if strings.HasPrefix(line, "  ") {
 			return strings.TrimSuffix(strings.Join(words, " "), " For example:") + " values.yaml has an example.", documented
 		}

@@ -27,10 +27,12 @@ func TestAPageHasEveryValue(t *testing.T) {
 
 # -- How many: at most
 # ten.
+# @schema minimum: 0; maximum: 10
 replicas: 2
 
 # Not a description.
 log:
+  # @schema enum: ["", info]
   # -- Level.
   level: info
   # -- Formats, for a|b.
@@ -38,6 +40,7 @@ log:
 # -- Rules. For example:
 #   a: b
 #   c: d
+# @schema $ref: #/definitions/rules
 rules: {}
 # -- Labels.
 labels:
@@ -45,18 +48,27 @@ labels:
 # -- Long.
 long: [aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa]
 # -- Either.
+# @schema type: [integer, string]
+# @schema minimum: 1
 either: 1
-`, `{"properties": {
+# -- Ports.
+# @schema itemRef: #/definitions/port
+ports: []
+`, `{"definitions": {
+  "port": {"type": "integer"},
+  "rules": {"type": "object", "properties": {"a": {"type": "string"}}}
+}, "properties": {
   "global": {"type": "object"},
   "replicas": {"type": "integer"},
   "log": {"type": "object", "properties": {
     "level": {"enum": ["", "info"]},
     "formats": {"type": "array", "items": {"type": "string"}}
   }},
-  "rules": {"type": "object", "properties": {"a": {"type": "string"}}},
+  "rules": {"$ref": "#/definitions/rules"},
   "labels": {},
   "long": {"type": "array", "items": {"type": "object"}},
   "either": {"type": ["integer", "string"]},
+  "ports": {"type": "array", "items": {"$ref": "#/definitions/port"}},
   "was": {"description": "Deprecated: has no effect."}
 }}`)})
 	if err != nil {
@@ -74,6 +86,7 @@ either: 1
 		"| `labels` | any | `{\"a\":\"b\"}` | Labels. |\n" +
 		"| `long` | list of maps | … | Long. |\n" +
 		"| `either` | integer or string | `1` | Either. |\n" +
+		"| `ports` | list of integers |  | Ports. |\n" +
 		"| `was` | any |  | Deprecated: has no effect. |\n"
 	if got != want {
 		t.Errorf("got:\n%s\nwant:\n%s", got, want)
@@ -89,6 +102,7 @@ func TestMistakesAreNamed(t *testing.T) {
 		"a has no comment":                   {"# Not a description.\na: {}\n", `{"properties": {"a": {"type": "object"}}}`},
 		"values.schema.json has no a.b":      {"a:\n  # -- B.\n  b: 1\n", `{"properties": {"a": {"type": "object"}}}`},
 		"values.yaml has no a.c":             {"a:\n  # -- B.\n  b: 1\n", `{"properties": {"a": {"properties": {"b": {}, "c": {}}}}}`},
+		"#/definitions/b is not":             {"a: 1\n", `{"properties": {"a": {"$ref": "#/definitions/b"}}}`},
 		"values.yaml is not a map":           {"- 1\n", `{}`},
 		"values.yaml: yaml":                  {"a: b: c\n", `{}`},
 		"values.schema.json: unexpected end": {"a: 1\n", `{`},
