@@ -87,7 +87,7 @@ clean: ## Remove bin/, but no sandboxes
 ##@ Generate and check
 
 .PHONY: generate
-generate: generate-proto generate-go generate-docs sandbox-generate ## Regenerate all generated files: Go from protos, deep copies, CRDs, reference docs
+generate: generate-proto generate-go generate-schemas generate-docs sandbox-generate ## Regenerate all generated files: Go from protos, deep copies, CRDs, schemas of the charts' values, reference docs
 
 .PHONY: generate-proto
 generate-proto: $(BUF) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
@@ -105,11 +105,16 @@ generate-go: $(CONTROLLER_GEN)
 	cd shim && go mod download sigs.k8s.io/karpenter && \
 		install -m 0644 "$$(go list -m -f '{{.Dir}}' sigs.k8s.io/karpenter)"/pkg/apis/crds/*.yaml ../deploy/charts/shim/files/crds/
 
+.PHONY: generate-schemas
+generate-schemas: $(VALUES_SCHEMA)
+	for chart in $(VALUES_OF); do $(VALUES_SCHEMA) $$chart $$chart/values.schema.json; done
+
 # The binaries whose options are documented.
 OPTIONS_BINARIES = $(addprefix $(BIN)/,capi-agent karpenter kubectl-capi fake-agent capi-agent-conformance)
 
+# The types in the reference of the values are those of the schemas.
 .PHONY: generate-docs
-generate-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(CRD_DOCS) $(OPTIONS_BINARIES)
+generate-docs: generate-schemas $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(CRD_DOCS) $(OPTIONS_BINARIES)
 	$(OPTIONS_DOCS) docs/options.md $(OPTIONS_OF)
 	$(METRICS_DOCS) docs/metrics.md $(METRICS_OF)
 	$(VALUES_DOCS) docs/values.md $(VALUES_OF)
@@ -119,13 +124,13 @@ generate-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(CRD_DOCS) $(OPTI
 OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter: $(BIN)/kubectl-capi:KUBECTL_CAPI_:all $(BIN)/fake-agent:FAKE_AGENT_ $(BIN)/capi-agent-conformance:CAPI_AGENT_CONFORMANCE_
 # Binaries, each with what the names of its own metrics begin with.
 METRICS_OF = $(BIN)/capi-agent:capi_agent_ $(BIN)/karpenter:karpenter_capi_
-# The charts whose values are documented.
+# The charts whose values have a schema and are documented.
 VALUES_OF = deploy/charts/agent deploy/charts/shim
 # The CustomResourceDefinitions that are documented: our own, not Karpenter's.
 OBJECTS_OF = $(sort $(wildcard deploy/charts/*/files/crds/*karpenter.cluster.x-k8s.io_*.yaml))
 
 .PHONY: verify
-verify: verify-generated verify-docs verify-modules verify-imports verify-api lint ## Check that generated files are current, modules tidy, imports allowed; all linters
+verify: verify-generated verify-schemas verify-docs verify-modules verify-imports verify-api lint ## Check that generated files are current, modules tidy, imports allowed; all linters
 
 # In a copy, so that a check never changes the tree that it checks.
 .PHONY: verify-generated
@@ -135,6 +140,14 @@ verify-generated: $(GENERATORS)
 	tar -c --exclude=./$(BIN) --exclude=./.git --exclude=./.sandbox . | tar -x -C "$$dir/is" && cp -a "$$dir/is/." "$$dir/should" && \
 	ln -s $(abspath $(BIN)) "$$dir/should/$(BIN)" && $(MAKE) -C "$$dir/should" generate-proto generate-go sandbox-generate >/dev/null && rm "$$dir/should/$(BIN)" && \
 	diff -ruN -x go.work.sum "$$dir/is" "$$dir/should" || { echo "generated files are not current: run make generate" >&2; exit 1; }
+
+.PHONY: verify-schemas
+verify-schemas: $(VALUES_SCHEMA)
+	@echo "verify: schemas of the charts' values"
+	@schema=$$(mktemp) && trap 'rm -f "$$schema"' EXIT && for chart in $(VALUES_OF); do \
+		$(VALUES_SCHEMA) $$chart "$$schema" && diff -u $$chart/values.schema.json "$$schema" || \
+			{ echo "$$chart/values.schema.json is not current: run make generate" >&2; exit 1; }; \
+	done
 
 .PHONY: verify-docs
 verify-docs: $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(CRD_DOCS) $(OPTIONS_BINARIES)

@@ -18,13 +18,14 @@ PROTOC_GEN_DOCS  := $(BIN)/protoc-gen-api-docs
 OPTIONS_DOCS     := $(BIN)/options-docs
 METRICS_DOCS     := $(BIN)/metrics-docs
 VALUES_DOCS      := $(BIN)/values-docs
+VALUES_SCHEMA    := $(BIN)/values-schema
 CRD_DOCS         := $(BIN)/crd-docs
 GOVULNCHECK      := $(BIN)/govulncheck
 CYCLONEDX        := $(BIN)/cyclonedx-gomod
 RELEASER         := $(BIN)/releaser
 
 GENERATORS := $(BUF) $(CONTROLLER_GEN) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) \
-              $(PROTOC_GEN_DOCS) $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(CRD_DOCS)
+              $(PROTOC_GEN_DOCS) $(OPTIONS_DOCS) $(METRICS_DOCS) $(VALUES_DOCS) $(VALUES_SCHEMA) $(CRD_DOCS)
 TOOLS      := $(GENERATORS) $(GOLANGCI_LINT) $(GOTESTSUM) $(GRPCURL) $(HELM) $(JQ)
 
 # $(call tool,<binary>,<module folder>,<package>[,<ldflags>]): the rule that builds a binary, saying what and how long.
@@ -62,6 +63,7 @@ $(eval $(call tool,$(PROTOC_GEN_DOCS),api-docs,.))
 $(eval $(call tool,$(OPTIONS_DOCS),options-docs,.))
 $(eval $(call tool,$(METRICS_DOCS),metrics-docs,.))
 $(eval $(call tool,$(VALUES_DOCS),values-docs,.))
+$(eval $(call tool,$(VALUES_SCHEMA),values-schema,.))
 $(eval $(call tool,$(CRD_DOCS),crd-docs,.))
 $(eval $(call tool,$(GOVULNCHECK),supply-chain,golang.org/x/vuln/cmd/govulncheck))
 $(eval $(call tool,$(CYCLONEDX),supply-chain,github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod))
