@@ -36,8 +36,8 @@ const (
 	// largestWrite is how much etcd grows by what counts as one request at most: 4 KiB of a MachineClaim
 	// (docs/limits.md), to which the API server and etcd add their records.
 	largestWrite = 8 * kibibyte
-	// etcdSlack is the growth of etcd not caused by the attack: the trickle, Cluster API, and
-	// partly filled pages.
+	// etcdSlack is the growth of etcd that rest and attack may differ in without the attack's doing:
+	// Cluster API, and partly filled pages. Where nothing is compared with rest, it also covers the trickle.
 	etcdSlack = 32 * mebibyte
 	// endedClaims is --max-ended-claims-per-cluster. What agents create within a second may exceed
 	// it (docs/claims.md).
@@ -92,8 +92,9 @@ type Row struct {
 	Idle, Under Latencies
 	// MemoryBefore and MemoryPeak are the attacked agent's memory, and MemoryBound is its limit.
 	MemoryBefore, MemoryPeak, MemoryBound int64
-	// Etcd is the growth of the hub's database over rest and attacks, and EtcdBound its limit.
-	Etcd, EtcdBound int64
+	// Etcd is the growth of the hub's database during the attacks, EtcdBound its limit, and EtcdAtRest
+	// the growth between them, which the victim causes alone, with as many claims.
+	Etcd, EtcdBound, EtcdAtRest int64
 	// Ended is the number of ended claims in the hub afterwards, of the attackers' Cluster with the
 	// most.
 	Ended int
@@ -272,12 +273,8 @@ func (r *run) attack(ctx context.Context, a *attack) *Row {
 	r.Say("%s: %s", a.name, a.about)
 	row := &Row{Attack: a.name, Tenants: r.Tenants}
 	row.Err = func() error {
-		state := r.env.Sandbox.State()
-		before, err := databaseSize(ctx, state)
-		if err != nil {
-			return err
-		}
 		first := r.agents[0]
+		var err error
 		if row.MemoryBefore, _, err = first.resident(); err != nil {
 			return err
 		}
@@ -288,11 +285,6 @@ func (r *run) attack(ctx context.Context, a *attack) *Row {
 			return err
 		}
 		if _, row.MemoryPeak, err = first.resident(); err != nil {
-			return err
-		}
-		after, err := databaseSize(ctx, state)
-		row.Etcd = after - before
-		if err != nil {
 			return err
 		}
 		row.Ended, err = r.ended(ctx)
@@ -307,11 +299,21 @@ func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 	var idle, under samples
 	// They also explain why a call of the victim has failed.
 	defer func() { row.Idle, row.Under = latencies(idle), latencies(under) }()
+	size, err := databaseSize(ctx, r.env.Sandbox.State())
+	if err != nil {
+		return err
+	}
+	grown := func(by *int64) error {
+		now, err := databaseSize(ctx, r.env.Sandbox.State())
+		*by += now - size
+		size = now
+		return err
+	}
 	for range max(r.Rounds, 1) {
 		if !r.Untimed {
 			taken, err := r.victim.trickle(ctx, r.Claims)
 			idle.add(taken)
-			if err != nil {
+			if err := errors.Join(err, grown(&row.EtcdAtRest)); err != nil {
 				return fmt.Errorf("at rest: %w", err)
 			}
 		}
@@ -328,7 +330,7 @@ func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 		figures, err := assault.end()
 		row.Took += time.Since(began)
 		row.add(figures)
-		if err := errors.Join(lost, err); err != nil {
+		if err := errors.Join(lost, err, grown(&row.Etcd)); err != nil {
 			return err
 		}
 		if row.Served, err = r.served(ctx); err != nil {
@@ -398,7 +400,7 @@ func (r *run) evaluate(a *attack, row *Row) {
 	tenants := int64(row.Tenants)
 	most := lo.Ternary(tenants == 1, memoryLimit, row.MemoryBefore+memoryOfAll)
 	row.MemoryBound = min(most, row.MemoryBefore+heapShare*a.holds(tenants))
-	row.EtcdBound = etcdSlack
+	row.EtcdBound = row.EtcdAtRest + etcdSlack
 	if a.writes {
 		row.EtcdBound += largestWrite * (int64(max(r.Rounds, 1))*hubBurst + int64(row.Took.Seconds()*hubWrites))
 	}
