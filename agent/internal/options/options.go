@@ -34,9 +34,9 @@ type Options struct {
 	ListenAddress string
 	// ListenUnixSocket is the path of a unix socket. Empty means none.
 	ListenUnixSocket string
-	// UnixSocketRole is the role of callers on the unix socket. UnixSocketClusters are the Clusters
-	// that the role is granted for, as <namespace>/<name>, where `*` matches any characters. Empty
-	// means all Clusters.
+	// UnixSocketRole is the role of callers on the unix socket, REQUIRED if there is one.
+	// UnixSocketClusters are the Clusters that the role is granted for, as <namespace>/<name>, where
+	// `*` matches any characters. Empty means all Clusters.
 	UnixSocketRole     string
 	UnixSocketClusters []string
 	// TLSCertFile, TLSKeyFile and ClientCAFile are PEM files, which are reloaded when they change.
@@ -155,7 +155,6 @@ type Options struct {
 func New() *Options {
 	return &Options{
 		ListenAddress:          ":8443",
-		UnixSocketRole:         string(authz.RoleAdmin),
 		TrustDomain:            "karpenter-capi",
 		CertificateLifetime:    24 * time.Hour,
 		KubeAPIQPS:             500,
@@ -202,7 +201,8 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.ListenUnixSocket, "listen-unix-socket", o.ListenUnixSocket,
 		"Unix socket `path` on which gRPC is also served, without TLS, for the agent's user and group. If empty, there is no socket.")
 	flags.StringVar(&o.UnixSocketRole, "unix-socket-role", o.UnixSocketRole,
-		"Role of every process that can open the unix socket: cluster, reader, autoscaler or admin. A shim needs cluster.")
+		"Role of every process that can open the unix socket: cluster, reader, autoscaler or admin. Required with --listen-unix-socket. A shim needs "+
+			"cluster.")
 	flags.StringSliceVar(&o.UnixSocketClusters, "unix-socket-clusters", o.UnixSocketClusters,
 		"Clusters to which --unix-socket-role applies, as `namespace/name`; * matches any characters. If empty, it applies to all, which only the "+
 			"role admin may. The role cluster needs exactly one.")
@@ -649,9 +649,13 @@ func (o *Options) UnixSocketGrant() authz.Grant {
 
 func (o *Options) validateUnixSocket(wrong func(flag, format string, args ...any)) {
 	if o.ListenUnixSocket == "" {
-		if o.UnixSocketRole != New().UnixSocketRole || len(o.UnixSocketClusters) > 0 {
+		if o.UnixSocketRole != "" || len(o.UnixSocketClusters) > 0 {
 			wrong("unix-socket-role", "it and --unix-socket-clusters have no effect without --listen-unix-socket; set that, or drop them")
 		}
+		return
+	}
+	if o.UnixSocketRole == "" {
+		wrong("unix-socket-role", "must be set with --listen-unix-socket, as every process that can open the socket has this role; a shim needs cluster")
 		return
 	}
 	if _, err := authz.ParseGrant(o.UnixSocketRole, o.UnixSocketClusters); err != nil {

@@ -67,6 +67,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"spot dearer than on demand":     {func(o *options.Options) { o.PriceSpotShare = 1.1 }, "--price-spot-share"},
 		"spot share that is none":        {func(o *options.Options) { o.PriceSpotShare = math.NaN() }, "--price-spot-share"},
 		"socket's role without a socket": {func(o *options.Options) { o.UnixSocketRole = "reader" }, "--unix-socket-role"},
+		"socket without a role":          {func(o *options.Options) { o.ListenUnixSocket = "/s" }, "--unix-socket-role: must be set"},
 		"socket with an unknown role":    {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "root" }, "none of cluster, reader"},
 		"socket of readers of nothing":   {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "reader" }, "*/* for all"},
 		"socket of every Cluster's shim": {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "cluster" }, "that of one Cluster"},
@@ -74,7 +75,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 			o.ListenUnixSocket, o.UnixSocketRole, o.UnixSocketClusters = "/s", "cluster", []string{"fleet/*"}
 		}, "that of one Cluster"},
 		"socket for a Cluster without a namespace": {func(o *options.Options) {
-			o.ListenUnixSocket, o.UnixSocketClusters = "/s", []string{"a"}
+			o.ListenUnixSocket, o.UnixSocketRole, o.UnixSocketClusters = "/s", "reader", []string{"a"}
 		}, "is not <namespace>/<name>"},
 		"metrics' certificate without a key": {func(o *options.Options) { o.MetricsTLSCertFile = "tls.crt" }, "--metrics-tls-key-file"},
 		"certificate of open metrics": {func(o *options.Options) {
@@ -105,13 +106,14 @@ func TestLoopbackPlaintextAndUnixSocketNeedNoCertificates(t *testing.T) {
 	o.PlaintextLoopback, o.ListenAddress = true, "127.0.0.1:8443"
 	require.NoError(t, o.Validate())
 	o = options.New()
-	o.ListenAddress, o.ListenUnixSocket = "", "/run/agent.sock"
+	o.ListenAddress, o.ListenUnixSocket, o.UnixSocketRole = "", "/run/agent.sock", "admin"
 	require.NoError(t, o.Validate())
 }
 
 func TestTheUnixSocketsGrantIsAsTheFlagsSay(t *testing.T) {
 	o := valid()
-	o.ListenUnixSocket = "/run/agent.sock"
+	o.ListenUnixSocket, o.UnixSocketRole = "/run/agent.sock", "admin"
+	require.NoError(t, o.Validate())
 	require.Equal(t, authz.Everything(), o.UnixSocketGrant())
 	o.UnixSocketRole, o.UnixSocketClusters = "cluster", []string{"fleet/a"}
 	require.NoError(t, o.Validate())
