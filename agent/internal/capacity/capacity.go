@@ -8,6 +8,7 @@
 package capacity
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"hash/fnv"
@@ -23,6 +24,7 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	capilabels "sigs.k8s.io/cluster-api/util/labels"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 )
 
@@ -40,9 +42,15 @@ const (
 	CSIDriverAnnotation = prefix + "csi-driver"
 	DRADriverAnnotation = prefix + "dra-driver"
 	defaultPods         = 110
-	defaultArchitecture = "amd64"
 	defaultOS           = "linux"
 )
+
+// DefaultArchitecture is the architecture of machines of which nothing says otherwise.
+const DefaultArchitecture = "amd64"
+
+// ResourcesAnnotation on a MachineDeployment lists extended resources and huge pages of its machines:
+// `example.com/fpga=2,hugepages-2Mi=1Gi`. cluster-autoscaler has no annotation for them.
+const ResourcesAnnotation = v1alpha1.Group + "/resources"
 
 // SourceKind is the kind of source that a value came from.
 type SourceKind string
@@ -125,20 +133,25 @@ type Template struct {
 	Problem *Problem
 }
 
-// Describe derives the description. The label patterns are those that Cluster API's manager was
-// given for labels that it copies to Nodes in addition to its own. Describe only reads its
-// arguments, and retains none of them.
-func Describe(
-	md *clusterv1.MachineDeployment, template Template, observed Observation, syncedLabels []*regexp.Regexp,
-) Description {
+// Settings apply to all MachineDeployments.
+type Settings struct {
+	// SyncedLabels are the patterns that Cluster API's manager was given for labels that it copies to
+	// Nodes in addition to its own.
+	SyncedLabels []*regexp.Regexp
+	// Architecture is assumed where nothing says otherwise. Empty means [DefaultArchitecture].
+	Architecture string
+}
+
+// Describe derives the description. It only reads its arguments, and retains none of them.
+func Describe(md *clusterv1.MachineDeployment, template Template, observed Observation, settings Settings) Description {
 	d := &describer{
-		md: md, template: template, observed: observed,
+		md: md, template: template, observed: observed, settings: settings,
 		Description: Description{Resources: corev1.ResourceList{}, Labels: map[string]string{}, Sources: map[string]Source{}},
 	}
 	if template.Problem != nil {
 		d.Problems = append(d.Problems, *template.Problem)
 	}
-	d.labels(syncedLabels)
+	d.labels()
 	d.resources()
 	d.attachments()
 	d.taints()
@@ -154,6 +167,7 @@ type describer struct {
 	md       *clusterv1.MachineDeployment
 	template Template
 	observed Observation
+	settings Settings
 }
 
 func (d *describer) problem(field, value, format string, args ...any) {
@@ -171,8 +185,8 @@ func (d *describer) fromTemplate(path string) Source {
 
 // labels determines the labels of the Node: those of the machine template that Cluster API copies,
 // and those of the annotation.
-func (d *describer) labels(synced []*regexp.Regexp) {
-	for key, value := range capilabels.GetManagedLabels(d.md.Spec.Template.Labels, synced...) {
+func (d *describer) labels() {
+	for key, value := range capilabels.GetManagedLabels(d.md.Spec.Template.Labels, d.settings.SyncedLabels...) {
 		if key == clusterv1.ClusterNameLabel || key == clusterv1.MachineDeploymentNameLabel {
 			continue
 		}
@@ -231,6 +245,7 @@ func (d *describer) resources() {
 		}
 	}
 	d.accelerators()
+	d.otherResources()
 	d.learnedResources()
 	if _, known := d.Resources[corev1.ResourcePods]; !known {
 		d.resource(corev1.ResourcePods, *resource.NewQuantity(defaultPods, resource.DecimalSI), Source{FromDefault, "the kubelet's default"})
@@ -318,6 +333,35 @@ func (d *describer) resourceName(kind string) bool {
 		return false
 	}
 	return true
+}
+
+// otherResources reads the extended resources and huge pages that no other annotation describes.
+func (d *describer) otherResources() {
+	const instead = "write resource=quantity,resource=quantity, for example example.com/fpga=2,hugepages-2Mi=1Gi"
+	field := AnnotationField(ResourcesAnnotation)
+	for part := range strings.SplitSeq(d.md.Annotations[ResourcesAnnotation], ",") {
+		part = strings.TrimSpace(part)
+		if part == "" {
+			continue
+		}
+		name, text, _ := strings.Cut(part, "=")
+		name, text = strings.TrimSpace(name), strings.TrimSpace(text)
+		hugePages := strings.HasPrefix(name, corev1.ResourceHugePagesPrefix)
+		if len(validation.IsQualifiedName(name)) > 0 || !hugePages && !strings.Contains(name, "/") {
+			d.problem(field, part, "does not name an extended resource or huge pages; %s", instead)
+			continue
+		}
+		quantity, err := wire.Quantity(text)
+		if n, exact := quantity.AsInt64(); err != nil || !exact || n < 1 {
+			d.problem(field, part, "has no quantity that is a whole number, 1 or more; %s", instead)
+			continue
+		}
+		if by := d.Sources["capacity."+name]; by.Kind == FromAnnotation {
+			d.problem(field, part, "has a quantity from %s, which is used; remove one of them", by.Detail)
+			continue
+		}
+		d.resource(corev1.ResourceName(name), quantity, fromAnnotation(ResourcesAnnotation))
+	}
 }
 
 // maxDriverName is the maximum length of a driver's name in Kubernetes.
@@ -481,7 +525,7 @@ func (d *describer) placement() {
 	d.Region = d.value("region", corev1.LabelTopologyRegion, []candidate{d.templateLabel(corev1.LabelTopologyRegion)})
 	d.Architecture = d.value("architecture", corev1.LabelArchStable, []candidate{
 		d.nodeInfo("architecture"), d.templateLabel(corev1.LabelArchStable), d.learnedLabel(corev1.LabelArchStable),
-		{defaultArchitecture, Source{FromDefault, "most machines"}, ""},
+		{cmp.Or(d.settings.Architecture, DefaultArchitecture), Source{FromDefault, "--default-architecture"}, ""},
 	})
 	d.OperatingSystem = d.value("operating_system", corev1.LabelOSStable, []candidate{
 		d.nodeInfo("operatingSystem"), d.templateLabel(corev1.LabelOSStable), d.learnedLabel(corev1.LabelOSStable),

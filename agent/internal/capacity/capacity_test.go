@@ -7,6 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -50,7 +51,7 @@ func TestAnnotationsWinOverTheInfrastructureTemplate(t *testing.T) {
 		template(map[string]any{
 			"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "ephemeral-storage": int64(1000), "example.com/nic": 2.0},
 			"nodeInfo": map[string]any{"architecture": "arm64", "operatingSystem": "windows"},
-		}), capacity.Observation{}, nil)
+		}), capacity.Observation{}, capacity.Settings{})
 	require.Empty(t, d.Problems)
 	require.Equal(t, map[string]string{
 		"cpu": "4", "memory": "8Gi", "ephemeral-storage": "1k", "pods": "110", "nvidia.com/gpu": "2", "example.com/nic": "2",
@@ -67,23 +68,29 @@ func TestAnnotationsWinOverTheInfrastructureTemplate(t *testing.T) {
 
 func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 	for name, c := range map[string]struct{ key, value string }{
-		"megabits":             {capacity.MemoryAnnotation, "500mb"},
-		"nothing":              {capacity.MemoryAnnotation, ""},
-		"negative":             {capacity.MemoryAnnotation, "-1Gi"},
-		"zero":                 {capacity.MemoryAnnotation, "0"},
-		"huge exponent":        {capacity.MemoryAnnotation, "1e1000000000"},
-		"words":                {capacity.CPUAnnotation, "four"},
-		"half a pod":           {capacity.MaxPodsAnnotation, "1500m"},
-		"no pods":              {capacity.MaxPodsAnnotation, "0"},
-		"accelerator no name":  {capacity.GPUTypeAnnotation, "A 100"},
-		"accelerator no group": {capacity.GPUTypeAnnotation, "gpu"},
-		"accelerator count":    {capacity.GPUCountAnnotation, "-1"},
-		"label without value":  {capacity.LabelsAnnotation, "team"},
-		"label key":            {capacity.LabelsAnnotation, "a b=c"},
-		"label value":          {capacity.LabelsAnnotation, "a=b c"},
-		"taint without effect": {capacity.TaintsAnnotation, "a=b"},
-		"taint effect":         {capacity.TaintsAnnotation, "a=b:Never"},
-		"taint key":            {capacity.TaintsAnnotation, "=b:NoSchedule"},
+		"megabits":                         {capacity.MemoryAnnotation, "500mb"},
+		"nothing":                          {capacity.MemoryAnnotation, ""},
+		"negative":                         {capacity.MemoryAnnotation, "-1Gi"},
+		"zero":                             {capacity.MemoryAnnotation, "0"},
+		"huge exponent":                    {capacity.MemoryAnnotation, "1e1000000000"},
+		"words":                            {capacity.CPUAnnotation, "four"},
+		"half a pod":                       {capacity.MaxPodsAnnotation, "1500m"},
+		"no pods":                          {capacity.MaxPodsAnnotation, "0"},
+		"accelerator no name":              {capacity.GPUTypeAnnotation, "A 100"},
+		"accelerator no group":             {capacity.GPUTypeAnnotation, "gpu"},
+		"accelerator count":                {capacity.GPUCountAnnotation, "-1"},
+		"label without value":              {capacity.LabelsAnnotation, "team"},
+		"label key":                        {capacity.LabelsAnnotation, "a b=c"},
+		"label value":                      {capacity.LabelsAnnotation, "a=b c"},
+		"taint without effect":             {capacity.TaintsAnnotation, "a=b"},
+		"pages without a number":           {capacity.ResourcesAnnotation, "hugepages-2Mi"},
+		"half a resource":                  {capacity.ResourcesAnnotation, "example.com/fpga=500m"},
+		"none of a resource":               {capacity.ResourcesAnnotation, "example.com/fpga=0"},
+		"resource with its own annotation": {capacity.ResourcesAnnotation, "cpu=4"},
+		"resource twice":                   {capacity.ResourcesAnnotation, "example.com/fpga=2,example.com/fpga=3"},
+		"GPUs twice":                       {capacity.ResourcesAnnotation, "nvidia.com/gpu=2"},
+		"taint effect":                     {capacity.TaintsAnnotation, "a=b:Never"},
+		"taint key":                        {capacity.TaintsAnnotation, "=b:NoSchedule"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			annotations := map[string]string{
@@ -91,7 +98,7 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 			}
 			annotations[c.key] = c.value
 			status := map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi"}}
-			d := capacity.Describe(deployment(annotations), template(status), capacity.Observation{}, nil)
+			d := capacity.Describe(deployment(annotations), template(status), capacity.Observation{}, capacity.Settings{})
 			require.Equal(t, []string{capacity.AnnotationField(c.key)}, fields(d.Problems))
 			require.Equal(t, "2", d.Resources.Cpu().String())
 			require.Equal(t, "8Gi", d.Resources.Memory().String())
@@ -100,8 +107,32 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 	}
 }
 
+// They take precedence over what the template reports.
+func TestExtendedResourcesAndHugePagesAreAnnotated(t *testing.T) {
+	d := capacity.Describe(deployment(map[string]string{
+		capacity.ResourcesAnnotation: " example.com/fpga=2, hugepages-2Mi = 1Gi,", capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "1",
+	}), template(map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "example.com/fpga": "1"}}),
+		capacity.Observation{Capacity: corev1.ResourceList{"hugepages-2Mi": resource.MustParse("2Gi")}}, capacity.Settings{})
+	require.Empty(t, d.Problems)
+	for name, want := range map[corev1.ResourceName]string{"example.com/fpga": "2", "hugepages-2Mi": "1Gi", "nvidia.com/gpu": "1"} {
+		quantity := d.Resources[name]
+		require.Equal(t, want, quantity.String(), name)
+	}
+	require.Equal(t, capacity.Source{Kind: capacity.FromAnnotation, Detail: capacity.ResourcesAnnotation}, d.Sources["capacity.example.com/fpga"])
+}
+
+func TestTheDefaultArchitectureIsForMachinesThatHaveNone(t *testing.T) {
+	arm := capacity.Settings{Architecture: "arm64"}
+	d := capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, arm)
+	require.Equal(t, "arm64", d.Architecture)
+	require.Equal(t, "arm64", d.Labels[corev1.LabelArchStable])
+	require.Equal(t, "amd64", capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, capacity.Settings{}).Architecture)
+	d = capacity.Describe(deployment(nil), template(map[string]any{"nodeInfo": map[string]any{"architecture": "s390x"}}), capacity.Observation{}, arm)
+	require.Equal(t, "s390x", d.Architecture)
+}
+
 func TestMissingCapacityIsSaid(t *testing.T) {
-	d := capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, nil)
+	d := capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, capacity.Settings{})
 	require.ElementsMatch(t, []string{
 		capacity.AnnotationField(capacity.CPUAnnotation), capacity.AnnotationField(capacity.MemoryAnnotation),
 	}, fields(d.Problems))
@@ -116,7 +147,9 @@ func TestLabelsAreThoseThatReachTheNode(t *testing.T) {
 		"example.com/not-copied":                "x",
 		"custom.example.com/copied":             "y",
 	}
-	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, []*regexp.Regexp{regexp.MustCompile(`^custom\.example\.com/`)})
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{
+		SyncedLabels: []*regexp.Regexp{regexp.MustCompile(`^custom\.example\.com/`)},
+	})
 	require.Equal(t, map[string]string{
 		"node-role.kubernetes.io/gpu": "", "x.node.cluster.x-k8s.io/pool": "annotated", "node-restriction.kubernetes.io/tenant": "a",
 		"custom.example.com/copied": "y", "team": "blue",
@@ -136,19 +169,19 @@ func TestTaintsOfTheAnnotationWinForOneKeyAndEffect(t *testing.T) {
 		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoExecute},
 		{Key: "dedicated", Value: "b", Effect: corev1.TaintEffectNoSchedule},
 		{Key: "solo", Effect: corev1.TaintEffectNoExecute},
-	}, capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).Taints)
+	}, capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).Taints)
 }
 
 func TestZoneIsTheFailureDomainUnlessTheAnnotationSaysOtherwise(t *testing.T) {
 	md := deployment(nil)
 	md.Spec.Template.Spec.FailureDomain = "zone-a"
-	require.Equal(t, "zone-a", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).Zone)
+	require.Equal(t, "zone-a", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).Zone)
 	md.Annotations = map[string]string{capacity.LabelsAnnotation: "topology.kubernetes.io/zone=zone-b,topology.kubernetes.io/region=r"}
-	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
 	require.Equal(t, "zone-b", d.Zone)
 	require.Equal(t, "r", d.Region)
 	md.Annotations, md.Spec.Template.Spec.FailureDomain = nil, "not/a label"
-	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
+	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
 	require.Empty(t, d.Zone)
 	require.Contains(t, fields(d.Problems), "spec.template.spec.failureDomain")
 }
@@ -156,17 +189,17 @@ func TestZoneIsTheFailureDomainUnlessTheAnnotationSaysOtherwise(t *testing.T) {
 func TestCapacityTypeComesFromTheFirstThatSaysIt(t *testing.T) {
 	const label = "karpenter.sh/capacity-type"
 	md := deployment(nil)
-	require.Equal(t, "on-demand", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType)
+	require.Equal(t, "on-demand", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).CapacityType)
 	md.Labels = map[string]string{label: "spot"}
-	require.Equal(t, "spot", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType)
+	require.Equal(t, "spot", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).CapacityType)
 	md.Annotations = map[string]string{label: "reserved"}
-	require.Equal(t, "reserved", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType)
+	require.Equal(t, "reserved", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).CapacityType)
 	md.Annotations[capacity.LabelsAnnotation] = label + "=on-demand"
-	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
 	require.Equal(t, "on-demand", d.CapacityType)
 	require.NotContains(t, d.Labels, label)
 	md.Annotations[capacity.LabelsAnnotation] = label + "=cheap"
-	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
+	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
 	require.Equal(t, "reserved", d.CapacityType)
 	require.Contains(t, fields(d.Problems), capacity.AnnotationField(capacity.LabelsAnnotation))
 }
@@ -174,11 +207,11 @@ func TestCapacityTypeComesFromTheFirstThatSaysIt(t *testing.T) {
 func TestInstanceTypeIsAlwaysALabelValue(t *testing.T) {
 	md := deployment(nil)
 	md.Name = strings.Repeat("long-", 40) + "name"
-	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
 	require.Empty(t, validation.IsValidLabelValue(d.InstanceType))
 	require.NotEmpty(t, d.InstanceType)
 	md.Spec.Template.Labels = map[string]string{corev1.LabelInstanceTypeStable: "m5.large"}
-	require.Equal(t, "m5.large", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).InstanceType)
+	require.Equal(t, "m5.large", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).InstanceType)
 }
 
 // usable checks what holds for every description, whatever the input.
@@ -228,7 +261,7 @@ func fuzzAnnotation(f *testing.F, annotation string, seeds ...string) {
 	f.Fuzz(func(t *testing.T, text string) {
 		md := deployment(map[string]string{capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "2"})
 		md.Annotations[annotation] = text
-		d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
+		d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
 		usable(t, d)
 		field := capacity.AnnotationField(annotation)
 		for _, problem := range d.Problems {
@@ -280,13 +313,14 @@ func FuzzDescribe(f *testing.F) {
 		md := deployment(map[string]string{
 			capacity.CPUAnnotation: cpu, capacity.MemoryAnnotation: memory, capacity.LabelsAnnotation: labels, capacity.TaintsAnnotation: taints,
 			capacity.GPUTypeAnnotation: gpu, capacity.GPUCountAnnotation: count, capacity.MaxPodsAnnotation: count, capacity.DiskAnnotation: memory,
+			capacity.ResourcesAnnotation: gpu + "=" + count + "," + labels,
 			"karpenter.sh/capacity-type": labels,
 		})
 		md.Spec.Template.Spec.FailureDomain = zone
 		md.Spec.Template.Labels = map[string]string{"node.cluster.x-k8s.io/" + gpu: labels}
 		d := capacity.Describe(md, template(map[string]any{
 			"capacity": map[string]any{gpu: cpu, "memory": memory, "x": count, "y": nil}, "nodeInfo": map[string]any{"architecture": zone},
-		}), capacity.Observation{}, nil)
+		}), capacity.Observation{}, capacity.Settings{})
 		usable(t, d)
 	})
 }

@@ -37,7 +37,7 @@ func TestFirstSourceThatHasAResourceWins(t *testing.T) {
 		"Nodes":                   {nil, capacity.Template{}, seen, "3", capacity.FromNodes},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := capacity.Describe(deployment(c.annotations), c.template, c.observed, nil)
+			d := capacity.Describe(deployment(c.annotations), c.template, c.observed, capacity.Settings{})
 			require.Equal(t, c.want, quantities(d.Resources)[resourceName])
 			require.Equal(t, c.source, d.Sources["capacity."+resourceName].Kind)
 			require.Equal(t, "58", quantities(d.Resources)["pods"], "Nodes over the default")
@@ -77,7 +77,7 @@ func TestFirstSourceThatHasALabelWins(t *testing.T) {
 			}
 			md.Spec.Template.Labels = map[string]string{corev1.LabelArchStable: c.label}
 			observed := capacity.Observation{Labels: map[string]string{corev1.LabelArchStable: c.node}}
-			d := capacity.Describe(md, template(map[string]any{"nodeInfo": map[string]any{"architecture": c.nodeInfo}}), observed, nil)
+			d := capacity.Describe(md, template(map[string]any{"nodeInfo": map[string]any{"architecture": c.nodeInfo}}), observed, capacity.Settings{})
 			require.Equal(t, c.want, d.Architecture)
 			require.Equal(t, c.want, d.Labels[corev1.LabelArchStable])
 			require.Equal(t, c.source, d.Sources["architecture"].Kind)
@@ -93,13 +93,13 @@ func TestFirstSourceThatHasALabelWins(t *testing.T) {
 
 func TestZoneAndRegionAreNotLearned(t *testing.T) {
 	observed := capacity.Observation{Labels: map[string]string{corev1.LabelTopologyZone: "z", corev1.LabelTopologyRegion: "r"}}
-	d := capacity.Describe(deployment(nil), capacity.Template{}, observed, nil)
+	d := capacity.Describe(deployment(nil), capacity.Template{}, observed, capacity.Settings{})
 	require.Equal(t, []string{"", ""}, []string{d.Zone, d.Region}, "the next machine may come elsewhere")
 	require.NotContains(t, d.Labels, corev1.LabelTopologyZone)
 	require.NotContains(t, d.Labels, corev1.LabelTopologyRegion)
 	md := deployment(nil)
 	md.Spec.Template.Spec.FailureDomain = "a"
-	d = capacity.Describe(md, capacity.Template{}, observed, nil)
+	d = capacity.Describe(md, capacity.Template{}, observed, capacity.Settings{})
 	require.Equal(t, "a", d.Zone)
 	require.Contains(t, fields(d.Problems), "spec.template.spec.failureDomain")
 }
@@ -122,7 +122,7 @@ func TestPromisingMoreThanNodesHaveIsAProblem(t *testing.T) {
 		"nothing is described": {list("example.com/nic", "1"), ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := capacity.Describe(deployment(described), capacity.Template{}, capacity.Observation{Capacity: c.shown}, nil)
+			d := capacity.Describe(deployment(described), capacity.Template{}, capacity.Observation{Capacity: c.shown}, capacity.Settings{})
 			require.Equal(t, "4", d.Resources.Cpu().String(), "what is described is shown")
 			if c.field == "" {
 				require.Empty(t, d.Problems)
@@ -133,7 +133,7 @@ func TestPromisingMoreThanNodesHaveIsAProblem(t *testing.T) {
 		})
 	}
 	d := capacity.Describe(deployment(map[string]string{capacity.MemoryAnnotation: "1Gi"}),
-		template(map[string]any{"capacity": map[string]any{"cpu": "8"}}), capacity.Observation{Capacity: list("cpu", "4")}, nil)
+		template(map[string]any{"capacity": map[string]any{"cpu": "8"}}), capacity.Observation{Capacity: list("cpu", "4")}, capacity.Settings{})
 	require.Equal(t, []string{"TestMachineTemplate/t status.capacity[cpu]"}, fields(d.Problems))
 }
 
@@ -147,12 +147,12 @@ func TestWhatIsLeftForPodsIsNeverMoreThanNodesCanGive(t *testing.T) {
 			if described != "" {
 				annotations[capacity.MemoryAnnotation] = described
 			}
-			d := capacity.Describe(deployment(annotations), capacity.Template{}, seen, nil)
+			d := capacity.Describe(deployment(annotations), capacity.Template{}, seen, capacity.Settings{})
 			require.Equal(t, map[string]string{"memory": want}, quantities(d.Overhead))
 			require.Equal(t, capacity.FromNodes, d.Sources["overhead.memory"].Kind)
 		})
 	}
-	require.Nil(t, capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, nil).Overhead)
+	require.Nil(t, capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, capacity.Settings{}).Overhead)
 }
 
 func TestVolumesThatCanBeAttached(t *testing.T) {
@@ -177,7 +177,7 @@ func TestVolumesThatCanBeAttached(t *testing.T) {
 		strings.Repeat("a", 64) + "=1": {nil, 1},
 	} {
 		t.Run(text, func(t *testing.T) {
-			d := capacity.Describe(described(map[string]string{capacity.CSIDriverAnnotation: text}), capacity.Template{}, capacity.Observation{}, nil)
+			d := capacity.Describe(described(map[string]string{capacity.CSIDriverAnnotation: text}), capacity.Template{}, capacity.Observation{}, capacity.Settings{})
 			require.Equal(t, c.want, d.AttachableVolumes)
 			require.Len(t, d.Problems, c.problems)
 			for _, problem := range d.Problems {
@@ -223,7 +223,7 @@ func TestAcceleratorsAreAResourceOrDevicesOrBoth(t *testing.T) {
 		"two things are mistaken": {map[string]string{driver: "a b", count: "x"}, "", nil, []string{count, driver}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := capacity.Describe(described(c.annotations), capacity.Template{}, capacity.Observation{}, nil)
+			d := capacity.Describe(described(c.annotations), capacity.Template{}, capacity.Observation{}, capacity.Settings{})
 			require.Equal(t, c.resource, quantities(d.Resources)["nvidia.com/gpu"])
 			require.Equal(t, c.devices, d.Devices)
 			want := []string{}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"hash/fnv"
 	"maps"
-	"regexp"
 	"strings"
 	"time"
 
@@ -90,8 +89,8 @@ type Sources struct {
 	Template capacity.Template
 	// Observed is what the group's Nodes reported.
 	Observed capacity.Observation
-	// SyncedLabels are the patterns of additional labels that Cluster API copies to Nodes.
-	SyncedLabels []*regexp.Regexp
+	// Settings are those of all node groups.
+	Settings capacity.Settings
 	// Pricing determines how prices are found.
 	Pricing pricing.Policy
 }
@@ -102,7 +101,7 @@ func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 		Key:               types.NamespacedName{Namespace: md.Namespace, Name: md.Name},
 		Cluster:           types.NamespacedName{Namespace: md.Namespace, Name: md.Spec.ClusterName},
 		Labels:            maps.Clone(md.Labels),
-		Machine:           capacity.Describe(md, from.Template, from.Observed, from.SyncedLabels),
+		Machine:           capacity.Describe(md, from.Template, from.Observed, from.Settings),
 		Limits:            eligibility.Of(md, from.Cluster),
 		KubernetesVersion: md.Spec.Template.Spec.Version,
 		TemplateRevision:  revision(md),

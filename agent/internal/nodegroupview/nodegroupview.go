@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
-	"regexp"
 	"strings"
 	"sync"
 	"time"
@@ -66,8 +65,8 @@ type Config struct {
 	Held *watchcache.Cache[nodegroup.NodeGroup]
 	// Scope determines which Clusters are served.
 	Scope hub.Scope
-	// SyncedLabels are the patterns of additional labels that Cluster API copies to Nodes.
-	SyncedLabels []*regexp.Regexp
+	// Settings apply to the machines of all node groups.
+	Settings capacity.Settings
 	// Recorder records an event for each problem. REQUIRED.
 	Recorder events.EventRecorder
 	// Registerer registers the metrics. Nil registers none.
@@ -329,7 +328,7 @@ func (c *View) Reconcile(ctx context.Context, request reconcile.Request) (reconc
 		return reconcile.Result{}, err
 	}
 	group := nodegroup.Of(md, nodegroup.Sources{
-		Cluster: cluster, Template: described, SyncedLabels: c.SyncedLabels, Pricing: prices,
+		Cluster: cluster, Template: described, Settings: c.Settings, Pricing: prices,
 		Observed: c.Observed.Of(request.NamespacedName, nodegroup.MachineRevision(&md.Spec.Template.Spec)),
 	})
 	if stranded := c.Observed.Stranded(request.NamespacedName); stranded != nil {

@@ -19,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
@@ -69,6 +70,8 @@ type Options struct {
 	// AdditionalSyncMachineLabels are the regular expressions passed to Cluster API's manager in
 	// the flag of the same name.
 	AdditionalSyncMachineLabels []string
+	// DefaultArchitecture is the architecture of machines of which nothing says otherwise.
+	DefaultArchitecture string
 
 	// Kubeconfig is the kubeconfig file of the hub. Empty means the KUBECONFIG variable, or else
 	// the pod's service account.
@@ -157,6 +160,7 @@ func New() *Options {
 		ListenAddress:          ":8443",
 		TrustDomain:            "karpenter-capi",
 		CertificateLifetime:    24 * time.Hour,
+		DefaultArchitecture:    capacity.DefaultArchitecture,
 		KubeAPIQPS:             500,
 		KubeAPIBurst:           1000,
 		MetricsBindAddress:     ":8080",
@@ -235,6 +239,8 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.StringSliceVar(&o.AdditionalSyncMachineLabels, "additional-sync-machine-labels", o.AdditionalSyncMachineLabels,
 		"Regular expressions of additional labels that Cluster API copies from Machines to Nodes. Set it to the value of the same flag of "+
 			"Cluster API's manager.")
+	flags.StringVar(&o.DefaultArchitecture, "default-architecture", o.DefaultArchitecture,
+		"`architecture` of machines for which no label, infrastructure template or Node has one, as in the label kubernetes.io/arch.")
 	flags.Float32Var(&o.KubeAPIQPS, "kube-api-qps", o.KubeAPIQPS,
 		"Average number of requests per second to the hub's API server, for each kind of object.")
 	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst,
@@ -424,6 +430,9 @@ func (o *Options) Validate() error {
 		if _, err := regexp.Compile(pattern); err != nil {
 			wrong("additional-sync-machine-labels", "%v", err)
 		}
+	}
+	if faults := validation.IsValidLabelValue(o.DefaultArchitecture); o.DefaultArchitecture == "" || len(faults) > 0 {
+		wrong("default-architecture", "%q is not the value of a label; write for example arm64", o.DefaultArchitecture)
 	}
 	if o.KubeAPIQPS <= 0 {
 		wrong("kube-api-qps", "%v is not above 0", o.KubeAPIQPS)
@@ -741,13 +750,13 @@ func (o *Options) ClusterNames() []types.NamespacedName {
 	return clusters
 }
 
-// SyncedLabels returns the compiled AdditionalSyncMachineLabels. Validate must have passed.
-func (o *Options) SyncedLabels() []*regexp.Regexp {
+// Machines returns the settings for the machines of all node groups. Validate must have passed.
+func (o *Options) Machines() capacity.Settings {
 	patterns := make([]*regexp.Regexp, 0, len(o.AdditionalSyncMachineLabels))
 	for _, text := range o.AdditionalSyncMachineLabels {
 		if pattern, err := regexp.Compile(text); err == nil {
 			patterns = append(patterns, pattern)
 		}
 	}
-	return patterns
+	return capacity.Settings{SyncedLabels: patterns, Architecture: o.DefaultArchitecture}
 }

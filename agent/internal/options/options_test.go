@@ -40,6 +40,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"trust domain":                   {func(o *options.Options) { o.TrustDomain = "Not A Domain" }, "--trust-domain"},
 		"namespace":                      {func(o *options.Options) { o.Namespaces = []string{"a/b"} }, "--namespaces"},
 		"cluster":                        {func(o *options.Options) { o.Clusters = []string{"spoke"} }, "--clusters: \"spoke\" is not <namespace>/<name>"},
+		"architecture":                   {func(o *options.Options) { o.DefaultArchitecture = "" }, "--default-architecture"},
 		"label pattern":                  {func(o *options.Options) { o.AdditionalSyncMachineLabels = []string{"("} }, "--additional-sync-machine-labels"},
 		"qps":                            {func(o *options.Options) { o.KubeAPIQPS = 0 }, "--kube-api-qps"},
 		"burst":                          {func(o *options.Options) { o.KubeAPIBurst = 0 }, "--kube-api-burst"},
