@@ -769,6 +769,10 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 			"onboarding without an authority", charts[0], "onboarding.enabled=true,tls.certManager.enabled=false", "onboarding.issuerSecretName is required",
 		},
 		{"no agent", charts[1], "cluster.namespace=n,cluster.name=c", "agent.address is required"},
+		{
+			"an issuer in the spoke, which could sign any identity", charts[1],
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,tls.certManager.enabled=true", "certManager",
+		},
 		{"no Cluster", charts[1], "agent.address=a:8443", "cluster.namespace is required"},
 		{
 			"metrics of the hub that the spoke is asked about", charts[1],
