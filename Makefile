@@ -13,9 +13,10 @@ BIN := bin
 # The machine's Go may be older than the one that go.mod asks for; it then fetches the right one.
 export GOTOOLCHAIN := auto
 # The version is stamped below instead: git's own stamping fails where the checkout belongs to another user.
-# Without debug information for debuggers, packages compile a sixth faster; binaries are stripped of it anyway. What these
-# flags, the toolchain or -trimpath differ in is compiled twice, so everything but a release is built alike.
-export GOFLAGS     := -buildvcs=false -gcflags=all=-dwarf=false $(filter-out -buildvcs=% -gcflags=all=-dwarf=false,$(GOFLAGS))
+# Packages compile a sixth faster without information for debuggers, of which binaries are stripped anyway. A package is
+# compiled again for each combination of toolchain, these flags and -trimpath, so all builds but those of a release have the same.
+BUILD_FLAGS        := -buildvcs=false -gcflags=all=-dwarf=false
+export GOFLAGS     := $(BUILD_FLAGS) $(filter-out -buildvcs=% $(BUILD_FLAGS),$(GOFLAGS))
 # Where envtest finds etcd and kube-apiserver, and how long they may take while the machine is busy with other tests.
 export KUBEBUILDER_ASSETS := $(abspath $(BIN))
 export KUBEBUILDER_CONTROLPLANE_START_TIMEOUT := 4m
@@ -72,7 +73,7 @@ krew: ## Build the kubectl plugin's archives and its manifest for krew, in bin/k
 	@rm -rf $(BIN)/krew && mkdir -p $(BIN)/krew && sed 's|VERSION|$(KREW_VERSION)|' deploy/krew/capi.yaml >$(BIN)/krew/capi.yaml && \
 	for platform in $(KREW_PLATFORMS); do \
 		name=$${platform//\//-}; archive=$(BIN)/krew/kubectl-capi-$$name.tar.gz; dir=$$(mktemp -d); cp LICENSE "$$dir"; \
-		GOOS=$${platform%/*} GOARCH=$${platform#*/} CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o "$$dir/kubectl-capi" ./shim/cmd/kubectl-capi && \
+		GOOS=$${platform%/*} GOARCH=$${platform#*/} CGO_ENABLED=0 GOFLAGS=-buildvcs=false go build -trimpath -ldflags '$(LDFLAGS)' -o "$$dir/kubectl-capi" ./shim/cmd/kubectl-capi && \
 		tar --sort=name --owner=0 --group=0 --mtime=@0 -c -C "$$dir" LICENSE kubectl-capi | gzip -n >"$$archive" && rm -r "$$dir" && \
 		sum=$$(sha256sum "$$archive" | cut -d' ' -f1) && sed -i "s|SHA256_OF_$$name|$$sum|" $(BIN)/krew/capi.yaml && echo "krew: $$archive" || exit 1; \
 	done && echo "krew: $(BIN)/krew/capi.yaml"

@@ -31,7 +31,7 @@ images: $(RELEASER) ## Build the images as OCI layouts in bin/release/images, wi
 	@for platform in $(RELEASE_PLATFORMS); do \
 		dir=$(RELEASE_BINARIES)/$${platform//\//-}; mkdir -p "$$dir"; \
 		for command in $(RELEASE_COMMANDS); do \
-			GOOS=$${platform%%/*} GOARCH=$$(cut -d/ -f2 <<<"$$platform") CGO_ENABLED=0 \
+			GOOS=$${platform%%/*} GOARCH=$$(cut -d/ -f2 <<<"$$platform") CGO_ENABLED=0 GOFLAGS=-buildvcs=false \
 				go build -trimpath -ldflags '$(LDFLAGS)' -o "$$dir/" "./$$command" || exit 1; \
 		done; echo "binaries: $$dir"; \
 	done

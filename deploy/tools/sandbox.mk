@@ -31,7 +31,7 @@ SANDBOX_CAPI_MANIFESTS      := $(BIN)/capi-core-manifests/.stamp
 define sandbox_build
 	@mkdir -p $(@D); echo "building $@ (minutes on a cold cache)"; \
 	start=$$(date +%s); out=$(abspath $@); \
-	(cd $(1) && GOWORK=off CGO_ENABLED=0 \
+	(cd $(1) && GOWORK=off GOFLAGS='$(BUILD_FLAGS)' CGO_ENABLED=0 \
 		go build -ldflags '-s -w $(3)' -o "$$out.tmp" $(2)) && mv "$$out.tmp" "$$out" && \
 	echo "built    $@ in $$(( $$(date +%s) - start )) s"
 endef
@@ -52,7 +52,7 @@ SANDBOX_CAPI_SOURCE := $(BIN)/capi-core-manager.src
 
 $(BIN)/capi-core-manager: deploy/tools/cluster-api/go.mod deploy/tools/cluster-api/go.sum
 	@rm -rf $(SANDBOX_CAPI_SOURCE) && mkdir -p $(SANDBOX_CAPI_SOURCE) && cp $^ $(SANDBOX_CAPI_SOURCE)/ && cd $(SANDBOX_CAPI_SOURCE) && \
-	export GOWORK=off && go mod edit -module sigs.k8s.io/cluster-api/loopback && \
+	export GOWORK=off GOFLAGS='$(BUILD_FLAGS)' && go mod edit -module sigs.k8s.io/cluster-api/loopback && \
 	dir=$$(go mod download -json sigs.k8s.io/cluster-api@$(SANDBOX_CAPI_VERSION) | sed -n 's/.*"Dir": "\(.*\)",/\1/p') && \
 	sed 's/^\(\t*\)Port: *webhookPort,$$/\1Host: "127.0.0.1",\n&/' "$$dir/core/main.go" > main.go && \
 	{ test "$$(grep -c 'Host: "127.0.0.1",' main.go)" = 1 || { echo "cannot bind the webhook server to loopback: core/main.go has changed" >&2; exit 1; }; }
@@ -68,7 +68,7 @@ $(BIN)/kwok: deploy/tools/kwok/go.mod deploy/tools/kwok/go.sum
 
 $(SANDBOX_CAPI_MANIFESTS): deploy/tools/cluster-api/go.mod deploy/tools/cluster-api/go.sum
 	@mkdir -p $(@D)/crds && cd deploy/tools/cluster-api && \
-	export GOWORK=off && go mod download sigs.k8s.io/cluster-api && \
+	export GOWORK=off GOFLAGS='$(BUILD_FLAGS)' && go mod download sigs.k8s.io/cluster-api && \
 	dir=$$(go list -m -f '{{.Dir}}' sigs.k8s.io/cluster-api) && cd $(CURDIR) && \
 	install -m 0644 "$$dir"/core/config/crd/bases/*.yaml $(@D)/crds/ && \
 	install -m 0644 "$$dir"/core/config/webhook/manifests.yaml $(@D)/webhooks.yaml && \

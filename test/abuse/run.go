@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"strings"
 	"time"
@@ -36,8 +37,8 @@ const (
 	// largestWrite is how much etcd grows by what counts as one request at most: 4 KiB of a MachineClaim
 	// (docs/limits.md), to which the API server and etcd add their records.
 	largestWrite = 8 * kibibyte
-	// etcdSlack is the growth of etcd that rest and attack may differ in without the attack's doing:
-	// Cluster API, and partly filled pages. Where nothing is compared with rest, it also covers the trickle.
+	// etcdSlack is how much more etcd may grow during an attack than at rest for other reasons: Cluster
+	// API, and partly filled pages. Without rest to compare with, it also covers the trickle.
 	etcdSlack = 32 * mebibyte
 	// endedClaims is --max-ended-claims-per-cluster. What agents create within a second may exceed
 	// it (docs/claims.md).
@@ -92,8 +93,9 @@ type Row struct {
 	Idle, Under Latencies
 	// MemoryBefore and MemoryPeak are the attacked agent's memory, and MemoryBound is its limit.
 	MemoryBefore, MemoryPeak, MemoryBound int64
-	// Etcd is the growth of the hub's database during the attacks, EtcdBound its limit, and EtcdAtRest
-	// the growth between them, which the victim causes alone, with as many claims.
+	// Etcd is the growth of the hub's database during the attacks and until the attackers are served
+	// again, EtcdBound its limit, and EtcdAtRest the growth in as many phases of rest, each like the
+	// one with the least: a later one may still have writes that an attack has caused.
 	Etcd, EtcdBound, EtcdAtRest int64
 	// Ended is the number of ended claims in the hub afterwards, of the attackers' Cluster with the
 	// most.
@@ -309,13 +311,17 @@ func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 		size = now
 		return err
 	}
+	least := int64(math.MaxInt64)
 	for range max(r.Rounds, 1) {
 		if !r.Untimed {
 			taken, err := r.victim.trickle(ctx, r.Claims)
 			idle.add(taken)
-			if err := errors.Join(err, grown(&row.EtcdAtRest)); err != nil {
+			var growth int64
+			if err := errors.Join(err, grown(&growth)); err != nil {
 				return fmt.Errorf("at rest: %w", err)
 			}
+			least = min(least, growth)
+			row.EtcdAtRest = least * int64(max(r.Rounds, 1))
 		}
 		r.attacks++
 		o := r.order
@@ -330,13 +336,13 @@ func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 		figures, err := assault.end()
 		row.Took += time.Since(began)
 		row.add(figures)
-		if err := errors.Join(lost, err, grown(&row.Etcd)); err != nil {
+		if err := errors.Join(lost, err); err != nil {
 			return err
 		}
 		if row.Served, err = r.served(ctx); err != nil {
 			return err
 		}
-		if err := r.victim.whole(ctx); err != nil {
+		if err := errors.Join(r.victim.whole(ctx), grown(&row.Etcd)); err != nil {
 			return err
 		}
 	}

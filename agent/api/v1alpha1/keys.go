@@ -108,6 +108,10 @@ const (
 	// MaxReleasesAnnotation is the same for --max-releases-per-window.
 	MaxReleasesAnnotation = Group + "/max-releases-per-window"
 
+	// ResourcesAnnotation on a MachineDeployment lists extended resources of its machines, and huge pages, for which cluster-autoscaler has no
+	// annotation: `example.com/fpga=2,hugepages-2Mi=1Gi`. Users write it.
+	ResourcesAnnotation = Group + "/resources"
+
 	// ClusterLabel on a MachineClaim holds the name of its Cluster.
 	ClusterLabel = Group + "/cluster"
 	// NodeGroupLabel on a MachineClaim holds the name of the MachineDeployment that it claims from.

@@ -45,12 +45,8 @@ const (
 	defaultOS           = "linux"
 )
 
-// DefaultArchitecture is the architecture of machines of which nothing says otherwise.
+// DefaultArchitecture is assumed if no source has an architecture and no other default is set.
 const DefaultArchitecture = "amd64"
-
-// ResourcesAnnotation on a MachineDeployment lists extended resources and huge pages of its machines:
-// `example.com/fpga=2,hugepages-2Mi=1Gi`. cluster-autoscaler has no annotation for them.
-const ResourcesAnnotation = v1alpha1.Group + "/resources"
 
 // SourceKind is the kind of source that a value came from.
 type SourceKind string
@@ -138,7 +134,7 @@ type Settings struct {
 	// SyncedLabels are the patterns that Cluster API's manager was given for labels that it copies to
 	// Nodes in addition to its own.
 	SyncedLabels []*regexp.Regexp
-	// Architecture is assumed where nothing says otherwise. Empty means [DefaultArchitecture].
+	// Architecture is assumed if no source has one. Empty means [DefaultArchitecture].
 	Architecture string
 }
 
@@ -338,30 +334,44 @@ func (d *describer) resourceName(kind string) bool {
 // otherResources reads the extended resources and huge pages that no other annotation describes.
 func (d *describer) otherResources() {
 	const instead = "write resource=quantity,resource=quantity, for example example.com/fpga=2,hugepages-2Mi=1Gi"
-	field := AnnotationField(ResourcesAnnotation)
-	for part := range strings.SplitSeq(d.md.Annotations[ResourcesAnnotation], ",") {
+	field := AnnotationField(v1alpha1.ResourcesAnnotation)
+	for part := range strings.SplitSeq(d.md.Annotations[v1alpha1.ResourcesAnnotation], ",") {
 		part = strings.TrimSpace(part)
 		if part == "" {
 			continue
 		}
 		name, text, _ := strings.Cut(part, "=")
 		name, text = strings.TrimSpace(name), strings.TrimSpace(text)
-		hugePages := strings.HasPrefix(name, corev1.ResourceHugePagesPrefix)
-		if len(validation.IsQualifiedName(name)) > 0 || !hugePages && !strings.Contains(name, "/") {
+		unit, ok := unitOf(name)
+		if !ok {
 			d.problem(field, part, "does not name an extended resource or huge pages; %s", instead)
 			continue
 		}
 		quantity, err := wire.Quantity(text)
-		if n, exact := quantity.AsInt64(); err != nil || !exact || n < 1 {
-			d.problem(field, part, "has no quantity that is a whole number, 1 or more; %s", instead)
+		if n := quantity.Value(); err != nil || n < 1 || n%unit != 0 || quantity.CmpInt64(n) != 0 {
+			d.problem(field, part, "has no quantity that is a multiple of %d; %s", unit, instead)
 			continue
 		}
 		if by := d.Sources["capacity."+name]; by.Kind == FromAnnotation {
 			d.problem(field, part, "has a quantity from %s, which is used; remove one of them", by.Detail)
 			continue
 		}
-		d.resource(corev1.ResourceName(name), quantity, fromAnnotation(ResourcesAnnotation))
+		d.resource(corev1.ResourceName(name), quantity, fromAnnotation(v1alpha1.ResourcesAnnotation))
 	}
+}
+
+// unitOf returns what a resource is a multiple of: the size in bytes of huge pages, and one of an
+// extended resource. Other resources have none.
+func unitOf(name string) (int64, bool) {
+	if len(validation.IsQualifiedName(name)) > 0 {
+		return 0, false
+	}
+	text, huge := strings.CutPrefix(name, corev1.ResourceHugePagesPrefix)
+	if !huge {
+		return 1, strings.Contains(name, "/")
+	}
+	size, err := wire.Quantity(text)
+	return size.Value(), err == nil && size.Sign() > 0
 }
 
 // maxDriverName is the maximum length of a driver's name in Kubernetes.

@@ -13,6 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 )
 
@@ -83,12 +84,15 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 		"label key":                        {capacity.LabelsAnnotation, "a b=c"},
 		"label value":                      {capacity.LabelsAnnotation, "a=b c"},
 		"taint without effect":             {capacity.TaintsAnnotation, "a=b"},
-		"pages without a number":           {capacity.ResourcesAnnotation, "hugepages-2Mi"},
-		"half a resource":                  {capacity.ResourcesAnnotation, "example.com/fpga=500m"},
-		"none of a resource":               {capacity.ResourcesAnnotation, "example.com/fpga=0"},
-		"resource with its own annotation": {capacity.ResourcesAnnotation, "cpu=4"},
-		"resource twice":                   {capacity.ResourcesAnnotation, "example.com/fpga=2,example.com/fpga=3"},
-		"GPUs twice":                       {capacity.ResourcesAnnotation, "nvidia.com/gpu=2"},
+		"pages without a number":           {v1alpha1.ResourcesAnnotation, "hugepages-2Mi"},
+		"pages of no size":                 {v1alpha1.ResourcesAnnotation, "hugepages-2mi=1Gi"},
+		"a number of pages":                {v1alpha1.ResourcesAnnotation, "hugepages-2Mi=512"},
+		"half a page":                      {v1alpha1.ResourcesAnnotation, "hugepages-2Mi=3Mi"},
+		"half a resource":                  {v1alpha1.ResourcesAnnotation, "example.com/fpga=500m"},
+		"none of a resource":               {v1alpha1.ResourcesAnnotation, "example.com/fpga=0"},
+		"resource with its own annotation": {v1alpha1.ResourcesAnnotation, "cpu=4"},
+		"resource twice":                   {v1alpha1.ResourcesAnnotation, "example.com/fpga=2,example.com/fpga=3"},
+		"GPUs twice":                       {v1alpha1.ResourcesAnnotation, "nvidia.com/gpu=2"},
 		"taint effect":                     {capacity.TaintsAnnotation, "a=b:Never"},
 		"taint key":                        {capacity.TaintsAnnotation, "=b:NoSchedule"},
 	} {
@@ -107,18 +111,18 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 	}
 }
 
-// They take precedence over what the template reports.
+// Annotated resources take precedence over what the template and Nodes report.
 func TestExtendedResourcesAndHugePagesAreAnnotated(t *testing.T) {
 	d := capacity.Describe(deployment(map[string]string{
-		capacity.ResourcesAnnotation: " example.com/fpga=2, hugepages-2Mi = 1Gi,", capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "1",
+		v1alpha1.ResourcesAnnotation: " example.com/fpga=2, hugepages-2Mi = 1.5Gi,", capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "1",
 	}), template(map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "example.com/fpga": "1"}}),
 		capacity.Observation{Capacity: corev1.ResourceList{"hugepages-2Mi": resource.MustParse("2Gi")}}, capacity.Settings{})
 	require.Empty(t, d.Problems)
-	for name, want := range map[corev1.ResourceName]string{"example.com/fpga": "2", "hugepages-2Mi": "1Gi", "nvidia.com/gpu": "1"} {
+	for name, want := range map[corev1.ResourceName]string{"example.com/fpga": "2", "hugepages-2Mi": "1536Mi", "nvidia.com/gpu": "1"} {
 		quantity := d.Resources[name]
 		require.Equal(t, want, quantity.String(), name)
 	}
-	require.Equal(t, capacity.Source{Kind: capacity.FromAnnotation, Detail: capacity.ResourcesAnnotation}, d.Sources["capacity.example.com/fpga"])
+	require.Equal(t, capacity.Source{Kind: capacity.FromAnnotation, Detail: v1alpha1.ResourcesAnnotation}, d.Sources["capacity.example.com/fpga"])
 }
 
 func TestTheDefaultArchitectureIsForMachinesThatHaveNone(t *testing.T) {
@@ -313,7 +317,7 @@ func FuzzDescribe(f *testing.F) {
 		md := deployment(map[string]string{
 			capacity.CPUAnnotation: cpu, capacity.MemoryAnnotation: memory, capacity.LabelsAnnotation: labels, capacity.TaintsAnnotation: taints,
 			capacity.GPUTypeAnnotation: gpu, capacity.GPUCountAnnotation: count, capacity.MaxPodsAnnotation: count, capacity.DiskAnnotation: memory,
-			capacity.ResourcesAnnotation: gpu + "=" + count + "," + labels,
+			v1alpha1.ResourcesAnnotation: gpu + "=" + count + "," + labels,
 			"karpenter.sh/capacity-type": labels,
 		})
 		md.Spec.Template.Spec.FailureDomain = zone

@@ -70,7 +70,7 @@ type Options struct {
 	// AdditionalSyncMachineLabels are the regular expressions passed to Cluster API's manager in
 	// the flag of the same name.
 	AdditionalSyncMachineLabels []string
-	// DefaultArchitecture is the architecture of machines of which nothing says otherwise.
+	// DefaultArchitecture is the architecture of machines if no label, template or Node has one.
 	DefaultArchitecture string
 
 	// Kubeconfig is the kubeconfig file of the hub. Empty means the KUBECONFIG variable, or else
@@ -240,7 +240,7 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"Regular expressions of additional labels that Cluster API copies from Machines to Nodes. Set it to the value of the same flag of "+
 			"Cluster API's manager.")
 	flags.StringVar(&o.DefaultArchitecture, "default-architecture", o.DefaultArchitecture,
-		"`architecture` of machines for which no label, infrastructure template or Node has one, as in the label kubernetes.io/arch.")
+		"Default `architecture` of machines, a value of the label kubernetes.io/arch, if no label, infrastructure template or Node has one.")
 	flags.Float32Var(&o.KubeAPIQPS, "kube-api-qps", o.KubeAPIQPS,
 		"Average number of requests per second to the hub's API server, for each kind of object.")
 	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst,
@@ -431,8 +431,8 @@ func (o *Options) Validate() error {
 			wrong("additional-sync-machine-labels", "%v", err)
 		}
 	}
-	if faults := validation.IsValidLabelValue(o.DefaultArchitecture); o.DefaultArchitecture == "" || len(faults) > 0 {
-		wrong("default-architecture", "%q is not the value of a label; write for example arm64", o.DefaultArchitecture)
+	if !slices.Contains(architectures, o.DefaultArchitecture) {
+		wrong("default-architecture", "%q is none of %s", o.DefaultArchitecture, strings.Join(architectures, ", "))
 	}
 	if o.KubeAPIQPS <= 0 {
 		wrong("kube-api-qps", "%v is not above 0", o.KubeAPIQPS)
@@ -749,6 +749,9 @@ func (o *Options) ClusterNames() []types.NamespacedName {
 	}
 	return clusters
 }
+
+// architectures are those that Kubernetes is released for.
+var architectures = []string{"amd64", "arm64", "ppc64le", "s390x"}
 
 // Machines returns the settings for the machines of all node groups. Validate must have passed.
 func (o *Options) Machines() capacity.Settings {

@@ -40,7 +40,8 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"trust domain":                   {func(o *options.Options) { o.TrustDomain = "Not A Domain" }, "--trust-domain"},
 		"namespace":                      {func(o *options.Options) { o.Namespaces = []string{"a/b"} }, "--namespaces"},
 		"cluster":                        {func(o *options.Options) { o.Clusters = []string{"spoke"} }, "--clusters: \"spoke\" is not <namespace>/<name>"},
-		"architecture":                   {func(o *options.Options) { o.DefaultArchitecture = "" }, "--default-architecture"},
+		"no architecture":                {func(o *options.Options) { o.DefaultArchitecture = "" }, "--default-architecture"},
+		"another name of arm64":          {func(o *options.Options) { o.DefaultArchitecture = "aarch64" }, "none of amd64, arm64"},
 		"label pattern":                  {func(o *options.Options) { o.AdditionalSyncMachineLabels = []string{"("} }, "--additional-sync-machine-labels"},
 		"qps":                            {func(o *options.Options) { o.KubeAPIQPS = 0 }, "--kube-api-qps"},
 		"burst":                          {func(o *options.Options) { o.KubeAPIBurst = 0 }, "--kube-api-burst"},
@@ -109,6 +110,19 @@ func TestLoopbackPlaintextAndUnixSocketNeedNoCertificates(t *testing.T) {
 	o = options.New()
 	o.ListenAddress, o.ListenUnixSocket, o.UnixSocketRole = "", "/run/agent.sock", "admin"
 	require.NoError(t, o.Validate())
+}
+
+func TestTheSettingsOfMachinesAreThoseOfTheFlags(t *testing.T) {
+	o := valid()
+	require.Equal(t, "amd64", o.Machines().Architecture)
+	flags := pflag.NewFlagSet("", pflag.ContinueOnError)
+	o.AddFlags(flags)
+	require.NoError(t, flags.Parse([]string{"--default-architecture=arm64", "--additional-sync-machine-labels=^a/,^b/"}))
+	require.NoError(t, o.Validate())
+	settings := o.Machines()
+	require.Equal(t, "arm64", settings.Architecture)
+	require.Len(t, settings.SyncedLabels, 2)
+	require.Equal(t, "^b/", settings.SyncedLabels[1].String())
 }
 
 func TestTheUnixSocketsGrantIsAsTheFlagsSay(t *testing.T) {

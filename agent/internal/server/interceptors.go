@@ -348,7 +348,9 @@ func (s *Server) authorizeUnary(ctx context.Context, request any, info *grpc.Una
 }
 
 func (s *Server) authorizeStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	return handler(service, &authorizedStream{WrappedServerStream: middleware.WrapServerStream(stream), server: s, method: info.FullMethod})
+	return handler(service, &authorizedStream{
+		WrappedServerStream: &middleware.WrappedServerStream{ServerStream: stream, WrappedContext: stream.Context()}, server: s, method: info.FullMethod,
+	})
 }
 
 // authorizedStream authorizes each received message. Its context has the caller with the rights that it

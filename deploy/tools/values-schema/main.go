@@ -274,7 +274,7 @@ func typeOf(value *yaml.Node) (string, error) {
 }
 
 // annotation is a line of a comment with an annotation.
-var annotation = regexp.MustCompile(`#\s*@schema\b.*`)
+var annotation = regexp.MustCompile(`# @schema .*`)
 
 // annotations returns the keywords in a comment.
 func (r reader) annotations(comment string) (map[string]any, error) {
@@ -349,7 +349,7 @@ func (r reader) unread(content []byte) error {
 	return errors.Join(errs...)
 }
 
-// parse returns a schema. A keyword that JSON schema does not have is an error.
+// parse returns a schema. A keyword that is none of [supported] is an error.
 func parse(keywords map[string]any) (*jsonschema.Schema, error) {
 	text, err := json.Marshal(keywords)
 	if err != nil {
@@ -359,12 +359,34 @@ func parse(keywords map[string]any) (*jsonschema.Schema, error) {
 	if err := json.Unmarshal(text, s); err != nil {
 		return nil, err
 	}
-	walk(s, func(s *jsonschema.Schema) {
-		for _, name := range slices.Sorted(maps.Keys(s.Extra)) {
-			err = errors.Join(err, fmt.Errorf("JSON schema has no keyword %q", name))
-		}
-	})
+	walk(s, func(s *jsonschema.Schema) { err = errors.Join(err, known(s)) })
 	return s, err
+}
+
+// supported are the keywords that a schema may have: of draft 7, without those that [walk] does not enter.
+var supported = []string{
+	"$ref", "additionalProperties", "allOf", "anyOf", "const", "definitions", "description", "enum", "exclusiveMaximum", "exclusiveMinimum", "format",
+	"items", "maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf",
+	"pattern", "patternProperties", "properties", "required", "title", "type", "uniqueItems",
+}
+
+// known reports the keywords of a schema, without those in it, that it may not have.
+func known(s *jsonschema.Schema) error {
+	text, err := json.Marshal(s)
+	if err != nil || text[0] != '{' {
+		return err // true and false are schemas, too
+	}
+	var written map[string]json.RawMessage
+	if err := json.Unmarshal(text, &written); err != nil {
+		return err
+	}
+	var errs []error
+	for _, name := range slices.Sorted(maps.Keys(written)) {
+		if !slices.Contains(supported, name) {
+			errs = append(errs, fmt.Errorf("unknown keyword %q", name))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // never returns the schema that admits nothing.
