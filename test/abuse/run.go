@@ -375,7 +375,7 @@ func (r *run) served(ctx context.Context) (time.Duration, error) {
 	return time.Since(began), err
 }
 
-// serves returns why a tenant's list is refused.
+// serves returns why a tenant's list is refused, or the release of a claim that it has left.
 func (r *run) serves(ctx context.Context, t tenant) error {
 	c, err := agentclient.New(agentclient.Options{
 		Address: r.order.Address, Timeout: servedAttempt,
@@ -384,7 +384,12 @@ func (r *run) serves(ctx context.Context, t tenant) error {
 	if err != nil {
 		return err
 	}
-	_, err = c.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: t.Cluster, Holder: holder})
+	list, err := c.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: t.Cluster, Holder: holder})
+	// The next attack needs the room of the claims that this one has left.
+	for _, claim := range list.GetClaims() {
+		_, released := c.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{Cluster: t.Cluster, ClaimId: claim.GetClaimId(), Drained: true})
+		err = errors.Join(err, released)
+	}
 	return errors.Join(err, c.Close())
 }
 
