@@ -177,7 +177,8 @@ func TestVolumesThatCanBeAttached(t *testing.T) {
 		strings.Repeat("a", 64) + "=1": {nil, 1},
 	} {
 		t.Run(text, func(t *testing.T) {
-			d := capacity.Describe(described(map[string]string{capacity.CSIDriverAnnotation: text}), capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+			md := described(map[string]string{capacity.CSIDriverAnnotation: text})
+			d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
 			require.Equal(t, c.want, d.AttachableVolumes)
 			require.Len(t, d.Problems, c.problems)
 			for _, problem := range d.Problems {
