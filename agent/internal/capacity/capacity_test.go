@@ -115,7 +115,7 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 func TestExtendedResourcesAndHugePagesAreAnnotated(t *testing.T) {
 	d := capacity.Describe(deployment(map[string]string{
 		v1alpha1.ResourcesAnnotation: " example.com/fpga=2, hugepages-2Mi = 1.5Gi,",
-		capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "1",
+		capacity.GPUTypeAnnotation:   "nvidia.com/gpu", capacity.GPUCountAnnotation: "1",
 	}), template(map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "example.com/fpga": "1"}}),
 		capacity.Observation{Capacity: corev1.ResourceList{"hugepages-2Mi": resource.MustParse("2Gi")}}, capacity.Settings{})
 	require.Empty(t, d.Problems)
