@@ -342,7 +342,7 @@ func (d *describer) otherResources() {
 		}
 		name, text, _ := strings.Cut(part, "=")
 		name, text = strings.TrimSpace(name), strings.TrimSpace(text)
-		unit, ok := unitOf(name)
+		unit, ok := ResourceUnit(corev1.ResourceName(name))
 		if !ok {
 			d.problem(field, part, "does not name an extended resource or huge pages; %s", instead)
 			continue
@@ -360,15 +360,15 @@ func (d *describer) otherResources() {
 	}
 }
 
-// unitOf returns what a resource is a multiple of: the size in bytes of huge pages, and one of an
-// extended resource. Other resources have none.
-func unitOf(name string) (int64, bool) {
-	if len(validation.IsQualifiedName(name)) > 0 {
+// ResourceUnit returns what quantities of a resource are multiples of: the size of the page in bytes
+// for huge pages, and 1 for an extended resource. It reports false for any other name.
+func ResourceUnit(name corev1.ResourceName) (int64, bool) {
+	if len(validation.IsQualifiedName(string(name))) > 0 {
 		return 0, false
 	}
-	text, huge := strings.CutPrefix(name, corev1.ResourceHugePagesPrefix)
+	text, huge := strings.CutPrefix(string(name), corev1.ResourceHugePagesPrefix)
 	if !huge {
-		return 1, strings.Contains(name, "/")
+		return 1, strings.Contains(text, "/")
 	}
 	size, err := wire.Quantity(text)
 	return size.Value(), err == nil && size.Sign() > 0

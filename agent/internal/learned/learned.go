@@ -13,7 +13,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -32,7 +31,6 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
-	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 )
 
 // maxResources limits the resources remembered per group, whatever its Nodes report.
@@ -319,14 +317,6 @@ func add(o *capacity.Observation, node *Node) {
 // isLearned reports whether a resource is a property of machines, rather than a quantity that
 // Kubernetes defines itself.
 func isLearned(name corev1.ResourceName) bool {
-	switch size, huge := strings.CutPrefix(string(name), corev1.ResourceHugePagesPrefix); {
-	case slices.Contains(reserved, name):
-		return true
-	case len(validation.IsQualifiedName(string(name))) > 0:
-		return false
-	case huge:
-		pages, err := wire.Quantity(size)
-		return err == nil && pages.Sign() > 0
-	}
-	return strings.Contains(string(name), "/")
+	_, ofMachines := capacity.ResourceUnit(name)
+	return ofMachines || slices.Contains(reserved, name)
 }
