@@ -162,7 +162,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		return nil, err
 	}
 	groups, err = nodegroupview.New(nodegroupview.Config{
-		Cache: nodeGroups, Held: held, Scope: scope, Settings: o.Machines(),
+		Cache: nodeGroups, Held: held, Scope: scope, Settings: o.MachineSettings(),
 		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock, Observed: nodes, Pricing: o.Pricing(), PriceList: prices,
 	})

@@ -5,6 +5,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -121,6 +122,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	f.nodes = nodes
 	c, err := nodegroupview.New(nodegroupview.Config{
 		Cache: f.cache, Held: f.held, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
+		Settings:    capacity.Settings{SyncedLabels: []*regexp.Regexp{regexp.MustCompile(`^synced\.example\.com/`)}},
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock,
 		Observed: nodes, PriceList: prices, Pricing: pricing.Policy{Coefficients: pricing.DefaultCoefficients},
 	})
@@ -166,6 +168,16 @@ func TestAGroupIsUnavailableWhileItCoolsDown(t *testing.T) {
 	require.Contains(t, available().GetMessage(), "no hosts left")
 	require.NotNil(t, available().GetRetryAt())
 	require.Eventually(t, func() bool { return available().GetAvailable() }, patience, 10*time.Millisecond, "and available again by itself")
+}
+
+func TestTheSettingsOfMachinesApplyToAllNodeGroups(t *testing.T) {
+	f := start(t)
+	plane.Create(t, capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0, described, func(md *clusterv1.MachineDeployment) {
+		md.Spec.Template.Labels["synced.example.com/team"], md.Spec.Template.Labels["example.com/team"] = "blue", "red"
+	}))
+	labels := f.until("small", shown).GetNodeLabels()
+	require.Equal(t, "blue", labels["synced.example.com/team"])
+	require.NotContains(t, labels, "example.com/team")
 }
 
 func TestTheClusterAutoscalersGroupsAreAView(t *testing.T) {

@@ -753,8 +753,8 @@ func (o *Options) ClusterNames() []types.NamespacedName {
 // architectures are those that Kubernetes is released for.
 var architectures = []string{"amd64", "arm64", "ppc64le", "s390x"}
 
-// Machines returns the settings for the machines of all node groups. Validate must have passed.
-func (o *Options) Machines() capacity.Settings {
+// MachineSettings returns the settings for the machines of all node groups. Validate must have passed.
+func (o *Options) MachineSettings() capacity.Settings {
 	patterns := make([]*regexp.Regexp, 0, len(o.AdditionalSyncMachineLabels))
 	for _, text := range o.AdditionalSyncMachineLabels {
 		if pattern, err := regexp.Compile(text); err == nil {

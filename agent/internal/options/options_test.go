@@ -114,12 +114,12 @@ func TestLoopbackPlaintextAndUnixSocketNeedNoCertificates(t *testing.T) {
 
 func TestTheSettingsOfMachinesAreThoseOfTheFlags(t *testing.T) {
 	o := valid()
-	require.Equal(t, "amd64", o.Machines().Architecture)
+	require.Equal(t, "amd64", o.MachineSettings().Architecture)
 	flags := pflag.NewFlagSet("", pflag.ContinueOnError)
 	o.AddFlags(flags)
 	require.NoError(t, flags.Parse([]string{"--default-architecture=arm64", "--additional-sync-machine-labels=^a/,^b/"}))
 	require.NoError(t, o.Validate())
-	settings := o.Machines()
+	settings := o.MachineSettings()
 	require.Equal(t, "arm64", settings.Architecture)
 	require.Len(t, settings.SyncedLabels, 2)
 	require.Equal(t, "^b/", settings.SyncedLabels[1].String())
