@@ -118,9 +118,7 @@ func TestAMirrorFollowsClusters(t *testing.T) {
 func TestAWatchOfClustersEndsWhenItsCallerMayReadOthers(t *testing.T) {
 	policies := &atomic.Pointer[authz.Policy]{}
 	set := func(text string) {
-		policy, err := authz.ParsePolicy([]byte(text), "karpenter-capi")
-		require.NoError(t, err)
-		policies.Store(policy)
+		policies.Store(policyOf(t, text))
 	}
 	set(readerPolicy)
 	f := start(t, withRights(t, policies.Load, clocktesting.NewFakePassiveClock(time.Now())))

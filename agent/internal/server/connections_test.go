@@ -342,8 +342,8 @@ func TestConnectionsOfACallerAreBounded(t *testing.T) {
 func TestConnectionsOfADeniedIdentityAreBoundedWhateverItsCertificates(t *testing.T) {
 	const denied = "spiffe://karpenter-capi/cluster/fleet/spoke"
 	f := start(t, func(_ *fixture, c *server.Config) {
-		policy, err := authz.ParsePolicy([]byte("identities: []\ndeny:\n- id: "+denied+"\n"), "karpenter-capi")
-		require.NoError(t, err)
+		policy := policyOf(t, "identities: []\ndeny:\n- id: "+denied+"\n")
+		var err error
 		c.Authorizer, err = authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
 		require.NoError(t, err)
 	})

@@ -257,8 +257,8 @@ func TestNothingIsReadOfACallerWithoutARight(t *testing.T) {
 // A caller that is denied or offboarded could starve others otherwise, with calls that need no right.
 func TestNothingIsReadOfACallerThatIsShutOut(t *testing.T) {
 	f := start(t, limited(func(o *limits.Options) { o.RequestTimeout = time.Hour }), func(_ *fixture, c *server.Config) {
-		policy, err := authz.ParsePolicy([]byte("deny:\n- id: spiffe://karpenter-capi/cluster/fleet/denied\n"), "karpenter-capi")
-		require.NoError(t, err)
+		policy := policyOf(t, "deny:\n- id: spiffe://karpenter-capi/cluster/fleet/denied\n")
+		var err error
 		c.Authorizer, err = authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
 		require.NoError(t, err)
 		c.Onboarded = func(context.Context, types.NamespacedName) (string, bool, error) {

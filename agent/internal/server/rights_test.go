@@ -82,9 +82,7 @@ func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			policies, now := &atomic.Pointer[authz.Policy]{}, clocktesting.NewFakePassiveClock(time.Now())
 			set := func(text string) {
-				policy, err := authz.ParsePolicy([]byte(text), "karpenter-capi")
-				require.NoError(t, err)
-				policies.Store(policy)
+				policies.Store(policyOf(t, text))
 			}
 			set(readerPolicy)
 			f := start(t, withRights(t, policies.Load, now))
@@ -172,8 +170,7 @@ func TestACallThatWaitsLosesItsCallersRight(t *testing.T) {
 	for method := range waiting {
 		f.awaitSum(lo.Ternary(method == "CreateClaim", 2.0, 1.0), "grpc_server_started_total", "grpc_method", method)
 	}
-	denied, err := authz.ParsePolicy([]byte("deny:\n- id: "+spokeURI+"\n"), "karpenter-capi")
-	require.NoError(t, err)
+	denied := policyOf(t, "deny:\n- id: "+spokeURI+"\n")
 	policy.Store(denied)
 	close(f.engine.block)
 	require.NoError(t, <-ended, "what has begun is carried out")
@@ -182,13 +179,11 @@ func TestACallThatWaitsLosesItsCallersRight(t *testing.T) {
 	}
 }
 
-// So it is with a stream whose request is late.
+// A stream has its rights when its request arrives, which may be long after its headers.
 func TestAStreamWhoseRequestArrivesLateHasItsCallersPresentRight(t *testing.T) {
 	policy := &atomic.Pointer[authz.Policy]{}
 	set := func(text string) {
-		parsed, err := authz.ParsePolicy([]byte(text), "karpenter-capi")
-		require.NoError(t, err)
-		policy.Store(parsed)
+		policy.Store(policyOf(t, text))
 	}
 	set(readerPolicy)
 	f := start(t, withRights(t, policy.Load, clocktesting.NewFakePassiveClock(time.Now())), func(_ *fixture, c *server.Config) {
@@ -229,8 +224,7 @@ func TestAStreamOutlivesAPolicyThatLeavesItsCallersRight(t *testing.T) {
 	require.NoError(t, err)
 	_, err = stream.Recv()
 	require.NoError(t, err)
-	policy, err := authz.ParsePolicy([]byte("clusters: [fleet/*]"), "karpenter-capi")
-	require.NoError(t, err)
+	policy := policyOf(t, "clusters: [fleet/*]")
 	policies.Store(policy)
 	for range 3 {
 		before := looks.Load()
@@ -319,8 +313,7 @@ func TestAConnectionIsClosedSoonAfterItsCallerIsShutOut(t *testing.T) {
 			}
 			require.Equal(t, "0", call())
 			c.shutOut(f, func(id string) {
-				denied, err := authz.ParsePolicy([]byte("deny:\n- id: "+id+"\n"), "karpenter-capi")
-				require.NoError(t, err)
+				denied := policyOf(t, "deny:\n- id: "+id+"\n")
 				policy.Store(denied)
 			}, func() { offboarded.Store(true) })
 			for call() != "16" { // UNAUTHENTICATED, once the agent has read its files
@@ -357,8 +350,7 @@ func TestAConnectionOutlivesAShortDenial(t *testing.T) {
 		p.call(agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName, &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
 		return p.status()
 	}
-	denied, err := authz.ParsePolicy([]byte("deny:\n- id: "+spokeURI+"\n"), "karpenter-capi")
-	require.NoError(t, err)
+	denied := policyOf(t, "deny:\n- id: "+spokeURI+"\n")
 	for range 3 {
 		policy.Store(denied)
 		require.Equal(t, "16", call())
@@ -382,8 +374,7 @@ func TestACallerThatIsDeniedLaterIsReadSlowly(t *testing.T) {
 		return p.status()
 	}
 	require.Equal(t, "0", call())
-	denied, err := authz.ParsePolicy([]byte("deny:\n- id: "+spokeURI+"\n"), "karpenter-capi")
-	require.NoError(t, err)
+	denied := policyOf(t, "deny:\n- id: "+spokeURI+"\n")
 	policy.Store(denied)
 	f.requireSlowed(func() { require.Equal(t, "16", call()) })
 }
@@ -416,4 +407,11 @@ func TestAConnectionEndsWithItsCertificate(t *testing.T) {
 	require.Equal(t, codes.Unavailable, grpcstatus.Code(err), "%v", err)
 	require.NoError(t, f.list(c))
 	require.Contains(t, f.log.String(), "its client certificate has expired")
+}
+
+func policyOf(t *testing.T, text string) *authz.Policy {
+	t.Helper()
+	policy, err := authz.ParsePolicy([]byte(text), "karpenter-capi")
+	require.NoError(t, err)
+	return policy
 }
