@@ -5,6 +5,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -54,5 +55,15 @@ func TestIdentitiesShareWhatIsLimitedForAll(t *testing.T) {
 	s := share{own: 100, all: 250, assured: 2}
 	for identities, most := range map[int64]int64{1: 100, 2: 200, 3: 256, 100: 450} {
 		require.Equal(t, most, s.of(identities), identities)
+	}
+}
+
+// The victim writes at rest, too.
+func TestEtcdMayGrowAsAtRestAndByWhatTheAttackMayWrite(t *testing.T) {
+	r := &run{Options: Options{Rounds: 2}}
+	for writes, want := range map[bool]int64{false: 0, true: largestWrite * (2*hubBurst + 10*hubWrites)} {
+		row := &Row{Tenants: 1, EtcdAtRest: 100 * mebibyte, Took: 10 * time.Second}
+		r.limit(&attack{holds: func(int64) int64 { return 0 }, writes: writes}, row)
+		require.Equal(t, 100*mebibyte+etcdSlack+want, row.EtcdBound)
 	}
 }

@@ -406,8 +406,8 @@ func (r *run) ended(ctx context.Context) (most int, err error) {
 	return most, nil
 }
 
-// evaluate records the violations.
-func (r *run) evaluate(a *attack, row *Row) {
+// limit sets the limits of memory and of etcd.
+func (r *run) limit(a *attack, row *Row) {
 	tenants := int64(row.Tenants)
 	most := lo.Ternary(tenants == 1, memoryLimit, row.MemoryBefore+memoryOfAll)
 	row.MemoryBound = min(most, row.MemoryBefore+heapShare*a.holds(tenants))
@@ -415,6 +415,11 @@ func (r *run) evaluate(a *attack, row *Row) {
 	if a.writes {
 		row.EtcdBound += largestWrite * (int64(max(r.Rounds, 1))*hubBurst + int64(row.Took.Seconds()*hubWrites))
 	}
+}
+
+// evaluate records the violations.
+func (r *run) evaluate(a *attack, row *Row) {
+	r.limit(a, row)
 	if row.Err != nil {
 		return
 	}
