@@ -88,7 +88,7 @@ clean: ## Remove bin/, but no sandboxes
 ##@ Generate and check
 
 .PHONY: generate
-generate: generate-proto generate-go generate-schemas generate-docs sandbox-generate ## Regenerate all generated files: Go from protos, deep copies, CRDs, schemas of the charts' values, reference docs
+generate: generate-proto generate-go generate-docs sandbox-generate ## Regenerate all generated files: Go from protos, deep copies, CRDs, schemas of the charts' values, reference docs
 
 .PHONY: generate-proto
 generate-proto: $(BUF) $(DESCRIPTORS) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
