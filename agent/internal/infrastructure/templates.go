@@ -138,6 +138,9 @@ func (t *Templates) kind(ctx context.Context, gk schema.GroupKind) (kind, error)
 	}
 	gvk, err := resolve(ctx, t.Reader, gk)
 	if err != nil {
+		if known != nil && !errors.Is(err, ErrUnusable) {
+			return *known, nil // the version hardly ever changes, and the next call looks again
+		}
 		return kind{}, err
 	}
 	fresh := &kind{gvk: gvk, resolved: t.Clock.Now()}

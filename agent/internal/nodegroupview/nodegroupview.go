@@ -17,9 +17,11 @@ import (
 	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
+	"k8s.io/client-go/util/workqueue"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
@@ -53,7 +55,7 @@ import (
 // maxEventReason is the maximum length of an event's reason.
 const maxEventReason = 128
 
-// templateRetry is how soon an unreadable template is read again.
+// templateRetry is how soon, at the latest, an unreadable template is read again.
 const templateRetry = 30 * time.Second
 
 // Config configures a [View].
@@ -80,7 +82,8 @@ type Config struct {
 	Pricing pricing.Policy
 	// PriceList may be nil.
 	PriceList *pricelist.Follower
-	// Clock determines when a cool-down is over. REQUIRED.
+	// Clock determines when a cool-down is over, and when the versions of infrastructure templates are
+	// looked up again. REQUIRED.
 	Clock clock.PassiveClock
 }
 
@@ -103,6 +106,10 @@ type entry struct {
 	cluster  types.NamespacedName
 	uid      types.UID
 	reported map[capacity.Problem]struct{}
+	// template is the one that the group was last described with, nil if it could not be read, and ref
+	// is the reference to it.
+	ref      clusterv1.ContractVersionedObjectReference
+	template *unstructured.Unstructured
 }
 
 // New returns a View. It fills its cache once it has been set up with a manager.
@@ -160,6 +167,7 @@ func (c *View) SetupWithManager(mgr manager.Manager) error {
 	c.templates = infrastructure.New(infrastructure.Config{
 		Reader: mgr.GetAPIReader(),
 		Cache:  mgr.GetCache(),
+		Clock:  c.Clock,
 		Changed: func(gk schema.GroupKind, key types.NamespacedName) {
 			changedTemplates <- event.TypedGenericEvent[template]{Object: template{gk, key}}
 		},
@@ -175,7 +183,8 @@ func (c *View) SetupWithManager(mgr manager.Manager) error {
 		Named("catalogue").
 		WithOptions(controller.Options{
 			NeedLeaderElection: new(false), MaxConcurrentReconciles: 8, SkipNameValidation: new(true),
-			NewQueue: fairqueue.New(fairqueue.OwnerOfDeployment(mgr.GetCache())),
+			NewQueue:    fairqueue.New(fairqueue.OwnerOfDeployment(mgr.GetCache())),
+			RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](10*time.Millisecond, templateRetry),
 		}).
 		For(&clusterv1.MachineDeployment{}, builder.WithPredicates(statusIgnored())).
 		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(c.deploymentsOfCluster), builder.WithPredicates(clusterChanges())).
@@ -197,7 +206,7 @@ func (c *View) SetupWithManager(mgr manager.Manager) error {
 // map functions of what they watch ([hub.NewCache]), and nothing else would do so for a channel.
 func each[T any](changes <-chan event.TypedGenericEvent[T], requests handler.TypedMapFunc[T, reconcile.Request]) source.Source {
 	return source.TypedChannel(changes, handler.TypedEnqueueRequestsFromMapFunc(func(ctx context.Context, object T) (mapped []reconcile.Request) {
-		_ = panics.Confined(log.FromContext(ctx), panics.Objects, "a change is passed over because of a bug in the agent", func() error {
+		_ = panics.Confined(log.FromContext(ctx), panics.Objects, "a change is ignored because of a bug in the agent", func() error {
 			mapped = requests(ctx, object)
 			return nil
 		}, "object", object)
@@ -300,6 +309,7 @@ func (c *View) list(ctx context.Context, options ...client.ListOption) []reconci
 
 // Reconcile updates one node group.
 func (c *View) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	// Also after an error: one group must not keep the agent from serving the others.
 	defer c.initialSync.Seen(request.NamespacedName)
 	md := &clusterv1.MachineDeployment{}
 	err := c.client.Get(ctx, request.NamespacedName, md)
@@ -315,10 +325,16 @@ func (c *View) Reconcile(ctx context.Context, request reconcile.Request) (reconc
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	object, templateErr := c.templates.Get(ctx, md.Spec.Template.Spec.InfrastructureRef, md.Namespace)
+	ref := md.Spec.Template.Spec.InfrastructureRef
+	object, templateErr := c.templates.Get(ctx, ref, md.Namespace)
+	passing := templateErr != nil && !errors.Is(templateErr, infrastructure.ErrUnusable)
+	if passing {
+		// While a provider is upgraded, its conversion webhook may not answer for minutes. A group that lost
+		// its description meanwhile would be refused, or look cheaper than it is.
+		object = c.lastTemplate(md)
+	}
 	described := capacity.Template{Object: object}
 	if templateErr != nil {
-		ref := md.Spec.Template.Spec.InfrastructureRef
 		described.Problem = &capacity.Problem{
 			Field: "spec.template.spec.infrastructureRef", Value: ref.Kind + "." + ref.APIGroup + "/" + ref.Name, Message: shown(templateErr),
 		}
@@ -347,19 +363,28 @@ func (c *View) Reconcile(ctx context.Context, request reconcile.Request) (reconc
 	if cooling != nil {
 		again = max(time.Second, cooling.RetryAt.Sub(c.Clock.Now()))
 	}
-	c.publish(md, group)
-	if templateErr == nil {
-		return reconcile.Result{RequeueAfter: again}, nil
+	c.publish(md, group, object)
+	if passing {
+		return reconcile.Result{}, templateErr
 	}
-	if errors.Is(templateErr, infrastructure.ErrUnusable) {
+	if templateErr != nil && (again == 0 || templateRetry < again) {
 		// No watch reports what is missing here: the CRD or its label, the agent's rights, or a
 		// template whose kind is not watched yet.
-		if again == 0 || templateRetry < again {
-			again = templateRetry
-		}
-		return reconcile.Result{RequeueAfter: again}, nil
+		again = templateRetry
 	}
-	return reconcile.Result{}, templateErr
+	return reconcile.Result{RequeueAfter: again}, nil
+}
+
+// lastTemplate returns the template that a group was last described with, nil if there is none or if
+// the group refers to another one now.
+func (c *View) lastTemplate(md *clusterv1.MachineDeployment) *unstructured.Unstructured {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	known := c.groups[client.ObjectKeyFromObject(md)]
+	if known == nil || known.uid != md.UID || known.ref != md.Spec.Template.Spec.InfrastructureRef {
+		return nil
+	}
+	return known.template
 }
 
 // shown returns what callers see of an error about a template. The API server's text stays in the
@@ -368,7 +393,7 @@ func shown(err error) string {
 	if errors.Is(err, infrastructure.ErrUnusable) {
 		return err.Error()
 	}
-	return "the template cannot be read now; the agent tries again, and its log has the cause"
+	return "the template cannot be read now; its last content applies if it was read before. The agent tries again, and its log has the cause"
 }
 
 func (c *View) cluster(ctx context.Context, name types.NamespacedName) (*clusterv1.Cluster, error) {
@@ -385,8 +410,8 @@ func (c *View) cluster(ctx context.Context, name types.NamespacedName) (*cluster
 
 // publish puts a group into the cache and reports each of its problems once for as long as the
 // problem lasts.
-func (c *View) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGroup) {
-	fresh, all := c.know(md, group)
+func (c *View) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGroup, template *unstructured.Unstructured) {
+	fresh, all := c.know(md, group, template)
 	c.set(group)
 	c.problems.WithLabelValues(group.Key.Namespace, group.Key.Name).Set(float64(all))
 	for _, problem := range fresh {
@@ -397,7 +422,9 @@ func (c *View) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGrou
 
 // know records what is published of a group. It returns the problems that were not reported yet, and the
 // number of all.
-func (c *View) know(md *clusterv1.MachineDeployment, group nodegroup.NodeGroup) (fresh []capacity.Problem, all int) {
+func (c *View) know(
+	md *clusterv1.MachineDeployment, group nodegroup.NodeGroup, template *unstructured.Unstructured,
+) (fresh []capacity.Problem, all int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	known := c.groups[group.Key]
@@ -420,6 +447,7 @@ func (c *View) know(md *clusterv1.MachineDeployment, group nodegroup.NodeGroup) 
 		present[problem] = struct{}{}
 	}
 	known.reported = present
+	known.ref, known.template = md.Spec.Template.Spec.InfrastructureRef, template
 	return fresh, len(present)
 }
 

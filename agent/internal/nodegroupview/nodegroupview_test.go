@@ -14,6 +14,7 @@ import (
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	eventsv1 "k8s.io/api/events/v1"
@@ -24,6 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/rest"
+	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -80,6 +82,7 @@ type fixture struct {
 	prices    *prometheus.Registry // metrics of the price list
 	nodes     *learned.Nodes
 	clock     *clocktesting.FakePassiveClock // the clock of the observed Nodes
+	now       clock.PassiveClock             // the View's clock: by default the real one
 	config    *rest.Config                   // the account of the View
 }
 
@@ -89,6 +92,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	t.Helper()
 	f := &fixture{
 		T: t, namespace: plane.Namespace(t), registry: prometheus.NewRegistry(), prices: prometheus.NewRegistry(), config: plane.Config,
+		now: clock.RealClock{},
 	}
 	f.cluster = types.NamespacedName{Namespace: f.namespace, Name: "spoke"}
 	f.cache = watchcache.New(watchcache.Options[*agentv1alpha1.NodeGroup]{Equal: nodegroupview.Equal, Buffer: 100, Heartbeat: time.Minute})
@@ -123,7 +127,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	c, err := nodegroupview.New(nodegroupview.Config{
 		Cache: f.cache, Held: f.held, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
 		Settings:    capacity.Settings{SyncedLabels: []*regexp.Regexp{regexp.MustCompile(`^synced\.example\.com/`)}},
-		CoolingDown: engine.CoolingDown, Clock: engine.Clock,
+		CoolingDown: engine.CoolingDown, Clock: f.now,
 		Observed: nodes, PriceList: prices, Pricing: pricing.Policy{Coefficients: pricing.DefaultCoefficients},
 	})
 	require.NoError(t, err)
@@ -344,6 +348,68 @@ func TestKindsThatCannotBeResolvedAreProblemsOfTheirGroupsAlone(t *testing.T) {
 	require.Contains(t, f.until("strange", shown).GetProblems()[0].GetMessage(), "no contract label")
 	require.Empty(t, f.until("good", shown).GetProblems())
 	require.Equal(t, "4", f.group("missing").GetCapacity()["cpu"])
+}
+
+// While a provider is upgraded, its CRD has a new version that only its webhook can convert to, and the webhook does not answer.
+func TestAGroupKeepsItsDescriptionWhileItsTemplateCannotBeRead(t *testing.T) {
+	now := clocktesting.NewFakePassiveClock(time.Now())
+	f := start(t, func(f *fixture) { f.now = now })
+	anything := &apiextensionsv1.CustomResourceValidation{
+		OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{Type: "object", XPreserveUnknownFields: new(true)},
+	}
+	crd := &apiextensionsv1.CustomResourceDefinition{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: "machinetemplates." + f.namespace + ".example.com", Labels: map[string]string{"cluster.x-k8s.io/v1beta2": "v1"},
+		},
+		Spec: apiextensionsv1.CustomResourceDefinitionSpec{
+			Group: f.namespace + ".example.com", Scope: apiextensionsv1.NamespaceScoped,
+			Names: apiextensionsv1.CustomResourceDefinitionNames{
+				Kind: "MachineTemplate", ListKind: "MachineTemplateList", Plural: "machinetemplates", Singular: "machinetemplate",
+			},
+			Versions: []apiextensionsv1.CustomResourceDefinitionVersion{
+				{Name: "v1", Served: true, Storage: true, Schema: anything}, {Name: "v2", Served: true, Schema: anything},
+			},
+		},
+	}
+	plane.Create(t, crd)
+	template := capitest.NewInfrastructureTemplate(f.namespace, "small", nil)
+	template.SetAPIVersion(crd.Spec.Group + "/v1")
+	template.SetKind("MachineTemplate")
+	template.Object["status"] = map[string]any{"capacity": map[string]any{"cpu": "8", "memory": "32Gi", "nvidia.com/gpu": int64(1)}}
+	require.EventuallyWithT(t, func(t *assert.CollectT) {
+		require.NoError(t, plane.Client.Create(f.Context(), template.DeepCopy()))
+	}, patience, 50*time.Millisecond, "the new kind is served")
+	small := capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0)
+	small.Spec.Template.Spec.InfrastructureRef.Kind, small.Spec.Template.Spec.InfrastructureRef.APIGroup = "MachineTemplate", crd.Spec.Group
+	plane.Create(t, small)
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetCapacity()["cpu"] == "8" })
+
+	f.change(crd, func() {
+		crd.Labels["cluster.x-k8s.io/v1beta2"] = "v1_v2"
+		crd.Spec.Conversion = &apiextensionsv1.CustomResourceConversion{
+			Strategy: apiextensionsv1.WebhookConverter,
+			Webhook: &apiextensionsv1.WebhookConversion{
+				ClientConfig:             &apiextensionsv1.WebhookClientConfig{URL: new("https://127.0.0.1:1/convert")},
+				ConversionReviewVersions: []string{"v1"},
+			},
+		}
+	})
+	now.SetTime(now.Now().Add(time.Hour)) // versions are looked up again
+	f.change(small, func() { capitest.Annotated(capacity.MaxPodsAnnotation, "20")(small) })
+	during := f.until("small", func(g *agentv1alpha1.NodeGroup) bool {
+		return g.GetCapacity()["pods"] == "20" && len(g.GetProblems()) > 0
+	})
+	require.Equal(t, "8", during.GetCapacity()["cpu"])
+	require.Equal(t, "1", during.GetCapacity()["nvidia.com/gpu"])
+	require.Equal(t, []string{"spec.template.spec.infrastructureRef"}, problemFields(during))
+
+	f.change(small, func() { small.Spec.Template.Spec.InfrastructureRef.Name = "other" })
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetCapacity()["cpu"] == "" })
+	f.change(small, func() { small.Spec.Template.Spec.InfrastructureRef.Name = "small" })
+	f.change(crd, func() { crd.Spec.Conversion = nil })
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool {
+		return g.GetCapacity()["cpu"] == "8" && len(g.GetProblems()) == 0
+	})
 }
 
 func TestProblemsAreReportedOnceEachAndCounted(t *testing.T) {
