@@ -24,14 +24,15 @@ type Claims interface {
 	Subscribe() *agentclient.Subscription
 }
 
-// NodeClaims returns a source that enqueues the NodeClaim of each claim that appears or changes. A
-// claim that leaves the mirror triggers nothing, because its NodeClaim's name is lost with it;
-// controllers must also check periodically.
+// NodeClaims returns a source that enqueues the NodeClaim of each claim that appears, changes or leaves
+// the mirror. A claim leaves it if the hub no longer has it: normally long after its NodeClaim, but also
+// when the hub has been restored from a backup.
 func NodeClaims(claims Claims) source.Source {
 	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		go func() {
 			subscription := claims.Subscribe()
 			defer subscription.Close()
+			names := map[string]string{} // of the NodeClaims, by the claims that were seen
 			for {
 				select {
 				case <-ctx.Done():
@@ -39,8 +40,15 @@ func NodeClaims(claims Claims) source.Source {
 				case <-subscription.Changed():
 				}
 				for _, id := range subscription.Take() {
-					if claim, ok := claims.Get(id); ok && claim.GetDisplayName() != "" {
-						queue.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: claim.GetDisplayName()}})
+					name := names[id]
+					if claim, ok := claims.Get(id); ok {
+						name = claim.GetDisplayName()
+						names[id] = name
+					} else {
+						delete(names, id)
+					}
+					if name != "" {
+						queue.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: name}})
 					}
 				}
 			}

@@ -43,6 +43,35 @@ func TestNodeClaimsAreWokenByTheirClaims(t *testing.T) {
 	until("before")
 }
 
+// A hub that was restored from a backup does not have the claims that were made since.
+func TestANodeClaimIsWokenWhenTheHubNoLongerHasItsClaim(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	nodeClaim := w.Launched("lost")
+	id := string(nodeClaim.UID)
+	queue := workqueue.NewTypedRateLimitingQueue(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
+	t.Cleanup(queue.ShutDown)
+	require.NoError(t, claimsource.NodeClaims(w.Claims).Start(t.Context(), queue))
+	woken := func() bool {
+		if queue.Len() == 0 {
+			return false
+		}
+		request, _ := queue.Get()
+		queue.Done(request)
+		return request.Name == "lost"
+	}
+	_, err := w.Client.Claims.ReleaseClaim(w.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: w.Cluster, ClaimId: id})
+	require.NoError(t, err)
+	w.Eventually(func() bool {
+		claim, _ := w.Claims.Get(id)
+		return woken() && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
+	}, "it is woken by the end of its claim")
+	require.False(t, woken(), "nothing else has happened")
+	w.Agent.Forget(w.Cluster, id)
+	w.Eventually(woken, "it is woken although the claim's name is gone with it")
+	_, known := w.Claims.Get(id)
+	require.False(t, known)
+}
+
 type synced chan struct{}
 
 func (s synced) Synced() <-chan struct{} { return s }
