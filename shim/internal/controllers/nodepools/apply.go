@@ -155,7 +155,8 @@ func (c *Controller) update(ctx context.Context, live *metav1.PartialObjectMetad
 	return c.Kube.Apply(ctx, client.ApplyConfigurationFromUnstructured(wanted), options...)
 }
 
-// removeUnpublished deletes or releases the objects that carry our label and are not published.
+// removeUnpublished deletes or releases the objects that carry our label and are not published. It tries those
+// that it could not change again at the next interval.
 func (c *Controller) removeUnpublished(ctx context.Context) error {
 	ours, err := c.ours(ctx)
 	if err != nil {
@@ -194,7 +195,10 @@ func (c *Controller) removeUnpublished(ctx context.Context) error {
 			continue
 		}
 		if err := c.remove(ctx, object); client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) {
-			return fmt.Errorf("ending the publication of %s %s: %w", object.Kind, object.Name, err)
+			// One that an admission webhook protects must not keep the others, or the report.
+			log.FromContext(ctx).Error(err, "an object that the hub no longer publishes cannot be changed", "kind", object.Kind, "name", object.Name)
+			c.announce(object, corev1.EventTypeWarning, "UnpublishingRefused",
+				fmt.Sprintf("The hub no longer publishes this object, and the shim tries again: %v", err))
 		}
 	}
 	return nil
@@ -231,7 +235,7 @@ func (c *Controller) keep(ctx context.Context, object *metav1.PartialObjectMetad
 	set, key := object.Labels[v1alpha1.PublishedByLabel], keyOf(object)
 	if _, known := c.kept[key]; !known {
 		log.FromContext(ctx).Info("keeping an object whose NodePoolSet is not in the hub", "kind", object.Kind, "name", object.Name, "set", set)
-		c.announce(object, "NodePoolSetMissing", fmt.Sprintf("The hub has no NodePoolSet %s: this object is left unchanged. "+
+		c.announce(object, corev1.EventTypeNormal, "NodePoolSetMissing", fmt.Sprintf("The hub has no NodePoolSet %s: this object is left unchanged. "+
 			"To make it the spoke's own, remove the label %s.", set, v1alpha1.PublishedByLabel))
 	}
 	c.kept[key] = c.Clock.Now()
@@ -246,7 +250,8 @@ func (c *Controller) remove(ctx context.Context, object *metav1.PartialObjectMet
 	made := object.Annotations[v1alpha1.PublishedFromAnnotation] == c.Cluster.GetNamespace()+"/"+set
 	if made && object.Annotations[v1alpha1.PublishedPolicyAnnotation] == deletes {
 		log.FromContext(ctx).Info("deleting an object that the hub no longer publishes", "kind", object.Kind, "name", object.Name, "set", set)
-		c.announce(object, "Unpublished", "The NodePoolSet "+set+" no longer publishes this object. Its deletion policy is Delete.")
+		c.announce(object, corev1.EventTypeNormal, "Unpublished",
+			"The NodePoolSet "+set+" no longer publishes this object. Its deletion policy is Delete.")
 		return c.Kube.Delete(ctx, object, client.Preconditions{UID: &object.UID, ResourceVersion: &object.ResourceVersion})
 	}
 	before := object.DeepCopy()
@@ -257,13 +262,14 @@ func (c *Controller) remove(ctx context.Context, object *metav1.PartialObjectMet
 	err := c.Kube.Patch(ctx, object, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(FieldManager))
 	if err == nil {
 		log.FromContext(ctx).Info("keeping an object that the hub no longer publishes", "kind", object.Kind, "name", object.Name, "set", set)
-		c.announce(object, "Unpublished", "The NodePoolSet "+set+" no longer publishes this object. It is kept, and now belongs to the spoke.")
+		c.announce(object, corev1.EventTypeNormal, "Unpublished",
+			"The NodePoolSet "+set+" no longer publishes this object. It is kept, and now belongs to the spoke.")
 	}
 	return err
 }
 
-func (c *Controller) announce(object *metav1.PartialObjectMetadata, reason, message string) {
+func (c *Controller) announce(object *metav1.PartialObjectMetadata, kind, reason, message string) {
 	c.Recorder.Publish(events.Event{
-		InvolvedObject: object, Type: corev1.EventTypeNormal, Reason: reason, Message: message, DedupeValues: []string{string(object.UID), message},
+		InvolvedObject: object, Type: kind, Reason: reason, Message: message, DedupeValues: []string{string(object.UID), message},
 	})
 }

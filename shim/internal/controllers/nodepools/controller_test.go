@@ -2,10 +2,12 @@ package nodepools_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -17,10 +19,12 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/utils/clock"
 	testclock "k8s.io/utils/clock/testing"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -36,12 +40,12 @@ import (
 )
 
 // kube is a client of a real API server: server-side apply and validation are what is tested.
-var kube client.Client
+var kube client.WithWatch
 
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
-	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
+	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
 	assets := os.Getenv("KUBEBUILDER_ASSETS")
 	if assets == "" {
 		assets = filepath.Join("..", "..", "..", "..", "bin")
@@ -55,7 +59,7 @@ func run(m *testing.M) int {
 	}
 	config, err := env.Start()
 	if err == nil {
-		kube, err = client.New(config, client.Options{Scheme: scheme.Scheme})
+		kube, err = client.NewWithWatch(config, client.Options{Scheme: scheme.Scheme})
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them:", err)
@@ -303,6 +307,32 @@ func TestWhatIsPublishedNoLongerIsKeptOrDeleted(t *testing.T) {
 	require.NoError(t, kube.Update(t.Context(), relabelled))
 	w.unpublish("other")
 	assert.True(t, w.exists("other"), "the label names another NodePoolSet than the one that it was made for")
+}
+
+func TestAnObjectWhoseRemovalIsRefusedHoldsUpNothingElse(t *testing.T) {
+	w := newEnvironment(t)
+	w.publish("a", "", deleted)
+	w.publish("b", "", deleted)
+	refused := true
+	w.controller.Kube = interceptor.NewClient(kube, interceptor.Funcs{
+		Delete: func(ctx context.Context, c client.WithWatch, object client.Object, options ...client.DeleteOption) error {
+			if refused && object.GetName() == "a" {
+				return apierrors.NewForbidden(schema.GroupResource{Resource: "nodepools"}, "a", errors.New("a webhook protects it"))
+			}
+			return c.Delete(ctx, object, options...)
+		},
+	})
+	w.unpublish("a")
+	w.unpublish("b")
+	w.publish("c", "")
+	assert.True(t, w.exists("a"))
+	assert.False(t, w.exists("b"))
+	assert.Empty(t, w.result("c"), "the report arrives")
+	assert.Contains(t, w.recorder.Reasons(), "UnpublishingRefused")
+	assert.Contains(t, strings.Join(w.recorder.Messages(), "\n"), "a webhook protects it")
+	refused = false
+	w.reconcile()
+	assert.False(t, w.exists("a"))
 }
 
 func TestAMissingNodePoolSetRemovesNothing(t *testing.T) {
