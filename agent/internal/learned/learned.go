@@ -22,6 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -68,6 +69,8 @@ type Nodes struct {
 
 	mu     sync.Mutex
 	groups map[types.NamespacedName]shown
+	// untold are the groups that have changed and are not in changes yet.
+	untold sets.Set[types.NamespacedName]
 	// These describe unregistered Nodes. By Cluster: waiting is since when each has been reported
 	// as unregistered, reportedAt is the time of the last report, strandedOf are the groups with
 	// stranded Machines. By group: stranded are these Machines.
@@ -93,6 +96,7 @@ func New(c Config) (*Nodes, error) {
 		Config:     c,
 		changes:    make(chan event.TypedGenericEvent[types.NamespacedName], 1024),
 		groups:     map[types.NamespacedName]shown{},
+		untold:     sets.Set[types.NamespacedName]{},
 		waiting:    map[types.NamespacedName]waiting{},
 		reportedAt: map[types.NamespacedName]time.Time{},
 		stranded:   map[types.NamespacedName]strandedMachines{},
@@ -136,6 +140,9 @@ func (n *Nodes) Forget(group types.NamespacedName) {
 // capacity are not learned from. Neither are Nodes whose Machine is not known, belongs to another
 // Cluster, or was not created from its group's current template.
 func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes []Node) {
+	for _, group := range n.takeUntold() {
+		n.tell(ctx, group)
+	}
 	report := report{n: n, cluster: cluster, templates: map[types.NamespacedName]string{}, groups: map[types.NamespacedName]*member{}}
 	for i := range nodes {
 		n.unusable.Add(float64(nodes[i].Unusable))
@@ -154,12 +161,31 @@ func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes 
 	n.reportStranded(ctx, &report, nodes)
 }
 
-// tell publishes that the observations of a group have changed, unless the call has ended.
+// tell publishes that the observations of a group have changed. If the call has ended and the channel is
+// full, the next report does so.
 func (n *Nodes) tell(ctx context.Context, group types.NamespacedName) {
-	select {
-	case n.changes <- event.TypedGenericEvent[types.NamespacedName]{Object: group}:
-	case <-ctx.Done():
+	change := event.TypedGenericEvent[types.NamespacedName]{Object: group}
+	select { // with both cases below ready, one would be chosen at random
+	case n.changes <- change:
+		return
+	default:
 	}
+	select {
+	case n.changes <- change:
+	case <-ctx.Done():
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		n.untold.Insert(group)
+	}
+}
+
+// takeUntold returns the groups whose changes could not be published.
+func (n *Nodes) takeUntold() []types.NamespacedName {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	groups := n.untold.UnsortedList()
+	n.untold.Clear()
+	return groups
 }
 
 // member is a node group with the reported Nodes of its current template.

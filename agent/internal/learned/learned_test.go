@@ -1,7 +1,9 @@
 package learned_test
 
 import (
+	"context"
 	"fmt"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -258,6 +260,33 @@ func TestWhatIsRememberedIsBounded(t *testing.T) {
 	f.report(learned.Node{ProviderID: "test://a", Capacity: has})
 	require.Len(t, f.known().Capacity, 32)
 	require.Empty(t, f.report(learned.Node{ProviderID: "test://a", Capacity: has}))
+}
+
+// A call that takes long ends before its report is processed.
+func TestAReportOfACallThatHasEndedIsPublished(t *testing.T) {
+	f := start(t)
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	node := func(cpu int) []learned.Node {
+		resources := list("cpu", strconv.Itoa(cpu), "memory", "8Gi")
+		return []learned.Node{{ProviderID: "test://a", Capacity: resources, Allocatable: resources}}
+	}
+	for cpu := range 50 {
+		f.nodes.Report(ended, spoke, node(cpu+1))
+		select {
+		case change := <-f.nodes.Changes():
+			require.Equal(t, group, change.Object)
+		default:
+			require.FailNow(t, "the change is not published", "report %d", cpu)
+		}
+	}
+	for cpu := range cap(f.nodes.Changes()) + 1 {
+		f.nodes.Report(ended, spoke, node(cpu+100))
+	}
+	for range cap(f.nodes.Changes()) {
+		<-f.nodes.Changes()
+	}
+	require.Equal(t, []types.NamespacedName{group}, f.report(node(cap(f.nodes.Changes())+100)...), "the channel was full")
 }
 
 func TestUnusableValuesAreCounted(t *testing.T) {
