@@ -15,6 +15,7 @@ import (
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/grpclog"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
@@ -98,6 +99,33 @@ func TestAgentThatComesLaterIsFound(t *testing.T) {
 	require.NoError(t, err)
 	agent.Serve(listener)
 	require.Eventually(t, func() bool { return getStatus(t.Context(), c) == nil }, patience, 10*time.Millisecond)
+}
+
+func TestCloseEndsMirrors(t *testing.T) {
+	agent, options := onSocket(t)
+	mine, err := client.New(options)
+	require.NoError(t, err)
+	conn, err := grpc.NewClient(options.Address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, conn.Close()) })
+	agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "a"})
+	for name, c := range map[string]*client.Client{"own connection": mine, "another's connection": client.FromConn(conn, options)} {
+		mirror := c.MirrorNodeGroups(fakeagent.DefaultCluster())
+		ended := make(chan error, 1)
+		go func() { ended <- mirror.Run(context.Background()) }()
+		bounded, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		require.NoError(t, mirror.WaitForSync(bounded), name)
+		require.NoError(t, c.Close())
+		select {
+		case err := <-ended:
+			require.NoError(t, err, name)
+		case <-bounded.Done():
+			require.FailNow(t, "the mirror goes on", name)
+		}
+		require.NoError(t, mirror.Run(context.Background()), "a mirror that is started afterwards ends at once")
+		_ = c.Close()
+	}
 }
 
 func TestUnavailableIsRepeatedAFewTimes(t *testing.T) {

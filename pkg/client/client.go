@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -35,6 +36,8 @@ type Client struct {
 	options Options
 	conn    grpc.ClientConnInterface
 	close   []func() error
+	closed  chan struct{} // closed by end
+	end     func()
 	source  certificates.Source // nil without TLS
 }
 
@@ -98,6 +101,7 @@ func FromConn(conn grpc.ClientConnInterface, options Options) *Client {
 
 func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
 	wrapped := &caller{conn: conn, timeout: options.Timeout, logger: options.Logger, traceID: options.TraceID, clock: options.Clock}
+	closed := make(chan struct{})
 	return &Client{
 		NodeGroups: agentv1alpha1.NewNodeGroupServiceClient(wrapped),
 		Claims:     agentv1alpha1.NewClaimServiceClient(wrapped),
@@ -108,6 +112,8 @@ func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
 		Issuer:     agentv1alpha1.NewCertificateServiceClient(wrapped),
 		options:    options,
 		conn:       wrapped,
+		closed:     closed,
+		end:        sync.OnceFunc(func() { close(closed) }),
 	}
 }
 
@@ -115,9 +121,10 @@ func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
 // for the agent's other services, such as health and reflection.
 func (c *Client) Conn() grpc.ClientConnInterface { return c.conn }
 
-// Close ends every call and mirror of the client. It closes the connection, unless that was passed
-// to [FromConn].
+// Close ends the client's mirrors. It also closes the connection, which ends every call, unless that
+// was passed to [FromConn].
 func (c *Client) Close() error {
+	c.end()
 	var errs []error
 	for _, f := range c.close {
 		errs = append(errs, f())

@@ -44,6 +44,7 @@ type Mirror[T proto.Message] struct {
 	heartbeatInterval time.Duration
 	backoff           wait.Backoff
 	synced            chan struct{}
+	closed            <-chan struct{} // the client's
 
 	mu            sync.RWMutex
 	view          map[string]T
@@ -104,6 +105,7 @@ func newMirror[T proto.Message](
 		heartbeatInterval: c.options.HeartbeatInterval,
 		backoff:           wait.Backoff{Duration: 200 * time.Millisecond, Factor: 2, Jitter: 0.5, Steps: 10, Cap: 5 * time.Second},
 		synced:            make(chan struct{}),
+		closed:            c.closed,
 		view:              map[string]T{},
 		indexed:           map[string]map[string]T{},
 		subscriptions:     map[*Subscription]struct{}{},
@@ -111,9 +113,18 @@ func newMirror[T proto.Message](
 	}
 }
 
-// Run keeps the view current until ctx is done, and then returns nil. Whatever ends a stream, it
-// reconnects with backoff. It must only be called once.
+// Run keeps the view current until ctx is done or the client is closed, and then returns nil. Whatever
+// ends a stream, it reconnects with backoff. It must only be called once.
 func (m *Mirror[T]) Run(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	go func() {
+		select {
+		case <-m.closed:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
 	m.mu.Lock()
 	m.state.Since = m.clock.Now()
 	m.mu.Unlock()
