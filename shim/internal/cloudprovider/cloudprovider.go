@@ -174,8 +174,6 @@ func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		c.tellStuck(nodeClaim, claim.GetMachine())
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
-	defer cancel()
 	ctx, end := c.trace(ctx, "Delete", nodeClaim)
 	err := c.release(ctx, nodeClaim)
 	end(cloudprovider.IgnoreNodeClaimNotFoundError(err)) // not found means success here
@@ -184,7 +182,9 @@ func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 
 func (c *CloudProvider) release(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 	// This must precede the release: a released UID can no longer claim anything.
-	machine, err := c.Unclaimed.Of(ctx, nodeClaim)
+	looking, cancel := context.WithTimeout(ctx, c.Timeout)
+	defer cancel()
+	machine, err := c.Unclaimed.Of(looking, nodeClaim)
 	unknown := errors.Is(err, unclaimed.ErrUnknownMachine)
 	if err != nil && !unknown {
 		return fmt.Errorf("looking for a machine without a claim: %w", err)
@@ -194,6 +194,8 @@ func (c *CloudProvider) release(ctx context.Context, nodeClaim *karpv1.NodeClaim
 			return err
 		}
 	}
+	ctx, cancel = context.WithTimeout(ctx, c.Timeout) // not that of an adoption, which takes longer
+	defer cancel()
 	switch adopting, err := c.adopting(ctx, nodeClaim); {
 	case err != nil:
 		return err

@@ -194,6 +194,14 @@ func TestAnAdoptionMayTakeLongerThanAnotherCall(t *testing.T) {
 	assert.Equal(t, machine.GetName(), w.Agent.Claim(w.Cluster, string(begun.UID)).GetAdoptMachine())
 }
 
+func TestDeleteGivesAnAdoptionItsTime(t *testing.T) {
+	w, left, machine := leftBehind(t)
+	w.CloudProvider.Timeout = time.Second
+	w.Agent.Delay("CreateClaim", 2*time.Second)
+	require.NoError(t, w.CloudProvider.Delete(w.Context(), left))
+	assert.Equal(t, machine.GetName(), w.Agent.Claim(w.Cluster, string(left.UID)).GetAdoptMachine())
+}
+
 // Another provider may have chosen a Machine twice.
 func TestCreateLeavesTheMachineOfAnotherNodeClaimToIt(t *testing.T) {
 	w, left, machine := leftBehind(t)
