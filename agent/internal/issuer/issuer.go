@@ -9,6 +9,7 @@ import (
 	"crypto/ed25519"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/tls"
 	"crypto/rsa"
 	"crypto/sha256"
 	"crypto/x509"
@@ -114,13 +115,9 @@ func (a *Authority) signer() ([]*x509.Certificate, crypto.Signer, error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("the issuer's %w", err)
 	}
-	chain := make([]*x509.Certificate, 0, len(pair.Certificate))
-	for _, der := range pair.Certificate {
-		certificate, err := x509.ParseCertificate(der)
-		if err != nil {
-			return nil, nil, fmt.Errorf("the issuer's certificate %s: %w", a.files.CertFile, err)
-		}
-		chain = append(chain, certificate)
+	chain, err := Chain(pair)
+	if err != nil {
+		return nil, nil, fmt.Errorf("the issuer's certificate %s: %w", a.files.CertFile, err)
 	}
 	if !chain[0].IsCA {
 		return nil, nil, fmt.Errorf("the issuer's certificate %s is not one of an authority (CA:TRUE is missing)", a.files.CertFile)
@@ -130,6 +127,19 @@ func (a *Authority) signer() ([]*x509.Certificate, crypto.Signer, error) {
 		return nil, nil, fmt.Errorf("the issuer's key %s cannot sign", a.files.KeyFile)
 	}
 	return chain, signer, nil
+}
+
+// Chain returns a pair's certificates: its own, and those above it.
+func Chain(pair *tls.Certificate) ([]*x509.Certificate, error) {
+	chain := make([]*x509.Certificate, 0, len(pair.Certificate))
+	for _, der := range pair.Certificate {
+		certificate, err := x509.ParseCertificate(der)
+		if err != nil {
+			return nil, err
+		}
+		chain = append(chain, certificate)
+	}
+	return chain, nil
 }
 
 // serverAuthorities returns only the certificates of the file, without any other content. They must
@@ -191,18 +201,12 @@ func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Du
 	if err != nil {
 		return Certificate{}, err
 	}
-	signed, err := Sign(chain[0], signer, key, id, a.clock.Now(), lifetime)
+	signed, err := Sign(chain, signer, key, id, a.clock.Now(), lifetime)
 	if err != nil {
 		return Certificate{}, err
 	}
 	if signed.ServerAuthorities, err = a.serverAuthorities(); err != nil {
 		return Certificate{}, err
-	}
-	for _, above := range chain {
-		// The verifying side has the root.
-		if !bytes.Equal(above.RawIssuer, above.RawSubject) {
-			signed.Chain = append(signed.Chain, pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: above.Raw})...)
-		}
 	}
 	// A caller that replaces its certificate by one that the agent rejects could no longer call.
 	callers, err := a.followed.Authorities()
@@ -216,15 +220,16 @@ func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Du
 	return signed, nil
 }
 
-// Sign signs a client certificate with an authority, like [Authority.Issue]. The chain consists of
-// the certificate alone.
+// Sign signs a client certificate like [Authority.Issue], with the authority that is the first
+// certificate of its chain. The others are intermediates, which the new certificate's chain has as well.
 func Sign(
-	authority *x509.Certificate, signer crypto.Signer, key crypto.PublicKey, id spiffeid.ID, now time.Time, lifetime time.Duration,
+	chain []*x509.Certificate, signer crypto.Signer, key crypto.PublicKey, id spiffeid.ID, now time.Time, lifetime time.Duration,
 ) (Certificate, error) {
 	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), serialBits))
 	if err != nil {
 		return Certificate{}, fmt.Errorf("generating a serial number: %w", err)
 	}
+	authority := chain[0]
 	end := now.Add(lifetime)
 	if authority.NotAfter.Before(end) {
 		end = authority.NotAfter
@@ -249,9 +254,16 @@ func Sign(
 	if err != nil {
 		return Certificate{}, fmt.Errorf("signing a certificate for %s: %w", id, err)
 	}
+	encoded := pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: der})
+	for _, above := range chain {
+		// The verifying side has the root.
+		if !bytes.Equal(above.RawIssuer, above.RawSubject) {
+			encoded = append(encoded, pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: above.Raw})...)
+		}
+	}
 	return Certificate{
 		leaf:     leaf,
-		Chain:    pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: der}),
+		Chain:    encoded,
 		NotAfter: end.Truncate(time.Second),
 		// The second half of its lifetime is left to reach the agent.
 		RenewAt: now.Add(end.Sub(now) / 2).Truncate(time.Second),

@@ -108,7 +108,7 @@ func Prepare(ctx context.Context, hub client.Reader, o Options, c clock.PassiveC
 		return nil, fmt.Errorf("the Cluster %s is already onboarded; --again creates a new onboarding, which revokes the current certificate of its "+
 			"shim at once", o.Cluster)
 	}
-	authority, signer, serverCA, err := readIssuer(ctx, hub, o)
+	chain, signer, serverCA, err := readIssuer(ctx, hub, o)
 	if err != nil {
 		return nil, err
 	}
@@ -129,7 +129,7 @@ func Prepare(ctx context.Context, hub client.Reader, o Options, c clock.PassiveC
 	if err != nil {
 		return nil, fmt.Errorf("encoding a key: %w", err)
 	}
-	certificate, err := issuer.Sign(authority, signer, key.Public(), identity, c.Now(), o.ValidFor)
+	certificate, err := issuer.Sign(chain, signer, key.Public(), identity, c.Now(), o.ValidFor)
 	if err != nil {
 		return nil, err
 	}
@@ -147,10 +147,10 @@ func Prepare(ctx context.Context, hub client.Reader, o Options, c clock.PassiveC
 	return onboarding, nil
 }
 
-// readIssuer reads the secret with the agent's issuer. It returns the issuer's certificate and key,
-// and the authorities of the agent's own certificate.
-func readIssuer(ctx context.Context, hub client.Reader, o Options) (*x509.Certificate, crypto.Signer, []byte, error) {
-	fail := func(format string, args ...any) (*x509.Certificate, crypto.Signer, []byte, error) {
+// readIssuer reads the secret with the agent's issuer. It returns the chain of the issuer's certificate and
+// its key, and the authorities of the agent's own certificate.
+func readIssuer(ctx context.Context, hub client.Reader, o Options) ([]*x509.Certificate, crypto.Signer, []byte, error) {
+	fail := func(format string, args ...any) ([]*x509.Certificate, crypto.Signer, []byte, error) {
 		return nil, nil, nil, fmt.Errorf("the issuer's secret %s: %w", o.Issuer, fmt.Errorf(format, args...))
 	}
 	var secret corev1.Secret
@@ -178,7 +178,11 @@ func readIssuer(ctx context.Context, hub client.Reader, o Options) (*x509.Certif
 	if !x509.NewCertPool().AppendCertsFromPEM(serverCA) {
 		return nil, nil, nil, errors.New("the authorities of the agent's certificate: there is no certificate in them")
 	}
-	return pair.Leaf, signer, serverCA, nil
+	chain, err := issuer.Chain(&pair)
+	if err != nil {
+		return fail("%s: %w", corev1.TLSCertKey, err)
+	}
+	return chain, signer, serverCA, nil
 }
 
 // Begin writes the onboarding to the Cluster's Spoke, which will record the use of the bootstrap
@@ -414,7 +418,7 @@ func Remove(ctx context.Context, hub client.Client, namespaces []string, serves 
 			changed := cluster.DeepCopy()
 			delete(changed.Labels, v1alpha1.OnboardingLabel)
 			if err := hub.Patch(ctx, changed, client.MergeFrom(cluster)); client.IgnoreNotFound(err) != nil {
-				return removed, fmt.Errorf("taking the onboarding off the Cluster %s: %w", client.ObjectKeyFromObject(cluster), err)
+				return removed, fmt.Errorf("removing the onboarding from the Cluster %s: %w", client.ObjectKeyFromObject(cluster), err)
 			}
 			removed++
 		}
