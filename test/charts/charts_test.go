@@ -293,7 +293,7 @@ func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
 	for _, c := range charts {
 		t.Run(c.name, func(t *testing.T) {
 			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set",
-				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,"+
+				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,metrics.podMonitor=null,"+
 					"metrics.prometheusRule=null,metrics.dashboard=null,tracing=null,networkPolicy=null"+
 					lo.Ternary(c.name == "shim", ",agent.enrollment=null", ""))
 			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
@@ -332,6 +332,29 @@ func TestMetricsAreSecureUnlessTheValuesSayOtherwise(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+func TestAPodMonitorScrapesAsAServiceMonitorDoes(t *testing.T) {
+	for _, c := range charts {
+		t.Run(c.name, func(t *testing.T) {
+			defaults := filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml")
+			endpoint := func(kind, list, set string) map[string]any {
+				monitor, found := lo.Find(render(t, c, defaults, "--set", set), func(o *unstructured.Unstructured) bool { return o.GetKind() == kind })
+				require.True(t, found)
+				endpoints, _, err := unstructured.NestedSlice(monitor.Object, "spec", list)
+				require.NoError(t, err)
+				require.Len(t, endpoints, 1)
+				endpoint, ok := endpoints[0].(map[string]any)
+				require.True(t, ok)
+				return endpoint
+			}
+			const token = ".authorization.credentials.name=token"
+			for _, more := range []string{"", "metrics.tls.secretName=metrics,", "metrics.secure=false,"} {
+				require.Equal(t, endpoint("ServiceMonitor", "endpoints", more+"metrics.serviceMonitor.enabled=true,metrics.serviceMonitor"+token),
+					endpoint("PodMonitor", "podMetricsEndpoints", more+"metrics.podMonitor.enabled=true,metrics.podMonitor"+token), more)
+			}
+		})
 	}
 }
 
@@ -808,6 +831,16 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 			"tls.volume.csi.driver=d,tls.certManager.enabled=false,metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.tlsConfig is required",
 		},
 		{
+			"a PodMonitor that cannot verify", charts[0],
+			"tls.volume.csi.driver=d,tls.certManager.enabled=false,metrics.podMonitor.enabled=true,metrics.podMonitor.authorization.type=Bearer",
+			"metrics.podMonitor.tlsConfig is required",
+		},
+		{"a PodMonitor without a token", charts[0], "metrics.podMonitor.enabled=true", "metrics.podMonitor.authorization is required"},
+		{
+			"two monitors", charts[0], "metrics.podMonitor.enabled=true,metrics.serviceMonitor.enabled=true",
+			"metrics.podMonitor excludes metrics.serviceMonitor",
+		},
+		{
 			"authorities in two places", charts[0], "tls.authorities.configMapName=a,tls.authorities.secretName=b",
 			"tls.authorities.configMapName excludes tls.authorities.secretName",
 		},
@@ -824,11 +857,6 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 		{"a port on nodes that the service does not have", charts[0], "service.nodePort=30443", "service.nodePort needs"},
 		{"a traffic policy inside a cluster", charts[0], "service.externalTrafficPolicy=Local", "service.externalTrafficPolicy needs"},
 		{
-			"the role of an enrollment in another cluster", charts[1],
-			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,agent.enrollment.enabled=true,kubeconfig.secretName=k,metrics.secure=false",
-			"rbac.create must be false",
-		},
-		{
 			"one secret for both sides of an enrollment", charts[1],
 			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,agent.enrollment.enabled=true,agent.enrollment.identitySecretName=s," +
 				"agent.enrollment.bootstrapSecretName=s",
@@ -841,6 +869,18 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 			require.Error(t, err)
 			require.Contains(t, stderr, tc.says)
 		})
+	}
+}
+
+// The spoke's API server is the only one that a hub-hosted shim calls.
+func TestAHubHostedShimHasNoRightsInTheHub(t *testing.T) {
+	for _, set := range []string{"", ",agent.enrollment.enabled=true", ",settings.featureGates.PodDeletionCostManagement=true", ",rbac.create=true"} {
+		stdout, stderr, err := helm(t, "template", charts[1].release, chartPath(t, charts[1]), "--set",
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,kubeconfig.secretName=k,metrics.secure=false"+set)
+		require.NoError(t, err, stderr)
+		require.Contains(t, stdout, "kind: Deployment")
+		require.NotContains(t, stdout, "authorization.k8s.io", set)
+		require.NotContains(t, stdout, "admissionregistration.k8s.io", set)
 	}
 }
 
@@ -975,7 +1015,7 @@ func chartPath(t *testing.T, c chart) string {
 // root returns the repository's folder.
 func root(t *testing.T) string {
 	t.Helper()
-	// They tell the test cache that the charts and two pages are an input.
+	// They declare the charts and two pages as inputs of the test cache.
 	_, _ = os.Getenv("TESTED_CHARTS"), os.Getenv("TESTED_REFERENCE")
 	dir, err := os.Getwd()
 	if err != nil {

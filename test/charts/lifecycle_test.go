@@ -492,7 +492,7 @@ func (h *hub) runPod(t *testing.T, r release, binary string, files *strings.Repl
 	kubeconfig := h.accountsKubeconfig(t, r.namespace, spec.ServiceAccountName)
 	args := lo.Map(container.Args, func(arg string, _ int) string { return files.Replace(arg) })
 
-	_ = os.Getenv("TESTED_BINARIES") // tells the test cache that the binary's sources are an input
+	_ = os.Getenv("TESTED_BINARIES") // declares the binary's sources as inputs of the test cache
 	log, err := os.Create(filepath.Join(t.TempDir(), binary+".log"))
 	require.NoError(t, err)
 	process := exec.Command(filepath.Join(root(t), "bin", binary), args...)

@@ -66,6 +66,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if and .Values.metrics.serviceMonitor.enabled (include "capi-agent.metricsSecure" .) (not .Values.metrics.tls.secretName) (not .Values.metrics.serviceMonitor.tlsConfig) }}
 {{- fail "metrics.serviceMonitor.tlsConfig is required with tls.volume: Prometheus cannot read the authority of the certificate from a volume of the agent" }}
 {{- end }}
+{{- if and (dig "podMonitor" "enabled" false .Values.metrics) (include "capi-agent.metricsSecure" .) (not .Values.metrics.tls.secretName) (not .Values.metrics.podMonitor.tlsConfig) }}
+{{- fail "metrics.podMonitor.tlsConfig is required with tls.volume: Prometheus cannot read the authority of the certificate from a volume of the agent" }}
+{{- end }}
 {{- include "capi-agent.authorities" . }}
 {{- toYaml .Values.tls.volume }}
 {{- else if include "capi-agent.authorities" . }}
@@ -239,5 +242,18 @@ true
 {{- define "capi-agent.metricsSecretName" -}}
 {{- if include "capi-agent.metricsSecure" . }}
 {{- with .Values.metrics.tls }}{{ .secretName }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* How a monitor verifies the certificate of the metrics, in root, the chart's context. Own is what the values say. */}}
+{{- define "capi-agent.metricsTLSConfig" -}}
+{{- if .own -}}
+{{- toYaml .own -}}
+{{- else -}}
+ca:
+  secret:
+    name: {{ include "capi-agent.metricsSecretName" .root | default (include "capi-agent.tlsSecretName" .root) }}
+    key: ca.crt
+serverName: {{ include "capi-agent.fullname" .root }}{{ if include "capi-agent.metricsSecretName" .root }}-metrics{{ end }}.{{ .root.Release.Namespace }}.svc
 {{- end }}
 {{- end }}

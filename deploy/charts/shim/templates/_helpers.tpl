@@ -115,9 +115,6 @@ secret:
 {{- if or .Values.tls.secretName .Values.tls.volume -}}
 {{- fail "tls.secretName and tls.volume exclude agent.enrollment.enabled, with which the agent issues the certificate: set one of them to its default" -}}
 {{- end -}}
-{{- if and .Values.kubeconfig.secretName .Values.rbac.create -}}
-{{- fail "rbac.create must be false with kubeconfig.secretName and agent.enrollment.enabled: the chart's role is not in the spoke" -}}
-{{- end -}}
 {{- if eq (include "karpenter.identitySecretName" .) (include "karpenter.bootstrapSecretName" .) -}}
 {{- fail "agent.enrollment.identitySecretName and agent.enrollment.bootstrapSecretName are the same: use a separate secret for the shim's own key" -}}
 {{- end -}}
@@ -149,6 +146,13 @@ true
 {{- end }}
 {{- end }}
 
+{{/* Whether to create roles: "true" or nothing. In the hub they would give rights there, which the shim does not need. */}}
+{{- define "karpenter.rbac" -}}
+{{- if and .Values.rbac.create (not .Values.kubeconfig.secretName) -}}
+true
+{{- end }}
+{{- end }}
+
 {{/* Whether metrics are served over HTTPS, to authorized readers: "true" or nothing. Values of an older release do not say. */}}
 {{- define "karpenter.metricsSecure" -}}
 {{- if ne (toString .Values.metrics.secure) "false" -}}
@@ -163,5 +167,20 @@ true
 {{- define "karpenter.metricsSecretName" -}}
 {{- if and (not .Values.planAdoption) (include "karpenter.metricsSecure" .) }}
 {{- with .Values.metrics.tls }}{{ .secretName }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* How a monitor verifies the certificate of the metrics, in root, the chart's context. Own is what the values say. */}}
+{{- define "karpenter.metricsTLSConfig" -}}
+{{- if .own -}}
+{{- toYaml .own -}}
+{{- else if include "karpenter.metricsSecretName" .root -}}
+ca:
+  secret:
+    name: {{ include "karpenter.metricsSecretName" .root }}
+    key: ca.crt
+serverName: {{ include "karpenter.fullname" .root }}-metrics.{{ .root.Release.Namespace }}.svc
+{{- else -}}
+insecureSkipVerify: true # the shim makes its certificate itself
 {{- end }}
 {{- end }}
