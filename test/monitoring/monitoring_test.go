@@ -1,6 +1,8 @@
 package monitoring_test
 
 import (
+	"cmp"
+	"flag"
 	"fmt"
 	"maps"
 	"os"
@@ -51,6 +53,38 @@ func TestEachAlertHasARunbook(t *testing.T) {
 		require.Regexp(t, `\*\*Causes\.\*\*|\| cause \|`, sections[a.Alert])
 	}
 	require.ElementsMatch(t, append(named, "# Runbooks"), slices.Sorted(maps.Keys(sections)), "there is no runbook without an alert")
+}
+
+var writeAlerts = flag.Bool("write-alerts", false, "rewrite the table of the alerts in docs/runbooks.md")
+
+func TestTheTableOfAlertsIsComplete(t *testing.T) {
+	path := filepath.Join(root(t), "docs/runbooks.md")
+	page, err := os.ReadFile(path)
+	require.NoError(t, err)
+	const begin, end = "<!-- The table is written by TestTheTableOfAlertsIsComplete. -->\n\n", "\n## Alerts of the agent\n"
+	before, rest, found := strings.Cut(string(page), begin)
+	require.True(t, found)
+	_, after, found := strings.Cut(rest, end)
+	require.True(t, found)
+	var table strings.Builder
+	table.WriteString("| alert | severity | fires | after | the cause is made in |\n|---|---|---|---|---|\n")
+	for _, a := range alerts(t) {
+		test := "nothing: Prometheus has no such series then"
+		if cause := causes[a.Alert]; cause.test != "" {
+			_, function, _ := strings.Cut(cause.test, ":")
+			test = "`" + function + "`"
+		} else if cause.series != "" {
+			test = "Karpenter core"
+		}
+		fmt.Fprintf(&table, "| [%s](#%s) | %s | %s | %s | %s |\n", a.Alert, strings.ToLower(a.Alert), a.Labels["severity"],
+			strings.ReplaceAll(a.Annotations["summary"], "|", "\\|"), cmp.Or(a.For, "0m"), test)
+	}
+	wanted := before + begin + table.String() + end + after
+	if *writeAlerts {
+		require.NoError(t, os.WriteFile(path, []byte(wanted), 0o644))
+		return
+	}
+	require.Equal(t, wanted, string(page), "write it with: go test ./test/monitoring -run TestTheTableOfAlerts -args -write-alerts")
 }
 
 func TestEachAlertFiresByItsCause(t *testing.T) {
@@ -268,7 +302,7 @@ func metrics(t *testing.T) monitoring.Metrics {
 // root returns the repository's folder.
 func root(t *testing.T) string {
 	t.Helper()
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that charts and docs are an input
+	_ = os.Getenv("TESTED_FILES") // declares charts and docs as inputs of the test cache
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
 	return root

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -166,4 +167,54 @@ func prose(page pages.Page) []string {
 		}
 	}
 	return lines
+}
+
+// Code, charts and error texts refer to pages by their path.
+func TestEveryPageThatCodeCitesExists(t *testing.T) {
+	all, err := pages.All(root(t))
+	require.NoError(t, err)
+	headings := map[string][]string{}
+	for _, page := range all {
+		headings[page.Path] = anchors(page)
+	}
+	cited := regexp.MustCompile(`\b(docs/[a-z0-9/-]+\.md)(?:#([a-z0-9-]+))?`)
+	count := 0
+	for _, folder := range []string{"agent", "deploy", "pkg", "proto", "shim"} {
+		err := filepath.WalkDir(filepath.Join(root(t), folder), func(path string, entry fs.DirEntry, err error) error {
+			if err != nil || entry.IsDir() || !slices.Contains([]string{".go", ".md", ".mk", ".proto", ".tpl", ".txt", ".yaml"}, filepath.Ext(path)) {
+				return err
+			}
+			text, err := os.ReadFile(path)
+			for _, found := range cited.FindAllStringSubmatch(string(text), -1) {
+				count++
+				require.Contains(t, headings, found[1], "%s cites it", path)
+				if found[2] != "" {
+					require.Contains(t, headings[found[1]], found[2], "%s cites it", path)
+				}
+			}
+			return err
+		})
+		require.NoError(t, err)
+	}
+	require.Greater(t, count, 50, "citations were found")
+}
+
+func TestEveryMetricOfAPageExists(t *testing.T) {
+	reference, err := pages.Read(root(t), "docs/metrics.md")
+	require.NoError(t, err)
+	var there []string
+	for _, row := range regexp.MustCompile("(?m)^\\| `([a-z_]+)`").FindAllStringSubmatch(reference.Text, -1) {
+		there = append(there, row[1], row[1]+"_bucket", row[1]+"_sum", row[1]+"_count")
+	}
+	named := regexp.MustCompile(`\b(?:capi_agent|karpenter_capi|certwatcher|controller_runtime|grpc_client|grpc_server|rest_client|workqueue)_[a-z_]+`)
+	all, err := pages.All(root(t))
+	require.NoError(t, err)
+	count := 0
+	for _, page := range all {
+		for _, name := range named.FindAllString(page.Text, -1) {
+			count++
+			require.Contains(t, there, name, page.Path)
+		}
+	}
+	require.Greater(t, count, 100, "metrics were found")
 }

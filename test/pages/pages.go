@@ -33,7 +33,7 @@ var fence = regexp.MustCompile("^( *)```([a-z]*)$")
 
 // Read reads a page, given its path relative to the root.
 func Read(root, path string) (Page, error) {
-	_ = os.Getenv("TESTED_DOCS") // tells the test cache that the pages are an input
+	_ = os.Getenv("TESTED_DOCS") // declares the pages as inputs of the test cache
 	text, err := os.ReadFile(filepath.Join(root, path))
 	if err != nil {
 		return Page{}, fmt.Errorf("reading a page: %w", err)

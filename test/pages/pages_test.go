@@ -39,7 +39,7 @@ func at(page pages.Page, block pages.Block) string {
 // root returns the repository's folder.
 func root(t *testing.T) string {
 	t.Helper()
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that files of the whole repository are an input
+	_ = os.Getenv("TESTED_FILES") // declares files of the whole repository as inputs of the test cache
 	dir, err := filepath.Abs("../..")
 	if err != nil {
 		t.Fatal(err)
