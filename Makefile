@@ -1,5 +1,5 @@
-# Everything that people and CI run; `make` alone lists it. Nothing is needed but Go, a C compiler (for the race detector),
-# git, make and the Go module proxy: every tool and every foreign binary is built from a Go module into bin/.
+# Everything that people and CI run; `make` alone lists it. You need Go, git, make, the Go module proxy and, for the race detector,
+# a C compiler: every tool and every foreign binary is built from a Go module into bin/.
 
 SHELL        := bash
 .SHELLFLAGS  := -euo pipefail -c
@@ -341,6 +341,9 @@ E2E ?= .
 # How many of them run at once. Most wait more than they compute; of the whole suite, a few keep both cores busy for minutes.
 E2E_LANES ?= 3
 e2e: E2E_LANES = 2
+# A regular expression: which of them run by themselves, after the others, as they keep both cores busy or compare durations.
+E2E_ALONE ?=
+e2e: E2E_ALONE = TestAHundredPodsGetAHundredNodes|TestManyNodesAreTakenOver|TestNodesSurviveWhateverIsDoneToThem|TestPodsFitTheNodesThatWerePlannedForThem|TestTwentyNodesAgainstClusterAPIAlone
 
 # $(call e2e_test,<name>,<tests in a batch>,<flags of the test binary>): runs end-to-end tests, several batches at once, each in a sandbox of its own,
 # shows what a batch says as it ends, and closes with the numbers.
@@ -348,10 +351,12 @@ define e2e_test
 start=$$(date +%s); results=$$(mktemp -d); export results CLUSTER_AUTOSCALER=$(abspath $(CLUSTER_AUTOSCALER)) SKEW_FROM=$(SKEW_FROM); trap 'rm -rf "$$results"' EXIT; verdict=PASS; \
 CGO_ENABLED=1 go test -c -race -o $(BIN)/e2e.test ./test/e2e; \
 tests=$$($(BIN)/e2e.test -test.list '$(E2E)'); test -n "$$tests" || { echo "$(1): FAIL no test has a name like '$(E2E)'"; exit 1; }; \
-xargs -n $(2) <<<"$$tests" | awk '{gsub(" ", "|"); printf "e2e-%02d ^(%s)$$\n", NR, $$0}' | \
-xargs -L 1 -P $(E2E_LANES) bash -c 'echo "$(1): $$0 begins: $$1"; cd test/e2e; E2E_SANDBOX="$$0" $(abspath $(GOTESTSUM)) --format standard-verbose \
-	--jsonfile "$$results/$$0.json" --raw-command -- go tool test2json -t -p e2e $(abspath $(BIN))/e2e.test -test.v=test2json -test.run "$$1" $(3) \
-	>"$$results/$$0.log" 2>&1; ended=$$?; flock "$$results" cat "$$results/$$0.log"; exit $$ended' || verdict=FAIL; \
+one() { echo "$(1): $$1 begins: $$2"; cd test/e2e; E2E_SANDBOX="$$1" $(abspath $(GOTESTSUM)) --format standard-verbose \
+	--jsonfile "$$results/$$1.json" --raw-command -- go tool test2json -t -p e2e $(abspath $(BIN))/e2e.test -test.v=test2json -test.run "$$2" $(3) \
+	>"$$results/$$1.log" 2>&1; ended=$$?; flock "$$results" cat "$$results/$$1.log"; return $$ended; }; export -f one; \
+lanes() { xargs -r -L 1 -P "$$1" bash -c 'one "$$0" "$$1"' || verdict=FAIL; }; \
+batches=$$(xargs -n $(2) <<<"$$tests" | awk '{gsub(" ", "|"); printf "e2e-%02d ^(%s)$$\n", NR, $$0}'); alone='\^\(($(E2E_ALONE))\)\$$'; \
+lanes $(E2E_LANES) < <(grep -vE "$$alone" <<<"$$batches"); lanes 1 < <(grep -E "$$alone" <<<"$$batches"); \
 cat "$$results"/*.json >"$$results/all"; if [ -n "$(RESULTS)" ]; then cat "$$results/all" >>"$(RESULTS)"; fi; \
 $(call tally,$(1),$$verdict,$$start,$$results/all); test $$verdict = PASS
 endef
