@@ -386,19 +386,19 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 	}
 	switch b.class(m) {
 	case claimed, assigned:
-		return refuse("has a claim already")
+		return refuse("already has a claim")
 	case releasing, decremented, going, stranded:
 		return refuse("is being deleted")
 	case fresh, suspect, failed, inhabited, ofFloor:
 	}
 	if _, deleteRequested := m.Annotations[clusterv1.DeleteMachineAnnotation]; deleteRequested && c.Spec.AdoptAboveMinSize {
-		return refuse("is to be removed next; take the annotation " + clusterv1.DeleteMachineAnnotation + " off first")
+		return refuse("is to be removed next; remove the annotation " + clusterv1.DeleteMachineAnnotation + " first")
 	}
 	if b.returned(m.UID) {
 		return refuse("is being returned to the user by another claim")
 	}
 	if ClaimOf(m) != "" {
-		return refuse("still carries the label of a claim that has ended; take the label off first")
+		return refuse("still carries the label of a claim that has ended; remove the label first")
 	}
 	return m, nil
 }
@@ -476,7 +476,7 @@ func (b *books) unfit(free []*clusterv1.Machine) string {
 	last = last[:len(waiting)+1]
 	for _, mark := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation} {
 		if lo.EveryBy(last, func(m *clusterv1.Machine) bool { _, marked := m.Annotations[mark]; return marked }) {
-			return fmt.Sprintf("no claim may have the last %d Machines because of their annotation %s; take it off, and see what sets it", len(last), mark)
+			return fmt.Sprintf("no claim may have the last %d Machines because of their annotation %s; remove it, and find out what sets it", len(last), mark)
 		}
 	}
 	return ""

@@ -1007,10 +1007,10 @@ func TestWhatCannotBeAdoptedIsRefusedWithTheReason(t *testing.T) {
 		want     string
 	}{
 		"missing": {atRest(1, nil).withMachine("b", "", node), "does not exist"},
-		"claimed": {atRest(1, nil).withMachine("a", "other", node).withClaim("other", v1alpha1.PhaseBound, "a"), "has a claim already"},
+		"claimed": {atRest(1, nil).withMachine("a", "other", node).withClaim("other", v1alpha1.PhaseBound, "a"), "already has a claim"},
 		"promised": {
 			atRest(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"other": {Machine: "a", UID: "a"}}}).
-				withMachine("a", "", nil).withClaim("other", v1alpha1.PhasePending, ""), "has a claim already",
+				withMachine("a", "", nil).withClaim("other", v1alpha1.PhasePending, ""), "already has a claim",
 		},
 		"going": {atRest(1, nil).withMachine("a", "", deleting("")), "is being deleted"},
 		"labelled": {

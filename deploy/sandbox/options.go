@@ -128,7 +128,7 @@ func (o *Options) checkTopology() error {
 	}
 	switch {
 	case !slices.Contains(Topologies(), o.Topology):
-		return fmt.Errorf("the topology %q is none of %v", o.Topology, Topologies())
+		return fmt.Errorf("the topology %q is not one of %v", o.Topology, Topologies())
 	case o.HubOnly && o.Topology != HubAndSpoke:
 		return fmt.Errorf("a hub without a spoke has no topology; leave %s out", o.Topology)
 	case o.Topology == Sidecar && o.Agents > 1:

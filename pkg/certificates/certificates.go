@@ -4,6 +4,7 @@
 //
 // The content is never logged and never part of an error. grpc-go's own provider logs both files,
 // including the private key, if they do not match, which happens while they are being replaced.
+// controller-runtime's certwatcher follows a certificate and its key, but not the authorities.
 package certificates
 
 import (

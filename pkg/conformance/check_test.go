@@ -70,7 +70,7 @@ func TestEveryBehaviourHasAProfileAndAnArea(t *testing.T) {
 
 // The page contains the output of --list, and the fake's verdict.
 func TestThePageListsEveryBehaviour(t *testing.T) {
-	_ = os.Getenv("TESTED_DOCS") // tells the test cache that a file outside of the module is an input
+	_ = os.Getenv("TESTED_DOCS") // declares a file outside of the module as an input of the test cache
 	page, err := os.ReadFile("../../docs/conformance.md")
 	require.NoError(t, err)
 	require.Contains(t, string(page), conformance.Table())

@@ -196,7 +196,7 @@ func (a *Agent) adoptable(g *group, name string, aboveMin bool) (*machine, error
 	atMin := m.owned && g.owned() <= int(g.described.GetMinSize())
 	switch {
 	case m.claim != nil:
-		return refuse("has a claim already")
+		return refuse("already has a claim")
 	case !m.deletedAt.IsZero() || m.gone:
 		return refuse("is being deleted")
 	case !m.owned && g.spares() <= 0:

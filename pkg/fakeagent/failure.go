@@ -73,7 +73,7 @@ func (f MachineFailure) Validate() error {
 	switch f.Stage {
 	case StageObject, StageProviderID, StageNode:
 	default:
-		return fmt.Errorf("stage: %q is none of object, providerID, node", f.Stage)
+		return fmt.Errorf("stage: %q is not one of object, providerID, node", f.Stage)
 	}
 	switch f.Outcome {
 	case "", OutcomeStuck, OutcomeFailed, OutcomeLate:
@@ -82,7 +82,7 @@ func (f MachineFailure) Validate() error {
 			return errors.New("outcome: a machine without a Machine object cannot be lost; use another stage")
 		}
 	default:
-		return fmt.Errorf("outcome: %q is none of stuck, failed, late, lost", f.Outcome)
+		return fmt.Errorf("outcome: %q is not one of stuck, failed, late, lost", f.Outcome)
 	}
 	return nil
 }

@@ -71,8 +71,8 @@ func TestFailuresAreChecked(t *testing.T) {
 		"every: -1 is negative":      func(f *fakeagent.MachineFailure) { f.Every = -1 },
 		"machine: set either":        func(f *fakeagent.MachineFailure) { f.Every = 2 },
 		"after: -1s is negative":     func(f *fakeagent.MachineFailure) { f.After = -time.Second },
-		`stage: "boot" is none of`:   func(f *fakeagent.MachineFailure) { f.Stage = "boot" },
-		`outcome: "lazy" is none of`: func(f *fakeagent.MachineFailure) { f.Outcome = "lazy" },
+		`stage: "boot" is not one of`:   func(f *fakeagent.MachineFailure) { f.Stage = "boot" },
+		`outcome: "lazy" is not one of`: func(f *fakeagent.MachineFailure) { f.Outcome = "lazy" },
 		"outcome: a machine without": func(f *fakeagent.MachineFailure) { f.Stage, f.Outcome = fakeagent.StageObject, fakeagent.OutcomeLost },
 	} {
 		failure := fine

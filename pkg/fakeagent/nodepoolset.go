@@ -50,7 +50,7 @@ func (s NodePoolSet) Validate() error {
 	switch s.DeletionPolicy {
 	case "", DeletionPolicyRetain, DeletionPolicyDelete:
 	default:
-		return fmt.Errorf("deletionPolicy: %q is none of Retain, Delete", s.DeletionPolicy)
+		return fmt.Errorf("deletionPolicy: %q is not one of Retain, Delete", s.DeletionPolicy)
 	}
 	for _, list := range s.lists() {
 		seen := map[string]bool{}

@@ -163,7 +163,7 @@ func (g Grant) Validate() error {
 	switch g.Role {
 	case RoleReader, RoleAutoscaler, RoleAdmin, RoleCluster, RoleBootstrap:
 	default:
-		return fmt.Errorf("role: %q is none of reader, autoscaler, admin, cluster, bootstrap", g.Role)
+		return fmt.Errorf("role: %q is not one of reader, autoscaler, admin, cluster, bootstrap", g.Role)
 	}
 	if g.AllClusters == (len(g.Clusters) > 0) {
 		return errors.New("clusters: name at least one <namespace>/<name>, or set allClusters, but not both")

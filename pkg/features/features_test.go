@@ -38,7 +38,7 @@ func TestNamesAreAppendOnly(t *testing.T) {
 
 // The page says what each feature means.
 func TestThePageHasEveryFeature(t *testing.T) {
-	_ = os.Getenv("TESTED_DOCS") // tells the test cache that a file outside of the module is an input
+	_ = os.Getenv("TESTED_DOCS") // declares a file outside of the module as an input of the test cache
 	page, err := os.ReadFile("../../docs/compatibility.md")
 	require.NoError(t, err)
 	_, table, found := strings.Cut(string(page), "| feature | means |\n|---|---|\n")

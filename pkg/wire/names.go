@@ -40,7 +40,7 @@ func ParseCapacityType(value string) (agentv1alpha1.CapacityType, error) {
 		return agentv1alpha1.CapacityType_CAPACITY_TYPE_RESERVED, nil
 	}
 	return agentv1alpha1.CapacityType_CAPACITY_TYPE_UNSPECIFIED,
-		fmt.Errorf("capacity type %q is none of %s, %s, %s", value, CapacityTypeOnDemand, CapacityTypeSpot, CapacityTypeReserved)
+		fmt.Errorf("capacity type %q is not one of %s, %s, %s", value, CapacityTypeOnDemand, CapacityTypeSpot, CapacityTypeReserved)
 }
 
 // These are the names of claim phases, as used for users and in the MachineClaim resource.

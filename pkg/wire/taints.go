@@ -35,7 +35,7 @@ func Taint(taint *agentv1alpha1.Taint) (corev1.Taint, error) {
 	case corev1.TaintEffectNoSchedule, corev1.TaintEffectPreferNoSchedule, corev1.TaintEffectNoExecute:
 		return corev1.Taint{Key: taint.GetKey(), Value: taint.GetValue(), Effect: effect}, nil
 	}
-	return corev1.Taint{}, fmt.Errorf("taint %q: effect %q is none of NoSchedule, PreferNoSchedule, NoExecute",
+	return corev1.Taint{}, fmt.Errorf("taint %q: effect %q is not one of NoSchedule, PreferNoSchedule, NoExecute",
 		taint.GetKey(), taint.GetEffect())
 }
 

@@ -12,7 +12,7 @@ import (
 
 // The bounds of memory are computed from the limits that docs/limits.md states.
 func TestBoundsFollowThePage(t *testing.T) {
-	_ = os.Getenv("TESTED_REFERENCE") // tells the test cache that the page is an input
+	_ = os.Getenv("TESTED_REFERENCE") // declares the page as an input of the test cache
 	text, err := os.ReadFile("../../docs/limits.md")
 	require.NoError(t, err)
 	page := strings.ReplaceAll(string(text), ",", "") // of numbers and sentences

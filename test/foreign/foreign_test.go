@@ -295,7 +295,7 @@ func required(t *testing.T) string {
 
 func repository(t *testing.T) foreign.Repository {
 	t.Helper()
-	// They tell the test cache that the repository's files and its history are an input.
+	// They declare the repository's files and its history as inputs of the test cache.
 	_, _ = os.Getenv("TESTED_FILES"), os.Getenv("TESTED_COMMIT")
 	root, err := filepath.Abs("../..")
 	if err != nil {

@@ -103,7 +103,7 @@ type layouts struct{ root, dir string }
 // build makes the images of what is in bin.
 func build(t *testing.T) layouts {
 	t.Helper()
-	_ = os.Getenv("TESTED_BINARIES") // tells the test cache that the sources of the binaries are an input
+	_ = os.Getenv("TESTED_BINARIES") // declares the sources of the binaries as inputs of the test cache
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
 	binaries, l := t.TempDir(), layouts{root: root, dir: t.TempDir()}

@@ -18,7 +18,7 @@ import (
 // a module is required in two versions, whatever imports it is compiled twice, and the first `make demo`
 // on a machine takes minutes longer.
 func TestTheSandboxesBinariesShareTheirDependencies(t *testing.T) {
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that the go.mod files are an input
+	_ = os.Getenv("TESTED_FILES") // declares the go.mod files as inputs of the test cache
 	modules := []string{"agent", "shim", "pkg", "pkg/tracing", "proto"}
 	for _, tool := range []string{"etcd", "kubernetes", "kwok", "cluster-api", "helm", "grpcurl"} {
 		modules = append(modules, "deploy/tools/"+tool)
@@ -59,7 +59,7 @@ func TestTheSandboxesBinariesShareTheirDependencies(t *testing.T) {
 
 // The toolchain is a part of what is compiled: with two of them, nothing is shared at all.
 func TestAllThatIsBuiltHereIsBuiltWithOneToolchain(t *testing.T) {
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that the go.mod files are an input
+	_ = os.Getenv("TESTED_FILES") // declares the go.mod files as inputs of the test cache
 	content, err := os.ReadFile("../../go.work")
 	require.NoError(t, err)
 	work, err := modfile.ParseWork("go.work", content, nil)

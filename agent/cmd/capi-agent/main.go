@@ -46,7 +46,7 @@ func newCommand() *cobra.Command {
 	command := &cobra.Command{
 		Use:   "capi-agent",
 		Short: "Serve the node groups, claims and Machines of Cluster API clusters over gRPC",
-		Long: "Serves the node groups, claims and Machines of Cluster API clusters over gRPC. It runs in the hub, their management cluster. " +
+		Long: "Serve the node groups, claims and Machines of Cluster API clusters over gRPC. It runs in the hub, their management cluster. " +
 			"Every flag can also be set by an environment variable, such as CAPI_AGENT_LISTEN_ADDRESS; the flag takes precedence.",
 		Version: version.Version() + " " + version.Commit(),
 		Args:    cobra.NoArgs,

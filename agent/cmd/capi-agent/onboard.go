@@ -35,7 +35,7 @@ func newOnboard() *cobra.Command {
 	command := &cobra.Command{
 		Use:   "onboard [flags] NAMESPACE/CLUSTER",
 		Short: "Onboard a Cluster, so that its shim gets its certificates from the agent",
-		Long: `Onboards a Cluster: labels it with a new onboarding id (agent.karpenter.cluster.x-k8s.io/onboarding), and creates the secret with
+		Long: `Onboard a Cluster: label it with a new onboarding id (agent.karpenter.cluster.x-k8s.io/onboarding), and create the secret with
 which its shim obtains its first certificate. The shim generates its own key in the spoke, and renews its certificate from then on.
 Without --spoke-kubeconfig and --cluster-resource-set the secret is printed, to be applied to the spoke:
 
@@ -185,7 +185,7 @@ func newOffboard() *cobra.Command {
 	command := &cobra.Command{
 		Use:   "offboard [flags] NAMESPACE/CLUSTER",
 		Short: "End the onboarding of a Cluster",
-		Long: `Ends the onboarding of a Cluster. The agent then refuses every certificate of the Cluster's identity, including those that were
+		Long: `End the onboarding of a Cluster. The agent then refuses every certificate of the Cluster's identity, including those that were
 issued elsewhere. Its claims and Machines are not changed. To onboard it again, use capi-agent onboard.`,
 		Args: exactly(1, "offboard NAMESPACE/CLUSTER"),
 		RunE: func(command *cobra.Command, args []string) error {

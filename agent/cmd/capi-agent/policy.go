@@ -20,7 +20,7 @@ func newPolicy() *cobra.Command {
 	check := &cobra.Command{
 		Use:   "check [flags] FILE",
 		Short: "Check a policy file as the agent does",
-		Long:  `Checks a policy file as the agent does, and names every mistake. An agent whose new policy has a mistake keeps using its last valid one.`,
+		Long:  `Check a policy file as the agent does, and name every mistake. An agent whose new policy has a mistake keeps using its last valid one.`,
 		Args:  exactly(1, "policy check FILE"),
 		RunE: func(command *cobra.Command, args []string) error {
 			return checkPolicy(args[0], trustDomain, certificate, command.OutOrStdout())

@@ -27,7 +27,7 @@ func TestAPolicyIsCheckedAsTheAgentDoes(t *testing.T) {
 		"Clusters that are listed": {
 			policy: "clusters: [fleet/a, team-*/b]", said: "Clusters whose own identities have their role: fleet/a, team-*/b;",
 		},
-		"a mistake": {policy: "identities:\n- {id: spiffe://karpenter-capi/x, roles: [root], clusters: [a]}\n", err: `role "root" is none of`},
+		"a mistake": {policy: "identities:\n- {id: spiffe://karpenter-capi/x, roles: [root], clusters: [a]}\n", err: `role "root" is not one of`},
 		"another trust domain": {
 			policy: grants, arguments: []string{"--trust-domain=example.org"}, err: `the agent's is "example.org"`,
 		},

@@ -26,7 +26,7 @@ func newPrices() *cobra.Command {
 	command := &cobra.Command{
 		Use:   "prices [flags] MACHINE...",
 		Short: "Print a price list from flat rates",
-		Long: "Prints a ConfigMap with a price list, for machines that have no cloud price. A MACHINE is an instance type with its resources, or " +
+		Long: "Print a ConfigMap with a price list, for machines that have no cloud price. A MACHINE is an instance type with its resources, or " +
 			"with its price per hour, month or year.",
 		Example: "  capi-agent prices --per-cpu=0.004 --per-gib=0.0008 large=cpu=8,memory=32Gi,nvidia.com/gpu=1\n  capi-agent prices r760=900/month",
 		RunE:    func(command *cobra.Command, machines []string) error { return p.print(machines, command.OutOrStdout()) },

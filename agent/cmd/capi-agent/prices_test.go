@@ -15,7 +15,7 @@ import (
 
 // The page about prices shows a command and what it prints.
 func TestThePageShowsWhatPricesPrints(t *testing.T) {
-	_ = os.Getenv("TESTED_DOCS") // tells the test cache that a file outside of the module is an input
+	_ = os.Getenv("TESTED_DOCS") // declares a file outside of the module as an input of the test cache
 	page, err := os.ReadFile("../../../docs/prices.md")
 	require.NoError(t, err)
 	shown := regexp.MustCompile("(?s)```console\n\\$ capi-agent prices (.*?)\n(apiVersion.*?)```").FindAllStringSubmatch(string(page), -1)
@@ -40,7 +40,7 @@ func TestPricesNamesEveryMistake(t *testing.T) {
 		want      []string
 	}{
 		"no machine":              {"--per-cpu=1", []string{"there are no machines"}},
-		"no memory":               {"a=cpu=1", []string{"cpu and memory are REQUIRED"}},
+		"no memory":               {"a=cpu=1", []string{"cpu and memory are required"}},
 		"a quantity":              {"a=cpu=x,memory=1Gi", []string{`"a=cpu=x,memory=1Gi": cpu: `}},
 		"a resource":              {"a=cpu=1,memory=1Gi,gpu=1", []string{`"gpu" is not a resource`}},
 		"a price":                 {"a=900/week b=-1/month", []string{`"900/week" is not a price`, `"-1/month" is not a price`}},

@@ -24,7 +24,7 @@ func newUninstall() *cobra.Command {
 	command := &cobra.Command{
 		Use:   "uninstall",
 		Short: "Remove everything that agents have written to the hub",
-		Long: `Removes everything that agents have written to the hub: ledgers, marks, finalizers and hooks, and the MachineClaims. Releases in progress are
+		Long: `Remove everything that agents have written to the hub: ledgers, marks, finalizers and hooks, and the MachineClaims. Releases in progress are
 completed first, which requires Cluster API to be running. All other Machines stay, and are the user's from then on. Stop the agents first. The
 command can be repeated, and continues where it stopped.`,
 		Args: cobra.NoArgs,

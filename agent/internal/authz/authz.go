@@ -111,7 +111,7 @@ func ParseGrant(role string, clusters []string) (Grant, error) {
 			wrong("the role cluster is that of one Cluster; name it, without *")
 		}
 	default:
-		wrong("role %q is none of cluster, reader, autoscaler, admin", role)
+		wrong("role %q is not one of cluster, reader, autoscaler, admin", role)
 	}
 	return grant, errors.Join(errs...)
 }
@@ -335,7 +335,7 @@ func splitOnboarding(id spiffeid.ID) (spiffeid.ID, *ownIdentity, error) {
 		return id, &ownIdentity{Onboarding{Cluster: types.NamespacedName{Namespace: parts[1], Name: parts[2]}}, role}, nil
 	case role != "" && len(parts) == 4 && parts[3] == v1alpha1.Offboarded:
 		// The label of a Cluster that was offboarded has this value, which no certificate may match.
-		return id, nil, fmt.Errorf("the client certificate's URI has %q as its onboarding, which stands for none", v1alpha1.Offboarded)
+		return id, nil, fmt.Errorf("the client certificate's URI has the onboarding %q, which is reserved for no onboarding", v1alpha1.Offboarded)
 	case role != "" && len(parts) == 4:
 		bare, err := spiffeid.FromSegments(id.TrustDomain(), parts[:3]...)
 		if err != nil {

@@ -383,8 +383,8 @@ func TestPolicyMistakesAreNamed(t *testing.T) {
 		"unknown field": {"identities:\n- id: spiffe://d/x\n  role: reader\n", "unknown field"},
 		"no id":         {"identities:\n- roles: [reader]\n  allClusters: true\n", "id is not a SPIFFE id"},
 		"no roles":      {"identities:\n- id: spiffe://d/x\n  allClusters: true\n", "no roles"},
-		"unknown role":  {"identities:\n- id: spiffe://d/x\n  roles: [root]\n  allClusters: true\n", `role "root" is none of`},
-		"cluster role":  {"identities:\n- id: spiffe://d/x\n  roles: [cluster]\n  allClusters: true\n", `role "cluster" is none of`},
+		"unknown role":  {"identities:\n- id: spiffe://d/x\n  roles: [root]\n  allClusters: true\n", `role "root" is not one of`},
+		"cluster role":  {"identities:\n- id: spiffe://d/x\n  roles: [cluster]\n  allClusters: true\n", `role "cluster" is not one of`},
 		"no clusters":   {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n", "neither clusters nor allClusters"},
 		"both":          {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n  allClusters: true\n  clusters: [a/b]\n", "exclude each other"},
 		"bad cluster":   {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n  clusters: [a]\n", "is not <namespace>/<name>"},
@@ -528,7 +528,7 @@ func TestGrantsOfListeners(t *testing.T) {
 		"no Cluster":               {"cluster", nil, "that of one Cluster"},
 		"a reader of nothing":      {"reader", nil, "*/* for all"},
 		"an autoscaler of nothing": {"autoscaler", []string{}, "*/* for all"},
-		"no role":                  {"", []string{"fleet/a"}, "is none of"},
+		"no role":                  {"", []string{"fleet/a"}, "is not one of"},
 		"two mistakes":             {"root", []string{"a"}, "is not <namespace>/<name>"},
 	} {
 		grant, err := authz.ParseGrant(wanted.role, wanted.clusters)
@@ -590,7 +590,7 @@ clusters: [fleet/spoke]
 func TestNoCertificateIsOfTheOnboardingOfClustersWithoutOne(t *testing.T) {
 	for _, path := range []string{"cluster/fleet/spoke/", "bootstrap/fleet/spoke/"} {
 		_, err := authorizer(t, "identities: []").FromChains(chain(t, "spiffe://karpenter-capi/"+path+v1alpha1.Offboarded))
-		require.ErrorContains(t, err, "stands for none", path)
+		require.ErrorContains(t, err, "reserved for no onboarding", path)
 		require.NotEmpty(t, authz.NameIn(chain(t, "spiffe://karpenter-capi/"+path+v1alpha1.Offboarded)), "by which its calls are limited")
 	}
 }

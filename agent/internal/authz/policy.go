@@ -110,7 +110,7 @@ func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
 		grants := make([]Grant, 0, len(identity.Roles))
 		for _, role := range identity.Roles {
 			if grantable := []Role{RoleReader, RoleAutoscaler, RoleAdmin}; !slices.Contains(grantable, role) {
-				wrong("role %q is none of reader, autoscaler, admin", role)
+				wrong("role %q is not one of reader, autoscaler, admin", role)
 			}
 			grants = append(grants, Grant{Role: role, AllClusters: identity.AllClusters, Clusters: clusters})
 		}
@@ -183,7 +183,8 @@ func LoadPolicyFile(path, trustDomain string, log logr.Logger) (*PolicyFile, err
 func (f *PolicyFile) Current() *Policy { return f.current.Load() }
 
 // Follow rereads the file periodically until the context ends. If the file is invalid, the last
-// valid policy stays in force.
+// valid policy stays in force. It polls, because the notifications of a mounted ConfigMap are about links
+// of the kubelet, and a file that was replaced needs a new watch.
 func (f *PolicyFile) Follow(ctx context.Context) {
 	interval := f.Interval
 	if interval == 0 {

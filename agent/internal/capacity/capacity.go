@@ -516,7 +516,7 @@ func parseTaint(text string) (corev1.Taint, error) {
 	switch taint.Effect {
 	case corev1.TaintEffectNoSchedule, corev1.TaintEffectPreferNoSchedule, corev1.TaintEffectNoExecute:
 	default:
-		return corev1.Taint{}, errors.New("its effect is none of NoSchedule, PreferNoSchedule, NoExecute")
+		return corev1.Taint{}, errors.New("its effect is not one of NoSchedule, PreferNoSchedule, NoExecute")
 	}
 	if faults := append(validation.IsQualifiedName(taint.Key), validation.IsValidLabelValue(taint.Value)...); len(faults) > 0 {
 		return corev1.Taint{}, fmt.Errorf("%s", strings.Join(faults, "; "))

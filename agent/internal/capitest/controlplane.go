@@ -55,7 +55,7 @@ const crdsWithin = time.Minute
 // seconds: share one control plane per test binary, from TestMain, and give each test its own
 // namespace. The caller must call Stop.
 func StartControlPlane() (*ControlPlane, error) {
-	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
+	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
 	top, err := repository()
 	if err != nil {
 		return nil, err

@@ -46,7 +46,7 @@ type ForeignSpokeError struct {
 func (e *ForeignSpokeError) Error() string {
 	const (
 		from    = "spoke_id: the call comes from the cluster whose namespace kube-system has the UID %s, "
-		correct = "No claim is made or collected. Check the kubeconfig and the Cluster's name of the shim that calls. If the cluster was built anew, "
+		correct = "No claim is made or collected. Check the kubeconfig and the Cluster's name of the shim that calls. If the cluster was rebuilt, "
 	)
 	if e.ByClaims {
 		return fmt.Sprintf(from+"which has none of the claims; they were made from the one with the UID %s. "+

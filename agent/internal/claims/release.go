@@ -52,7 +52,7 @@ func (e *Engine) restoreFromLabel(ctx context.Context, key Key) (*v1alpha1.Machi
 			continue
 		}
 		if err := e.recreate(ctx, m); err != nil && !apierrors.IsAlreadyExists(err) {
-			return nil, fmt.Errorf("making the claim again from its Machine: %w", err)
+			return nil, fmt.Errorf("recreating the claim from its Machine: %w", err)
 		}
 		return e.getUncached(ctx, key)
 	}

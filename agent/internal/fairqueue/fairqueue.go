@@ -1,5 +1,6 @@
 // Package fairqueue provides the order in which owners take turns, however much of each is waiting, and
-// queues of controllers whose workers Clusters share in that order.
+// queues of controllers whose workers Clusters share in that order. client-go's queues know no owners: their
+// order is that of arrival, or of a priority.
 package fairqueue
 
 import (

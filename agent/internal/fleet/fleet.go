@@ -174,7 +174,7 @@ func (f *Fleet) Show(ctx context.Context) {
 	f.changed = map[types.NamespacedName]struct{}{}
 	f.mu.Unlock()
 	for cluster := range changed {
-		err := panics.Confined(log.FromContext(ctx), panics.Objects, "a Cluster is not shown as it is because of a bug in the agent",
+		err := panics.Confined(log.FromContext(ctx), panics.Objects, "the view of a Cluster is outdated because of a bug in the agent",
 			func() error { return f.show(ctx, cluster) }, "cluster", cluster.String())
 		if _, panicked := errors.AsType[*panics.Error](err); panicked {
 			continue // it is tried again when the Cluster changes

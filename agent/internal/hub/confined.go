@@ -44,7 +44,7 @@ type confining struct{ log logr.Logger }
 func (c confining) to(object any) {
 	if value := recover(); value != nil {
 		key, _ := toolscache.DeletionHandlingMetaNamespaceKeyFunc(object) // else it has no name
-		_ = panics.Note(c.log, panics.Objects, "an object of the hub is passed over because of a bug in the agent", value,
+		_ = panics.Note(c.log, panics.Objects, "an object of the hub is ignored because of a bug in the agent", value,
 			"object", key, "type", fmt.Sprintf("%T", object))
 	}
 }

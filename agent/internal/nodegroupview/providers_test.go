@@ -140,7 +140,7 @@ var yamlBlock = regexp.MustCompile("(?s)```yaml\n(.*?)```")
 
 func readPage(t *testing.T, path string) providerPage {
 	t.Helper()
-	_, _ = os.Getenv("TESTED_DOCS"), os.Getenv("TESTED_CHARTS") // tells the test cache that files outside of the module are an input
+	_, _ = os.Getenv("TESTED_DOCS"), os.Getenv("TESTED_CHARTS") // declares files outside of the module as inputs of the test cache
 	text, err := os.ReadFile(path)
 	require.NoError(t, err)
 	page := providerPage{path: path, text: string(text)}

@@ -273,10 +273,10 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 			"claims and releases of unknown claims are refused. 0 disables the limit.")
 	flags.IntVar(&o.MaxAllEndedClaims, "max-all-ended-claims", o.MaxAllEndedClaims,
 		"Maximum number of tombstones of all Clusters together. Close to it, tombstones older than an hour of the Clusters with the most are deleted "+
-			"early. A Cluster with at least as many as are left gets no more, except for 500. 0 disables the limit.")
+			"early. A Cluster that already has as many as remain free gets no more, apart from its first 500. 0 disables the limit.")
 	flags.Var(&o.MaxAllClaimBytes, "max-all-claim-bytes",
 		"Maximum number of bytes, for example 512Mi, that the claims of all Clusters together take up in the hub's etcd, including ended ones. A Cluster "+
-			"with at least as many as are left gets no more, except for 4Mi. 0 disables the limit.")
+			"that already has as many as remain free gets no more, apart from its first 4Mi. 0 disables the limit.")
 	flags.IntVar(&o.MaxCreationsPerMinute, "max-creations-per-minute", o.MaxCreationsPerMinute,
 		"Maximum number of claims that may be created in one node group within a minute. Further claims are refused until the minute has "+
 			"passed. 0 disables the limit.")
@@ -294,7 +294,7 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 			"exhausted quota, an invalid configuration. If false, only --failure-reasons do.")
 	flags.StringSliceVar(&o.FailureReasons, "failure-reasons", o.FailureReasons,
 		"Additional reasons of a Machine's InfrastructureReady condition that fail its claim, as the infrastructure provider writes them. "+
-			"AWSMachine/InstanceProvisionFailed applies to Machines with that kind of infrastructure only.")
+			"An entry with a kind, such as AWSMachine/InstanceProvisionFailed, applies only to Machines with that kind of infrastructure.")
 	flags.StringVar(&o.InstanceName, "instance-name", o.InstanceName,
 		"Name that distinguishes this agent from others in the hub. An agent that restarts under the same name resumes its unfinished work at "+
 			"once. Defaults to the host name, which in a pod is the pod's name.")
@@ -328,7 +328,7 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.DurationVar(&o.ShutdownGracePeriod, "shutdown-grace-period", o.ShutdownGracePeriod,
 		"How long calls in flight may take to finish at shutdown.")
 	flags.DurationVar(&o.MaxConnectionAge, "max-connection-age", o.MaxConnectionAge,
-		"Maximum age of a connection, give or take a tenth. Its client then chooses an agent anew, so clients are spread over all agents "+
+		"Maximum age of a connection, plus or minus 10 %. Its client then chooses an agent anew, so clients are spread over all agents "+
 			"again this long after a rollout. At least 1m.")
 	flags.BoolVar(&o.GRPCReflection, "grpc-reflection", o.GRPCReflection,
 		"Serve gRPC reflection, with which grpcurl and other tools learn the API from the agent, to every caller with a valid certificate.")
@@ -343,14 +343,14 @@ func (o *Options) addLimitFlags(flags *pflag.FlagSet) {
 	flags.IntVar(&o.Limits.CallsAtOnce, "limit-calls-at-once", o.Limits.CallsAtOnce, "Maximum number of open calls of one identity.")
 	flags.IntVar(&o.Limits.WatchesAtOnce, "limit-watches-at-once", o.Limits.WatchesAtOnce, "Maximum number of open watch streams of one identity.")
 	flags.IntVar(&o.Limits.AllConnections, "limit-all-connections", o.Limits.AllConnections,
-		"Maximum number of connections of all identities together. An identity with at least as many as are left gets no more, except for 4. "+
-			"At least 32, twice what one identity may have.")
+		"Maximum number of connections of all identities together. An identity that already has as many as "+
+			"remain free gets no more, apart from its first 4. At least 32, twice what one identity may have.")
 	flags.IntVar(&o.Limits.AllCallsAtOnce, "limit-all-calls-at-once", o.Limits.AllCallsAtOnce,
-		"Maximum number of open calls of all identities together. An identity with at least as many as are left gets no more, except for 8. "+
-			"At least twice --limit-calls-at-once.")
+		"Maximum number of open calls of all identities together. An identity that already has as many as "+
+			"remain free gets no more, apart from its first 8. At least twice --limit-calls-at-once.")
 	flags.IntVar(&o.Limits.AllWatchesAtOnce, "limit-all-watches-at-once", o.Limits.AllWatchesAtOnce,
-		"Maximum number of open watch streams of all identities together. An identity with at least as many as are left gets no more, except for 8. "+
-			"At least twice --limit-watches-at-once.")
+		"Maximum number of open watch streams of all identities together. An identity that already has as many as "+
+			"remain free gets no more, apart from its first 8. At least twice --limit-watches-at-once.")
 	flags.IntVar(&o.Limits.HubCallsAtOnce, "limit-hub-calls-at-once", o.Limits.HubCallsAtOnce,
 		"Maximum number of calls of one identity that send requests to the hub's API server at the same time. Its other calls wait.")
 	flags.DurationVar(&o.Limits.RequestTimeout, "limit-request-timeout", o.Limits.RequestTimeout, "Time within which a request must arrive.")
@@ -432,7 +432,7 @@ func (o *Options) Validate() error {
 		}
 	}
 	if !slices.Contains(architectures, o.DefaultArchitecture) {
-		wrong("default-architecture", "%q is none of %s", o.DefaultArchitecture, strings.Join(architectures, ", "))
+		wrong("default-architecture", "%q is not one of %s", o.DefaultArchitecture, strings.Join(architectures, ", "))
 	}
 	if o.KubeAPIQPS <= 0 {
 		wrong("kube-api-qps", "%v is not above 0", o.KubeAPIQPS)
@@ -449,10 +449,10 @@ func (o *Options) Validate() error {
 	}
 	o.validateMetrics(wrong)
 	if levels := []string{LogError, LogInfo, LogDebug, LogTrace}; !slices.Contains(levels, o.LogLevel) {
-		wrong("log-level", "%q is none of %s", o.LogLevel, strings.Join(levels, ", "))
+		wrong("log-level", "%q is not one of %s", o.LogLevel, strings.Join(levels, ", "))
 	}
 	if formats := []string{LogJSON, LogConsole}; !slices.Contains(formats, o.LogFormat) {
-		wrong("log-format", "%q is none of %s", o.LogFormat, strings.Join(formats, ", "))
+		wrong("log-format", "%q is not one of %s", o.LogFormat, strings.Join(formats, ", "))
 	}
 	for flag, d := range map[string]time.Duration{
 		"spare-grace-period": o.SpareGracePeriod, "tombstone-retention": o.TombstoneRetention,

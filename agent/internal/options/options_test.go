@@ -41,7 +41,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"namespace":                      {func(o *options.Options) { o.Namespaces = []string{"a/b"} }, "--namespaces"},
 		"cluster":                        {func(o *options.Options) { o.Clusters = []string{"spoke"} }, "--clusters: \"spoke\" is not <namespace>/<name>"},
 		"no architecture":                {func(o *options.Options) { o.DefaultArchitecture = "" }, "--default-architecture"},
-		"another name of arm64":          {func(o *options.Options) { o.DefaultArchitecture = "aarch64" }, "none of amd64, arm64"},
+		"another name of arm64":          {func(o *options.Options) { o.DefaultArchitecture = "aarch64" }, "not one of amd64, arm64"},
 		"label pattern":                  {func(o *options.Options) { o.AdditionalSyncMachineLabels = []string{"("} }, "--additional-sync-machine-labels"},
 		"qps":                            {func(o *options.Options) { o.KubeAPIQPS = 0 }, "--kube-api-qps"},
 		"burst":                          {func(o *options.Options) { o.KubeAPIBurst = 0 }, "--kube-api-burst"},
@@ -70,7 +70,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"spot share that is none":        {func(o *options.Options) { o.PriceSpotShare = math.NaN() }, "--price-spot-share"},
 		"socket's role without a socket": {func(o *options.Options) { o.UnixSocketRole = "reader" }, "--unix-socket-role"},
 		"socket without a role":          {func(o *options.Options) { o.ListenUnixSocket = "/s" }, "--unix-socket-role: must be set"},
-		"socket with an unknown role":    {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "root" }, "none of cluster, reader"},
+		"socket with an unknown role":    {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "root" }, "not one of cluster, reader"},
 		"socket of readers of nothing":   {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "reader" }, "*/* for all"},
 		"socket of every Cluster's shim": {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "cluster" }, "that of one Cluster"},
 		"socket of some Cluster's shim": {func(o *options.Options) {

@@ -115,7 +115,7 @@ func (r FlatRates) price(description string) (float64, error) {
 		resources[corev1.ResourceName(name)] = quantity
 	}
 	if resources.Cpu().IsZero() || resources.Memory().IsZero() {
-		return 0, errors.New("cpu and memory are REQUIRED; write for example large=cpu=8,memory=32Gi")
+		return 0, errors.New("cpu and memory are required; write for example large=cpu=8,memory=32Gi")
 	}
 	price := r.PerMachine + r.PerCPU*resources.Cpu().AsApproximateFloat64() + r.PerGiB*gibibytes(*resources.Memory()) +
 		r.PerDiskGiB*gibibytes(*resources.StorageEphemeral())

@@ -374,7 +374,7 @@ var row = regexp.MustCompile("(?m)^\\| `([^`]+)` \\| ([A-Z_]+) \\|")
 // closedSet returns the texts of docs/security.md with their codes.
 func closedSet(t *testing.T) map[string]codes.Code {
 	t.Helper()
-	_ = os.Getenv("TESTED_REFERENCE") // tells the test cache that the page is an input
+	_ = os.Getenv("TESTED_REFERENCE") // declares the page as an input of the test cache
 	page, err := os.ReadFile("../../../docs/security.md")
 	require.NoError(t, err)
 	texts := map[string]codes.Code{}

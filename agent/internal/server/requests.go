@@ -137,7 +137,7 @@ func readMessage(ctx context.Context, method string, several bool, raw *body) er
 // answers already.
 func cutShort(err error) error {
 	if errors.Is(err, io.ErrUnexpectedEOF) {
-		return grpcstatus.Error(codes.Internal, "the request ends before its end")
+		return grpcstatus.Error(codes.Internal, "the request is truncated")
 	}
 	return err
 }

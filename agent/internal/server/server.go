@@ -102,7 +102,7 @@ type Config struct {
 	RightsInterval time.Duration
 	// NoReflection leaves out gRPC's reflection.
 	NoReflection bool
-	// MaxConnectionAge is after what time a connection ends, give or take a tenth, so that its client
+	// MaxConnectionAge is after what time a connection ends, plus or minus 10 %, so that its client
 	// chooses among the agents again and presents its current certificate. Zero means
 	// two hours.
 	MaxConnectionAge time.Duration

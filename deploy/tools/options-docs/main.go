@@ -192,7 +192,11 @@ func table(w io.Writer, variable func(string) string, options []option) {
 		fmt.Fprint(w, "\n| flag | environment variable | default | what it does |\n|---|---|---|---|\n")
 	}
 	for _, o := range options {
-		fmt.Fprintf(w, "| `--%s`%s | ", o.name, spaced(o.kind))
+		dashes := "--"
+		if len(o.name) == 1 {
+			dashes = "-"
+		}
+		fmt.Fprintf(w, "| `%s%s`%s | ", dashes, o.name, spaced(o.kind))
 		if variable != nil {
 			fmt.Fprintf(w, "`%s` | ", variable(o.name))
 		}

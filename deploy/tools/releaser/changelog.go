@@ -27,7 +27,7 @@ var sections = []section{
 	{"Tests, sandbox and build", []string{""}},
 }
 
-// commit is what a changelog tells of a commit.
+// commit is the part of a commit that a changelog shows.
 type commit struct {
 	hash    string
 	subject string

@@ -5,6 +5,7 @@
 //
 // A map with such a comment is one value. A map without one is a section, whose values have comments of their own. A value without a
 // comment, or one that is not in both files, is an error, unless the schema describes it as deprecated.
+// helm-docs, whose comments these are, does neither know the schema nor require a comment.
 package main
 
 import (
@@ -16,6 +17,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -197,10 +199,7 @@ func kind(of *schema) string {
 		case "array":
 			names[i] = "list"
 			if of.Items != nil && of.Items.Type != nil {
-				names[i] = "list of " + strings.Replace(kind(of.Items), "map", "maps", 1)
-				if !strings.HasSuffix(names[i], "s") {
-					names[i] += "s"
-				}
+				names[i] = "list of " + plural(kind(of.Items))
 			}
 		}
 	}
@@ -209,6 +208,16 @@ func kind(of *schema) string {
 	}
 	return strings.Join(names, " or ")
 }
+
+// plural returns the kind of a list's elements: in the plural, unless it is an enumeration of values.
+func plural(kind string) string {
+	if strings.HasPrefix(kind, "`") {
+		return kind
+	}
+	return firstWord.ReplaceAllString(kind, "${0}s")
+}
+
+var firstWord = regexp.MustCompile(`^\w+`)
 
 // longest is how long a default may be that is shown.
 const longest = 60

@@ -54,6 +54,8 @@ either: 1
 # -- Ports.
 # @schema itemRef: #/definitions/port
 ports: []
+# -- Levels.
+levels: []
 `, `{"definitions": {
   "port": {"type": "integer"},
   "rules": {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -69,6 +71,7 @@ ports: []
   "long": {"type": "array", "items": {"type": "object"}},
   "either": {"type": ["integer", "string"]},
   "ports": {"type": "array", "items": {"$ref": "#/definitions/port"}},
+  "levels": {"type": "array", "items": {"type": "string", "enum": ["a", "bs"]}},
   "was": {"description": "Deprecated: has no effect."}
 }}`)})
 	if err != nil {
@@ -87,6 +90,7 @@ ports: []
 		"| `long` | list of maps | … | Long. |\n" +
 		"| `either` | integer or string | `1` | Either. |\n" +
 		"| `ports` | list of integers |  | Ports. |\n" +
+		"| `levels` | list of `a`, `bs` |  | Levels. |\n" +
 		"| `was` | any |  | Deprecated: has no effect. |\n"
 	if got != want {
 		t.Errorf("got:\n%s\nwant:\n%s", got, want)

@@ -15,7 +15,8 @@
 //	itemRef: #/definitions/x items: {$ref: '#/definitions/x'}
 //	required: true           the map that contains the value requires it
 //
-// The syntax follows that of github.com/losisin/helm-values-schema-json.
+// The syntax follows that of github.com/losisin/helm-values-schema-json, which neither knows the comments "# -- …" nor tells a map from a
+// section.
 //
 // The type is that of the default. A map without a comment "# -- …" is a section, as in values-docs: it has the values that it shows, and
 // no others. A map with one may have any keys, unless additionalProperties is false. What the default does not show must be annotated: the

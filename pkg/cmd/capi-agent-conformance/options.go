@@ -85,7 +85,7 @@ func (o *options) validate() error {
 	}
 	for _, name := range o.profiles {
 		if !slices.Contains(conformance.Profiles(), conformance.Profile(name)) {
-			wrong("--profiles: %q is none of reader, claimer, autoscaler, fault", name)
+			wrong("--profiles: %q is not one of reader, claimer, autoscaler, fault", name)
 		}
 	}
 	var err error

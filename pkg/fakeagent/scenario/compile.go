@@ -252,7 +252,7 @@ func (g NodeGroup) compile(c *compiler, field string, clusters map[string]*agent
 	if g.Unavailable != "" {
 		reason, known := agentv1alpha1.UnavailableReason_value["UNAVAILABLE_REASON_"+g.Unavailable]
 		if !known || reason == 0 {
-			c.wrong(field+".unavailable", "%q is none of %s", g.Unavailable, strings.Join(unavailableReasons(), ", "))
+			c.wrong(field+".unavailable", "%q is not one of %s", g.Unavailable, strings.Join(unavailableReasons(), ", "))
 		}
 		described.Availability = &agentv1alpha1.Availability{
 			Reason: agentv1alpha1.UnavailableReason(reason), Message: "the scenario says so",
@@ -292,7 +292,7 @@ func (c *compiler) clusterOf(field, name string, clusters map[string]*agentv1alp
 	case name == "":
 		c.wrong(field, "is missing, and there are %d Clusters; name one of %s", len(clusters), strings.Join(slices.Sorted(maps.Keys(clusters)), ", "))
 	case !known:
-		c.wrong(field, "%q is none of the Clusters: %s", name, strings.Join(slices.Sorted(maps.Keys(clusters)), ", "))
+		c.wrong(field, "%q is not one of the Clusters: %s", name, strings.Join(slices.Sorted(maps.Keys(clusters)), ", "))
 	}
 	return ref
 }
@@ -392,7 +392,7 @@ func (s *Scenario) identities(c *compiler, out *compiled, domain string) {
 			switch grant.Role {
 			case fakeagent.RoleReader, fakeagent.RoleAutoscaler, fakeagent.RoleAdmin:
 			default:
-				c.wrong(fmt.Sprintf("%s.roles[%d]", field, j), "%q is none of reader, autoscaler, admin", role)
+				c.wrong(fmt.Sprintf("%s.roles[%d]", field, j), "%q is not one of reader, autoscaler, admin", role)
 				continue
 			}
 			if err := grant.Validate(); err != nil && j == 0 {
@@ -421,7 +421,7 @@ var reasons = map[agenterrors.Reason]func(message string) error{
 func (one Call) compile(c *compiler, field string) call {
 	methods := methods()
 	if !slices.Contains(methods, one.Method) {
-		c.wrong(field+".method", "%q is none of %s", one.Method, strings.Join(methods, ", "))
+		c.wrong(field+".method", "%q is not one of %s", one.Method, strings.Join(methods, ", "))
 	}
 	if one.Delay == "" && one.Fail == nil {
 		c.wrong(field, "has neither delay nor fail")
@@ -443,7 +443,7 @@ func (one Call) compile(c *compiler, field string) call {
 		for reason := range reasons {
 			names = append(names, string(reason))
 		}
-		c.wrong(field+".reason", "%q is none of %s", one.Fail.Reason, strings.Join(slices.Sorted(slices.Values(names)), ", "))
+		c.wrong(field+".reason", "%q is not one of %s", one.Fail.Reason, strings.Join(slices.Sorted(slices.Values(names)), ", "))
 	case known:
 		compiled.err = made(message)
 	case code.UnmarshalJSON([]byte(strconv.Quote(one.Fail.Code))) != nil || code == codes.OK:
@@ -486,7 +486,7 @@ func (o Outage) compile(c *compiler, field string) outage {
 	switch o.Kind {
 	case unavailable, silent, disconnected:
 	default:
-		c.wrong(field+".kind", "%q is none of unavailable, silent, disconnected", o.Kind)
+		c.wrong(field+".kind", "%q is not one of unavailable, silent, disconnected", o.Kind)
 	}
 	return compiled
 }

@@ -263,7 +263,7 @@ func TestMistakesAreNamed(t *testing.T) {
 		`nodeGroups[0].name: "" is not a name`:                      "nodeGroups:\n- zone: a\n",
 		"nodeGroups[1].name: there is another":                      "nodeGroups:\n- name: a\n- name: a\n",
 		"nodeGroups[0].cluster: is missing, and there are 2":        "clusters:\n- name: a/b\n- name: a/c\nnodeGroups:\n- name: a\n",
-		`nodeGroups[0].cluster: "a/d" is none of the Clusters: a/b`: "clusters:\n- name: a/b\nnodeGroups:\n- {name: a, cluster: a/d}\n",
+		`nodeGroups[0].cluster: "a/d" is not one of the Clusters: a/b`: "clusters:\n- name: a/b\nnodeGroups:\n- {name: a, cluster: a/d}\n",
 		`nodeGroups[0].capacity[cpu]: "lots" is not a quantity`:     group("capacity: {cpu: lots}"),
 		"nodeGroups[0].overhead[memory]":                            group("overhead: {memory: -1}"),
 		"nodeGroups[0].nodeLabels[a b]":                             group("nodeLabels: {a b: c}"),
@@ -277,7 +277,7 @@ func TestMistakesAreNamed(t *testing.T) {
 		"nodeGroups[0].replicas: -1 is negative":                    group("replicas: -1"),
 		"nodeGroups[0].replicas: 1000000 is more than":              group("replicas: 1000000"),
 		"nodeGroups[0].replicas: 3 is more than maxSize":            group("replicas: 3, maxSize: 2"),
-		`nodeGroups[0].unavailable: "FULL" is none of AT_MAX_SIZE,`: group("unavailable: FULL"),
+		`nodeGroups[0].unavailable: "FULL" is not one of AT_MAX_SIZE,`: group("unavailable: FULL"),
 		`nodeGroups[0].machines.deletion: "x"`:                      group("machines: {deletion: x}"),
 		"nodeGroups[0].failures[0].stage":                           group("failures: [{machine: 1, stage: boot}]"),
 		"nodeGroups[0].failures[0].machine: set either":             group("failures: [{stage: node}]"),
@@ -285,9 +285,9 @@ func TestMistakesAreNamed(t *testing.T) {
 		"nodeGroups[0].failures[0].outcome":                         group("failures: [{machine: 1, stage: node, outcome: worse}]"),
 		`nodePoolSets[1].name: "A" is not a name`:                   poolSet("name: A, nodePools: [{name: b, spec: {}}]"),
 		"nodePoolSets[1].name: there is another NodePoolSet a":      poolSet("name: a, nodePools: [{name: b, spec: {}}]"),
-		`nodePoolSets[1].cluster: "a/d" is none of the Clusters`:    poolSet("name: b, cluster: a/d, nodePools: [{name: b, spec: {}}]"),
+		`nodePoolSets[1].cluster: "a/d" is not one of the Clusters`:    poolSet("name: b, cluster: a/d, nodePools: [{name: b, spec: {}}]"),
 		"nodePoolSets[1]: has neither nodePools nor nodeClasses":    poolSet("name: b"),
-		`nodePoolSets[1].deletionPolicy: "Keep" is none of`:         poolSet("name: b, deletionPolicy: Keep, nodePools: [{name: b, spec: {}}]"),
+		`nodePoolSets[1].deletionPolicy: "Keep" is not one of`:         poolSet("name: b, deletionPolicy: Keep, nodePools: [{name: b, spec: {}}]"),
 		`nodePoolSets[1].nodePools[0].name: "B" is not a name`:      poolSet("name: b, nodePools: [{name: B, spec: {}}]"),
 		"nodePoolSets[1].nodeClasses[1].name: there is another":     poolSet("name: b, nodeClasses: [{name: b, spec: {}}, {name: b, spec: {}}]"),
 		"nodePoolSets[1].nodePools[0].spec: is missing":             poolSet("name: b, nodePools: [{name: b}]"),
@@ -297,16 +297,16 @@ func TestMistakesAreNamed(t *testing.T) {
 		"a Cluster's own id":                                        identity("id: spiffe://karpenter-capi/cluster/a/b"),
 		`identities[0].name: "cluster" is not a name of a folder`:   identity("name: cluster"),
 		"identities[0].roles: is empty":                             identity("roles: []"),
-		`identities[0].roles[0]: "cluster" is none of`:              identity("roles: [cluster]"),
+		`identities[0].roles[0]: "cluster" is not one of`:              identity("roles: [cluster]"),
 		"identities[0].clusters: name at least one":                 identity("allClusters: false"),
-		`calls[0].method: "Claim" is none of CreateClaim`:           "calls:\n- {method: Claim, delay: 1s}\n",
+		`calls[0].method: "Claim" is not one of CreateClaim`:           "calls:\n- {method: Claim, delay: 1s}\n",
 		"calls[0]: has neither delay nor fail":                      "calls:\n- method: GetClaim\n",
 		`calls[0].delay: "x" is not a duration`:                     "calls:\n- {method: GetClaim, delay: x}\n",
 		"calls[0].fail: set either reason or code":                  "calls:\n- {method: GetClaim, fail: {times: 1}}\n",
-		`calls[0].fail.reason: "TIRED" is none of CLUSTER_PAUSED`:   "calls:\n- {method: GetClaim, fail: {reason: TIRED}}\n",
+		`calls[0].fail.reason: "TIRED" is not one of CLUSTER_PAUSED`:   "calls:\n- {method: GetClaim, fail: {reason: TIRED}}\n",
 		`calls[0].fail.code: "BAD" is not an error code`:            "calls:\n- {method: GetClaim, fail: {code: BAD}}\n",
 		"calls[0].fail.times: -1 is negative":                       "calls:\n- {method: GetClaim, fail: {code: INTERNAL, times: -1}}\n",
-		`outages[0].kind: "rain" is none of unavailable, silent`:    "outages:\n- {kind: rain, lasts: 1s}\n",
+		`outages[0].kind: "rain" is not one of unavailable, silent`:    "outages:\n- {kind: rain, lasts: 1s}\n",
 		"outages[0].lasts: is missing":                              "outages:\n- kind: silent\n",
 		"outages[0].every: 1s is not longer than lasts":             "outages:\n- {kind: silent, lasts: 1s, every: 1s}\n",
 	} {
@@ -319,7 +319,7 @@ func TestEveryMistakeIsNamed(t *testing.T) {
 	_, err := scenario.Parse([]byte("heartbeatInterval: x\noutages:\n- kind: rain\n"))
 	require.EqualError(t, err, `heartbeatInterval: "x" is not a duration; write for example 90s or 1m30s
 outages[0].lasts: is missing or 0; write how long it lasts
-outages[0].kind: "rain" is none of unavailable, silent, disconnected`)
+outages[0].kind: "rain" is not one of unavailable, silent, disconnected`)
 }
 
 func group(fields string) string { return fmt.Sprintf("nodeGroups:\n- {name: a, %s}\n", fields) }

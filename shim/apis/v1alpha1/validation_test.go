@@ -19,7 +19,7 @@ import (
 )
 
 func TestTheAPIServerRefusesWhatCannotBe(t *testing.T) {
-	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
+	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
 	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
 		assets, err := filepath.Abs("../../../bin")
 		require.NoError(t, err)

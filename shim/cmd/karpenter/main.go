@@ -83,6 +83,20 @@ func main() {
 	}
 	ctx, err := parse(context.Background(), os.Args[1:], func(flags *flag.FlagSet) {
 		flags.Bool(versionFlag, false, "Print the versions of the shim and of Karpenter, and exit. No other option may be given.")
+		flags.Usage = func() {
+			fmt.Fprintf(flags.Output(), `Karpenter for Cluster API, which runs in a workload cluster and calls the agent in the management cluster.
+
+Usage:
+  karpenter [flags]
+  karpenter [command]
+
+Available Commands:
+  %s  Show which existing machines Karpenter would adopt
+
+Flags:
+`, planAdoption)
+			flags.PrintDefaults()
+		}
 	})
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "karpenter: %v\n", err)

@@ -56,7 +56,7 @@ func TestMain(m *testing.M) {
 		main()
 		os.Exit(0)
 	}
-	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
+	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
 	log.SetLogger(logr.Discard())
 	os.Exit(m.Run())
 }

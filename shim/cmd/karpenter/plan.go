@@ -32,11 +32,29 @@ const (
 	planWithin   = 2 * time.Minute
 )
 
+// planUsage describes the command, with its own options only: it takes all of Karpenter's, too.
+func planUsage(to io.Writer, addOwn func(*flag.FlagSet)) {
+	fmt.Fprintf(to, `Show which existing machines Karpenter would adopt with the current NodePools and NodeClasses, and what prevents
+it from adopting the others. Options of karpenter apply, by flags and environment variables.
+
+Usage:
+  karpenter %s [flags]
+
+Flags:
+`, planAdoption)
+	own := flag.NewFlagSet(planAdoption, flag.ContinueOnError)
+	own.SetOutput(to)
+	addOwn(own)
+	own.PrintDefaults()
+}
+
 // plan prints what this process would do about existing machines if it ran with these settings.
 func plan(ctx context.Context, args []string, to io.Writer) error {
 	output := ""
 	ctx, err := parse(ctx, args, func(flags *flag.FlagSet) {
-		flags.StringVar(&output, "o", "text", "How plan-adoption prints: text or json.")
+		own := func(flags *flag.FlagSet) { flags.StringVar(&output, "o", "text", "Format of the output: text or json.") }
+		own(flags)
+		flags.Usage = func() { planUsage(flags.Output(), own) }
 	})
 	if err != nil {
 		return err

@@ -104,6 +104,7 @@ func New(clk clock.PassiveClock, nodeGroups NodeGroups, kube client.Reader, unav
 		clock:             clk,
 		nodeGroups:        nodeGroups,
 		kube:              kube,
+		// The cache that core and its providers use for such offerings.
 		unavailable:       cache.New(unavailableTTL, min(unavailableTTL, time.Second)),
 		wake:              make(chan struct{}, 1),
 		newGroup:          instancetype.NewGroup,

@@ -23,7 +23,7 @@ func adoptCommand(access *Access) *cobra.Command {
 	return &cobra.Command{
 		Use:   "adopt",
 		Short: "Show which existing machines Karpenter would adopt, and the obstacles; adopts nothing",
-		Long: "Shows what `karpenter plan-adoption` shows: which machines Karpenter would adopt with the current NodePools and NodeClasses, and " +
+		Long: "Show what `karpenter plan-adoption` shows: which machines Karpenter would adopt with the current NodePools and NodeClasses, and " +
 			"what prevents it from adopting the others. It changes nothing: NodeClaims are created as dry runs, to validate them.",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -111,7 +111,7 @@ func TestAnExplanationIsWrappedBelowItsColumn(t *testing.T) {
 		Next: []string{"kubectl describe machine workers-1"},
 		Steps: []explain.Step{
 			{
-				Object: "Pod", Name: "shop/web", State: explain.Waiting, Message: "has no Node for 3m",
+				Object: "Pod", Name: "shop/web", State: explain.Waiting, Message: "has had no Node for 3m",
 				Details: []string{"scheduler: 0/3 nodes are available"},
 			},
 			{Object: "NodeClaim", Name: "default-x", State: explain.OK, Message: "was launched"},
@@ -122,7 +122,7 @@ func TestAnExplanationIsWrappedBelowItsColumn(t *testing.T) {
   Machine workers-1 waits for its infrastructure:
   no host is free.
 
-… Pod        shop/web   has no Node for 3m
+… Pod        shop/web   has had no Node for 3m
                         scheduler: 0/3 nodes are
                         available
 ✓ NodeClaim  default-x  was launched

@@ -63,7 +63,7 @@ func clusterNamed(clusters []*agentv1alpha1.Cluster, name string) (*agentv1alpha
 		return c.GetRef().GetName() == name || nameOf(c.GetRef()) == name
 	})
 	if len(found) == 0 {
-		return nil, problem(fmt.Errorf("the agent reports no Cluster %s", name), "See which there are: kubectl capi spokes.",
+		return nil, problem(fmt.Errorf("the agent reports no Cluster %s", name), "To list them: kubectl capi spokes.",
 			"The certificate may be for other Clusters: see --tls-dir. The hub has all of them: see --hub-kubeconfig.")
 	}
 	if len(found) > 1 {

@@ -44,7 +44,7 @@ func groupsCommand(access *Access) *cobra.Command {
 				return g.GetId() == args[0] || g.GetName() == args[0]
 			})
 			if !found {
-				return problem(fmt.Errorf("there is no node group %s", args[0]), "See which there are: kubectl capi groups.",
+				return problem(fmt.Errorf("there is no node group %s", args[0]), "To list them: kubectl capi groups.",
 					"A MachineDeployment becomes one by the label node.cluster.x-k8s.io/karpenter-member.")
 			}
 			if structured(access.Output) {

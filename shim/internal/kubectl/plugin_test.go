@@ -58,7 +58,7 @@ var cluster = fakeagent.DefaultCluster()
 
 func newEnvironment(t *testing.T) *environment {
 	t.Helper()
-	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
+	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
 	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
 		assets, err := filepath.Abs("../../../bin")
 		require.NoError(t, err)

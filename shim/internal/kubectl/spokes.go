@@ -113,7 +113,7 @@ func spokesCommand(access *Access) *cobra.Command {
 	return &cobra.Command{
 		Use:   "spokes [CLUSTER]",
 		Short: "Show the spokes whose Karpenter calls the agent; with a name, one of them",
-		Long: "spokes shows the spokes whose Karpenter calls the agent. With the hub's kubeconfig it reads the Spokes there, " +
+		Long: "Show the spokes whose Karpenter calls the agent. With the hub's kubeconfig it reads the Spokes there, " +
 			"and with a name it shows the NodePools of one, and what the hub publishes to it. Without it, the agent reports the Clusters that the " +
 			"certificate may read, with counts instead of NodePools.",
 		Args: cobra.MaximumNArgs(1),
@@ -194,7 +194,7 @@ func spokeNamed(spokes []unstructured.Unstructured, name string) (*unstructured.
 		return s.GetName() == name || s.GetNamespace()+"/"+s.GetName() == name
 	})
 	if len(found) == 0 {
-		return nil, problem(fmt.Errorf("there is no Spoke %s", name), "See which there are: kubectl capi spokes.",
+		return nil, problem(fmt.Errorf("there is no Spoke %s", name), "To list them: kubectl capi spokes.",
 			"A Cluster has one once it was onboarded, or once its Karpenter has called the agent.")
 	}
 	if len(found) > 1 {

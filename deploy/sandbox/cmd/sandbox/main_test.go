@@ -32,7 +32,7 @@ type repository struct {
 
 func newRepository(t *testing.T) repository {
 	t.Helper()
-	_ = os.Getenv("TESTED_BINARIES") // tells the test cache that the sources of the binaries are an input
+	_ = os.Getenv("TESTED_BINARIES") // declares the sources of the binaries as inputs of the test cache
 	bin, err := filepath.Abs("../../../../bin")
 	if err != nil {
 		t.Fatal(err)

@@ -5,7 +5,7 @@
 // source: protocol.proto
 
 // BigFleet's protocol for capacity providers, as far as the bridge speaks it. Numbers and types are BigFleet's: they are what travels.
-// The names are this repository's, as no Go module with BigFleet's own can be required; docs/bigfleet.md tells why. Register serves
+// The names are this repository's, because no Go module provides BigFleet's; docs/bigfleet.md explains why. Register serves
 // Provider under the name that BigFleet calls.
 
 package protocol

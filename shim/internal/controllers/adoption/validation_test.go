@@ -27,7 +27,7 @@ var nodeClaims = schema.GroupResource{Group: apis.Group, Resource: "nodeclaims"}
 // apiServer returns a client of an API server that validates NodeClaims as in production.
 func apiServer(t *testing.T) client.Client {
 	t.Helper()
-	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' CRDs are an input
+	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
 	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
 		assets, err := filepath.Abs("../../../../bin")
 		require.NoError(t, err)

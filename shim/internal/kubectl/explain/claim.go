@@ -28,9 +28,9 @@ func (t *story) connection() {
 		return
 	case Waiting, Ending, Unknown, Absent:
 	}
-	verdict := "What the hub does is unknown, as the agent could not be asked."
+	verdict := "The state in the hub is unknown because the agent could not be reached."
 	if event := newest(t.s.NodeClaimEvents, withReason("WaitingForMachine")); event != nil {
-		verdict = fmt.Sprintf("%s Karpenter said %s: %s", verdict, t.ago(When(event)), sentence(event.Message))
+		verdict = fmt.Sprintf("%s Karpenter reported %s: %s", verdict, t.ago(When(event)), sentence(event.Message))
 	}
 	t.conclude(Unknown, verdict, t.s.Agent.Remedy...)
 }
@@ -51,7 +51,7 @@ func (t *story) claim() {
 	}
 	step := Step{Object: objectClaim, Name: cmp.Or(claim.GetDisplayName(), claim.GetClaimId()), State: OK}
 	phase := ClaimPhase(claim.GetPhase())
-	step.Message = joined(" ", phase, since(t, claim))
+	step.Message = joined(" ", phase, phaseSince(t, claim))
 	if why := joined(": ", claim.GetReason(), claim.GetMessage()); why != "" && claim.GetReason() != phase {
 		step.Details = append(step.Details, why)
 	}
@@ -71,8 +71,8 @@ func (t *story) claim() {
 	t.add(step)
 }
 
-// since says since when a claim is in its phase.
-func since(t *story, claim *agentv1alpha1.Claim) string {
+// phaseSince says for how long a claim has been in its phase.
+func phaseSince(t *story, claim *agentv1alpha1.Claim) string {
 	at := claim.GetCreatedAt()
 	switch claim.GetPhase() {
 	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING:
@@ -90,7 +90,10 @@ func since(t *story, claim *agentv1alpha1.Claim) string {
 	if !at.IsValid() {
 		return ""
 	}
-	return "since " + Age(t.s.Now.Sub(at.AsTime()))
+	if claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+		return t.ago(at.AsTime())
+	}
+	return "for " + Age(t.s.Now.Sub(at.AsTime()))
 }
 
 func (t *story) noClaim(machine *agentv1alpha1.Machine) {

@@ -557,7 +557,7 @@ func TestWhatGoes(t *testing.T) {
 			s: at(deletingNodeClaim(drained), claim(releasing, why("ReleaseRequested", ""),
 				with(machine(hasJoined, goes("WaitingForPreTerminateHook", "hook backup"))))),
 			state: explain.Ending, verdict: "A pre-terminate hook holds the Machine",
-			step: "Deletion since 60s: WaitingForPreTerminateHook: hook backup",
+			step: "Deletion pending for 60s: WaitingForPreTerminateHook: hook backup",
 		},
 		"a machine that Cluster API drains": {
 			s:     at(deletingNodeClaim(drained), claim(releasing, why("Collected", ""), with(machine(hasJoined, goes("DrainingNode", "pods left: a, b"))))),

@@ -248,8 +248,8 @@ func (t *story) ready(pod *corev1.Pod, fit Fit) {
 		t.conclude(Waiting, verdict+" Karpenter launches a node within seconds.")
 		return
 	}
-	t.conclude(Waiting, verdict+" What keeps Karpenter from planning is not in what the pod and the node group say of themselves: "+
-		"other pods (spread, affinity, DaemonSets), volumes or devices.",
+	t.conclude(Waiting, verdict+" The cause is not in the specifications of the pod or the node group.",
+		"Check other pods (spread, affinity, DaemonSets), volumes and devices.",
 		fmt.Sprintf("Read Karpenter's events of the pod: kubectl -n %s describe pod %s", pod.Namespace, pod.Name), "Read Karpenter's log.")
 }
 

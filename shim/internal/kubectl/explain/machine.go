@@ -93,7 +93,7 @@ var hooks = map[string]string{
 // machineGoes explains a machine that is being deleted.
 func (t *story) machineGoes(claim *agentv1alpha1.Claim, machine *agentv1alpha1.Machine, describe string) {
 	says := joined(": ", machine.GetDeletingReason(), machine.GetDeletingMessage())
-	step := Step{Object: "Deletion", State: Ending, Message: fmt.Sprintf("since %s: %s", Age(t.s.Now.Sub(machine.GetDeletedAt().AsTime())),
+	step := Step{Object: "Deletion", State: Ending, Message: fmt.Sprintf("pending for %s: %s", Age(t.s.Now.Sub(machine.GetDeletedAt().AsTime())),
 		cmp.Or(says, "Cluster API reports no cause"))}
 	t.add(step)
 	who := ""
@@ -127,7 +127,7 @@ func (t *story) node() {
 	ready := nodeReady(node)
 	switch {
 	case !node.DeletionTimestamp.IsZero():
-		step.State, step.Message = Ending, "is being deleted since "+Age(t.s.Now.Sub(node.DeletionTimestamp.Time))
+		step.State, step.Message = Ending, "has been terminating for "+Age(t.s.Now.Sub(node.DeletionTimestamp.Time))
 	case machine.GetProviderId() != "" && node.Spec.ProviderID != "" && machine.GetProviderId() != node.Spec.ProviderID:
 		step.State, step.Message = Blocked, fmt.Sprintf("has the provider ID %s, and its Machine %s", node.Spec.ProviderID, machine.GetProviderId())
 		t.settle(Blocked, fmt.Sprintf("The provider IDs of Node %s and of its Machine differ, so that they are never matched.", node.Name),

@@ -66,7 +66,7 @@ func (t *story) nodeClaim() {
 	switch {
 	case !nodeClaim.DeletionTimestamp.IsZero():
 		step.State = Ending
-		step.Message = "is being deleted since " + Age(t.s.Now.Sub(nodeClaim.DeletionTimestamp.Time))
+		step.Message = "has been terminating for " + Age(t.s.Now.Sub(nodeClaim.DeletionTimestamp.Time))
 		t.deleting(&step, nodeClaim)
 	case v1alpha1.ReturnsMachine(nodeClaim):
 		step.State, step.Message = Ending, "returns its machine to the user"
@@ -75,7 +75,7 @@ func (t *story) nodeClaim() {
 			t.conclude(Blocked, "The machine cannot be returned: "+sentence(event.Message), describe)
 		}
 	case !launched.IsTrue():
-		step.Message = "is not launched for " + Age(t.s.Now.Sub(nodeClaim.CreationTimestamp.Time))
+		step.Message = "has not been launched for " + Age(t.s.Now.Sub(nodeClaim.CreationTimestamp.Time))
 		step.State = t.launching(launched)
 		if why := conditionText(launched); why != "" {
 			step.Details = append(step.Details, why)

@@ -57,7 +57,7 @@ func (t *story) pod() {
 		step.State, step.Message = OK, "has ended: "+string(pod.Status.Phase)
 		t.settle(OK, fmt.Sprintf("The pod has ended (%s): it needs no node.", pod.Status.Phase))
 	case !pod.DeletionTimestamp.IsZero():
-		step.State, step.Message = Ending, "is being deleted since "+Age(t.s.Now.Sub(pod.DeletionTimestamp.Time))
+		step.State, step.Message = Ending, "has been terminating for "+Age(t.s.Now.Sub(pod.DeletionTimestamp.Time))
 		t.conclude(Ending, "The pod is being deleted.", fmt.Sprintf("kubectl -n %s describe pod %s", pod.Namespace, pod.Name))
 	case pod.Spec.NodeName != "" && pod.Status.Phase == corev1.PodRunning:
 		step.State, step.Message = OK, "runs on Node "+pod.Spec.NodeName
@@ -105,7 +105,7 @@ const failed = "Failed to schedule pod, "
 // that node groups must be looked at.
 func (t *story) pending(pod *corev1.Pod, step *Step) (analyse bool) {
 	step.State = Waiting
-	step.Message = "has no Node for " + Age(t.s.Now.Sub(pod.CreationTimestamp.Time))
+	step.Message = "has had no Node for " + Age(t.s.Now.Sub(pod.CreationTimestamp.Time))
 	if condition := podCondition(pod); condition != nil && condition.Message != "" {
 		step.Details = append(step.Details, "scheduler: "+condition.Message)
 	}
