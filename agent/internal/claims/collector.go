@@ -103,10 +103,13 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		log.Log.WithName("claims").Error(err, "listing MachineDeployments for the metrics")
 		return
 	}
-	groups := map[types.NamespacedName]bool{}
+	groups, served := map[types.NamespacedName]bool{}, map[types.NamespacedName]bool{}
 	for i := range deployments.Items {
 		md := &deployments.Items[i]
 		groups[client.ObjectKeyFromObject(md)] = true
+		if _, member := md.Labels[v1alpha1.MemberLabel]; member {
+			served[types.NamespacedName{Namespace: md.Namespace, Name: md.Spec.ClusterName}] = true
+		}
 		text, present := md.Annotations[v1alpha1.LedgerAnnotation]
 		if !present {
 			continue
@@ -174,7 +177,11 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 	}
 	exist := map[types.NamespacedName]bool{}
 	for i := range clusters.Items {
-		exist[client.ObjectKeyFromObject(&clusters.Items[i])] = true
+		key := client.ObjectKeyFromObject(&clusters.Items[i])
+		exist[key] = true
+		if served[key] {
+			startSeries(key)
+		}
 		own, _ := c.bounds.of(&clusters.Items[i])
 		for bound, n := range map[Bound]int{BoundLive: own.Claims, BoundCreations: own.Creations, BoundReleases: own.Releases} {
 			if _, set := clusters.Items[i].Annotations[annotations[bound]]; set {

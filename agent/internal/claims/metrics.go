@@ -82,14 +82,25 @@ func result(err error) string {
 	return "ok"
 }
 
+// startSeries creates the series of a Cluster before anything is counted. A counter or a histogram that appears with
+// its first increment has no increase that a rule could see.
+func startSeries(cluster types.NamespacedName) {
+	clusterSeries.note(cluster)
+	for _, seconds := range []*prometheus.HistogramVec{createSeconds, boundSeconds, joinedSeconds} {
+		seconds.WithLabelValues(cluster.Namespace, cluster.Name)
+	}
+	for _, result := range createResults {
+		createsTotal.WithLabelValues(cluster.Namespace, cluster.Name, result)
+	}
+	for _, limit := range []Bound{BoundLive, BoundEnded, BoundQuota, BoundCreations, BoundReleases, BoundAllEnded, BoundAllBytes} {
+		refusedTotal.WithLabelValues(cluster.Namespace, cluster.Name, string(limit))
+	}
+}
+
 // observeCreate counts an attempt to make a claim of an existing Cluster, and its duration if the
 // claim is durable.
 func observeCreate(c clock.Clock, begun time.Time, cluster types.NamespacedName, claim *v1alpha1.MachineClaim, err error) {
-	clusterSeries.note(cluster)
-	// A counter that appears with its first increment has no increase that a rule could see.
-	for _, result := range createResults {
-		createsTotal.WithLabelValues(cluster.Namespace, cluster.Name, result).Add(0)
-	}
+	startSeries(cluster)
 	createsTotal.WithLabelValues(cluster.Namespace, cluster.Name, createResult(err)).Inc()
 	if err != nil {
 		return
@@ -103,9 +114,6 @@ func observeCreate(c clock.Clock, begun time.Time, cluster types.NamespacedName,
 	}
 	for _, class := range failures.Final() {
 		endedCounter(claim, protocol.ReasonFailed, string(class)).Add(0)
-	}
-	for _, limit := range []Bound{BoundLive, BoundEnded, BoundQuota, BoundCreations, BoundReleases, BoundAllEnded, BoundAllBytes} {
-		refusedTotal.WithLabelValues(cluster.Namespace, cluster.Name, string(limit)).Add(0)
 	}
 }
 
