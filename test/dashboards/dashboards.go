@@ -3,6 +3,7 @@
 package dashboards
 
 import (
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -71,6 +72,23 @@ func Read(root string) ([]Dashboard, error) {
 	}
 	return all, nil
 }
+
+// Digests returns the content of [DigestsFile], which `make dashboards` writes beside the pictures: a line for
+// each dashboard, with the SHA-256 of what is plotted of it.
+func Digests(all []Dashboard) (string, error) {
+	var lines strings.Builder
+	for _, d := range all {
+		plotted, err := json.Marshal(d)
+		if err != nil {
+			return "", fmt.Errorf("encoding %s: %w", d.Name, err)
+		}
+		fmt.Fprintf(&lines, "%x  %s\n", sha256.Sum256(plotted), d.Name)
+	}
+	return lines.String(), nil
+}
+
+// DigestsFile is the name of the file in the pictures' folder that has their [Digests].
+const DigestsFile = "dashboards.sha256"
 
 // quiet holds, by dashboard, the panels about failures and mistakes that the demo's scenario need not
 // cause. test/monitoring checks that their queries name metrics that exist.

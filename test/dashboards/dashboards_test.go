@@ -18,7 +18,7 @@ import (
 
 // Every panel of every dashboard is evaluated, and those whose metrics were recorded have a value.
 func TestDashboardsArePlotted(t *testing.T) {
-	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' dashboards are an input
+	_ = os.Getenv("TESTED_CHARTS") // declares the charts' dashboards as inputs of the test cache
 	scrapes := 0
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/metrics" {
@@ -68,7 +68,7 @@ func TestDashboardsArePlotted(t *testing.T) {
 }
 
 func TestOnlyPanelsAboutFailuresMayBeEmpty(t *testing.T) {
-	_ = os.Getenv("TESTED_CHARTS") // tells the test cache that the charts' dashboards are an input
+	_ = os.Getenv("TESTED_CHARTS") // declares the charts' dashboards as inputs of the test cache
 	all, err := dashboards.Read("../..")
 	require.NoError(t, err)
 	for _, d := range all {
@@ -78,4 +78,15 @@ func TestOnlyPanelsAboutFailuresMayBeEmpty(t *testing.T) {
 		require.EqualError(t, d.Missing(append([]string{"Memory"}, d.MayBeEmpty()...), nil), d.Name+" has no data in: Memory")
 		require.EqualError(t, d.Missing(nil, append([]string{"Claim attempts"}, d.MayBeZero()...)), d.Name+" has nothing but zeros in: Claim attempts")
 	}
+}
+
+func TestPicturesShowTheDashboardsAsTheyAre(t *testing.T) {
+	_, _ = os.Getenv("TESTED_CHARTS"), os.Getenv("TESTED_DOCS") // declares the dashboards and their pictures as inputs of the test cache
+	all, err := dashboards.Read("../..")
+	require.NoError(t, err)
+	digests, err := dashboards.Digests(all)
+	require.NoError(t, err)
+	drawn, err := os.ReadFile("../../docs/images/" + dashboards.DigestsFile)
+	require.NoError(t, err)
+	require.Equal(t, digests, string(drawn), "run make dashboards, look at the pictures in docs/images, and commit them")
 }

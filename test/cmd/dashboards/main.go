@@ -70,7 +70,14 @@ func run(ctx context.Context, name, out string) (pictures int, err error) {
 	for _, d := range all { // all are drawn, so that an empty panel can be looked at
 		errs = append(errs, picture(ctx, recording, d, filepath.Join(out, d.Name+".png")))
 	}
-	return len(all), errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return len(all), err
+	}
+	digests, err := dashboards.Digests(all)
+	if err != nil {
+		return len(all), err
+	}
+	return len(all), os.WriteFile(filepath.Join(out, dashboards.DigestsFile), []byte(digests), 0o644)
 }
 
 // record records the metrics of agents and shim while the scenario runs.
@@ -83,7 +90,6 @@ func record(ctx context.Context, w *testenv.Env, recording *dashboards.Recording
 	recordingFor, stop := context.WithCancel(ctx)
 	go func() { recorded <- recording.Record(recordingFor, sources...) }()
 	_, err := scenario.Run(ctx, w, scenario.Options{
-		Chaos: true,
 		Title: func(format string, args ...any) { fmt.Printf("dashboards: "+format+"\n", args...) },
 		Note:  func(string, ...any) {},
 	})
