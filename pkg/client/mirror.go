@@ -133,7 +133,7 @@ func (m *Mirror[T]) Run(ctx context.Context) error {
 		reachedSynced, err := m.follow(ctx)
 		m.disconnected(err)
 		if ctx.Err() != nil {
-			return nil //nolint:nilerr // The stream's error is that it was told to end.
+			return nil // The stream's error is that it was told to end.
 		}
 		if reachedSynced {
 			backoff = m.backoff

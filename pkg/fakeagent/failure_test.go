@@ -67,13 +67,13 @@ func TestFailuresAreChecked(t *testing.T) {
 	fine := fakeagent.MachineFailure{Machine: 1, Stage: fakeagent.StageNode}
 	require.NoError(t, fine.Validate())
 	for want, change := range map[string]func(*fakeagent.MachineFailure){
-		"machine: -1 is negative":    func(f *fakeagent.MachineFailure) { f.Machine = -1 },
-		"every: -1 is negative":      func(f *fakeagent.MachineFailure) { f.Every = -1 },
-		"machine: set either":        func(f *fakeagent.MachineFailure) { f.Every = 2 },
-		"after: -1s is negative":     func(f *fakeagent.MachineFailure) { f.After = -time.Second },
+		"machine: -1 is negative":       func(f *fakeagent.MachineFailure) { f.Machine = -1 },
+		"every: -1 is negative":         func(f *fakeagent.MachineFailure) { f.Every = -1 },
+		"machine: set either":           func(f *fakeagent.MachineFailure) { f.Every = 2 },
+		"after: -1s is negative":        func(f *fakeagent.MachineFailure) { f.After = -time.Second },
 		`stage: "boot" is not one of`:   func(f *fakeagent.MachineFailure) { f.Stage = "boot" },
 		`outcome: "lazy" is not one of`: func(f *fakeagent.MachineFailure) { f.Outcome = "lazy" },
-		"outcome: a machine without": func(f *fakeagent.MachineFailure) { f.Stage, f.Outcome = fakeagent.StageObject, fakeagent.OutcomeLost },
+		"outcome: a machine without":    func(f *fakeagent.MachineFailure) { f.Stage, f.Outcome = fakeagent.StageObject, fakeagent.OutcomeLost },
 	} {
 		failure := fine
 		change(&failure)

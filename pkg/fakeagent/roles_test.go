@@ -165,7 +165,7 @@ func TestOnlyCertificatesOfThePresentOnboardingAreOfUse(t *testing.T) {
 
 func TestGrantsAreChecked(t *testing.T) {
 	for want, grant := range map[string]fakeagent.Grant{
-		`role: "root" is not one of`:            {Role: "root", AllClusters: true},
+		`role: "root" is not one of`:         {Role: "root", AllClusters: true},
 		"clusters: name at least one":        {Role: fakeagent.RoleReader},
 		"but not both":                       {Role: fakeagent.RoleReader, AllClusters: true, Clusters: []string{"a/b"}},
 		`clusters[1]: "a" is not <namespace`: {Role: fakeagent.RoleReader, Clusters: []string{"a/b", "a"}},

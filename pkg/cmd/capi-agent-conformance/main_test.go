@@ -16,7 +16,7 @@ func TestMistakesNameTheirFlag(t *testing.T) {
 	for want, arguments := range map[string][]string{
 		"--address: write the":                          {"--cluster=a/b"},
 		`--cluster: "a" is not namespace/name`:          {"--address=x", "--cluster=a"},
-		`--profiles: "writer" is not one of`:               {"--address=x", "--cluster=a/b", "--profiles=writer"},
+		`--profiles: "writer" is not one of`:            {"--address=x", "--cluster=a/b", "--profiles=writer"},
 		"--only: error parsing regexp":                  {"--address=x", "--cluster=a/b", "--only=("},
 		"--patience: 0s is not positive":                {"--address=x", "--cluster=a/b", "--patience=0s"},
 		"--admin-cert-file and --admin-key-file belong": {"--address=x", "--cluster=a/b", "--admin-cert-file=a"},

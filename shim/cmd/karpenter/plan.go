@@ -52,7 +52,9 @@ Flags:
 func plan(ctx context.Context, args []string, to io.Writer) error {
 	output := ""
 	ctx, err := parse(ctx, args, func(flags *flag.FlagSet) {
-		own := func(flags *flag.FlagSet) { flags.StringVar(&output, "o", "text", "Format of the output: text or json.") }
+		own := func(flags *flag.FlagSet) {
+			flags.StringVar(&output, "o", "text", "Format of the output: text or json.")
+		}
 		own(flags)
 		flags.Usage = func() { planUsage(flags.Output(), own) }
 	})

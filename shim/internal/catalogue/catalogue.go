@@ -101,9 +101,9 @@ type prepared struct {
 // [Catalogue.MarkRefused] apply.
 func New(clk clock.PassiveClock, nodeGroups NodeGroups, kube client.Reader, unavailableTTL time.Duration) *Catalogue {
 	c := &Catalogue{
-		clock:             clk,
-		nodeGroups:        nodeGroups,
-		kube:              kube,
+		clock:      clk,
+		nodeGroups: nodeGroups,
+		kube:       kube,
 		// The cache that core and its providers use for such offerings.
 		unavailable:       cache.New(unavailableTTL, min(unavailableTTL, time.Second)),
 		wake:              make(chan struct{}, 1),
