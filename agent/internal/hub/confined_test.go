@@ -151,7 +151,7 @@ func TestAPanicInACacheCostsOneObjectAlone(t *testing.T) {
 	require.Empty(t, events.of("add"))
 	require.Equal(t, []string{"added fine"}, events.of("fine"))
 	require.Eventually(t, func() bool { return slices.Equal(others.of("add"), []string{"added add"}) }, patience, time.Millisecond, "another handler")
-	for _, part := range []string{"passed over", `"object"="fleet/add"`, "a bug", "confined_test.go"} {
+	for _, part := range []string{"ignored", `"object"="fleet/add"`, "a bug", "confined_test.go"} {
 		require.Contains(t, lines.String(), part)
 	}
 	require.Greater(t, testutil.ToFloat64(panics.Objects), counted)
@@ -171,7 +171,7 @@ func TestAPanicInACacheCostsOneObjectAlone(t *testing.T) {
 	require.NoError(t, caches.List(t.Context(), &list, client.MatchingFields{"version": "v2"}))
 	require.Len(t, list.Items, 3)
 
-	// A bad version is passed over, and hides no good one.
+	// A bad version is ignored, and hides no good one.
 	source.Modify(machineOf("fine", "update-before"))
 	source.Modify(machineOf("fine", "v3"))
 	source.Modify(machineOf("fine", "update-after"))

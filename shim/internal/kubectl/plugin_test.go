@@ -286,7 +286,7 @@ func TestThePlugin(t *testing.T) {
 	assert.Contains(t, kubectl.Describe(err), "--shim=<namespace>/<name>")
 	e := explanation(t, w.must("why", "pod", "early", "-o", "json"))
 	assert.Equal(t, explain.Unknown, e.State)
-	assert.Contains(t, e.Verdict, "the agent could not be asked")
+	assert.Contains(t, e.Verdict, "the agent could not be queried")
 
 	w.install()
 

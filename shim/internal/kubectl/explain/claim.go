@@ -28,7 +28,7 @@ func (t *story) connection() {
 		return
 	case Waiting, Ending, Unknown, Absent:
 	}
-	verdict := "The state in the hub is unknown because the agent could not be reached."
+	verdict := "The state in the hub is unknown because the agent could not be queried."
 	if event := newest(t.s.NodeClaimEvents, withReason("WaitingForMachine")); event != nil {
 		verdict = fmt.Sprintf("%s Karpenter reported %s: %s", verdict, t.ago(When(event)), sentence(event.Message))
 	}

@@ -351,7 +351,7 @@ func TestAPodWithoutANodeClaim(t *testing.T) {
 		},
 		"a group that fits and has room, for long": {
 			s:     at(pod(), podEvent("FailedScheduling", "Failed to schedule pod, unsatisfiable topology constraint", time.Minute)),
-			state: explain.Waiting, verdict: "other pods (spread, affinity, DaemonSets)",
+			state: explain.Waiting, verdict: "not in the specifications", next: "Check other pods (spread, affinity, DaemonSets)",
 			step: "Pod Karpenter, 60s ago: unsatisfiable topology constraint",
 		},
 		"a plan whose NodeClaim failed": {
@@ -369,7 +369,7 @@ func TestAPodWithoutANodeClaim(t *testing.T) {
 			s: at(pod(), agentIsLost, func(s *explain.Situation) {
 				s.NodeClasses[0].Status.Selected = []v1alpha1.SelectedNodeGroup{{Name: "team-a/workers", Reason: "AtMaxSize", Message: "5 of 5"}}
 			}),
-			state: explain.Unknown, verdict: "the agent could not be asked", next: "Forward a port.", step: "NodeGroup AtMaxSize: 5 of 5",
+			state: explain.Unknown, verdict: "the agent could not be queried", next: "Forward a port.", step: "NodeGroup AtMaxSize: 5 of 5",
 		},
 		"a Karpenter that does not run": {
 			s:     at(pod(), func(s *explain.Situation) { s.Shim = &explain.Workload{Name: "karpenter/karpenter", Wanted: 2} }),
@@ -522,7 +522,7 @@ func TestANodeClaimOnItsWay(t *testing.T) {
 			s: at(nodeClaim(launched), agentIsLost, func(s *explain.Situation) {
 				s.Hub = explain.Hub{Asked: true, Err: errors.New("connection refused")}
 			}),
-			state: explain.Unknown, verdict: "the agent could not be asked", step: "Hub was not read: connection refused",
+			state: explain.Unknown, verdict: "the agent could not be queried", step: "Hub was not read: connection refused",
 		},
 		"with what the hub's objects say": {
 			s: at(nodeClaim(launched), claim(bound, with(machine())), func(s *explain.Situation) {
