@@ -123,8 +123,7 @@ func TestCloseEndsMirrors(t *testing.T) {
 		case <-bounded.Done():
 			require.FailNow(t, "the mirror goes on", name)
 		}
-		require.NoError(t, mirror.Run(context.Background()), "a mirror that is started afterwards ends at once")
-		_ = c.Close()
+		require.NoError(t, c.MirrorNodeGroups(fakeagent.DefaultCluster()).Run(context.Background()), "one that is started afterwards ends at once")
 	}
 }
 
