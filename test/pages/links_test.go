@@ -16,12 +16,7 @@ import (
 )
 
 func TestEveryLinkLeadsToAFileAndAHeading(t *testing.T) {
-	all, err := pages.All(root(t))
-	require.NoError(t, err)
-	headings := map[string][]string{}
-	for _, page := range all {
-		headings[page.Path] = anchors(page)
-	}
+	all, headings := headed(t)
 	links := 0
 	for _, page := range all {
 		for _, link := range linksOf(page) {
@@ -39,6 +34,18 @@ func TestEveryLinkLeadsToAFileAndAHeading(t *testing.T) {
 		}
 	}
 	require.Greater(t, links, 20, "links were found")
+}
+
+// headed returns all pages, and the anchors of the headings of each by its path.
+func headed(t *testing.T) ([]pages.Page, map[string][]string) {
+	t.Helper()
+	all, err := pages.All(root(t))
+	require.NoError(t, err)
+	headings := map[string][]string{}
+	for _, page := range all {
+		headings[page.Path] = anchors(page)
+	}
+	return all, headings
 }
 
 // A folder below docs has a page of its own that links to the others.
@@ -171,12 +178,7 @@ func prose(page pages.Page) []string {
 
 // Code, charts and error texts refer to pages by their path.
 func TestEveryPageThatCodeCitesExists(t *testing.T) {
-	all, err := pages.All(root(t))
-	require.NoError(t, err)
-	headings := map[string][]string{}
-	for _, page := range all {
-		headings[page.Path] = anchors(page)
-	}
+	_, headings := headed(t)
 	cited := regexp.MustCompile(`\b(docs/[a-z0-9/-]+\.md)(?:#([a-z0-9-]+))?`)
 	count := 0
 	for _, folder := range []string{"agent", "deploy", "pkg", "proto", "shim"} {

@@ -63,12 +63,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if or .Values.tls.certManager.enabled .Values.tls.secretName }}
 {{- fail "tls.volume excludes tls.certManager.enabled and tls.secretName: set the first to false and leave the second empty" }}
 {{- end }}
-{{- if and .Values.metrics.serviceMonitor.enabled (include "capi-agent.metricsSecure" .) (not .Values.metrics.tls.secretName) (not .Values.metrics.serviceMonitor.tlsConfig) }}
-{{- fail "metrics.serviceMonitor.tlsConfig is required with tls.volume: Prometheus cannot read the authority of the certificate from a volume of the agent" }}
-{{- end }}
-{{- if and (dig "podMonitor" "enabled" false .Values.metrics) (include "capi-agent.metricsSecure" .) (not .Values.metrics.tls.secretName) (not .Values.metrics.podMonitor.tlsConfig) }}
-{{- fail "metrics.podMonitor.tlsConfig is required with tls.volume: Prometheus cannot read the authority of the certificate from a volume of the agent" }}
-{{- end }}
 {{- include "capi-agent.authorities" . }}
 {{- toYaml .Values.tls.volume }}
 {{- else if include "capi-agent.authorities" . }}
@@ -245,15 +239,45 @@ true
 {{- end }}
 {{- end }}
 
-{{/* How a monitor verifies the certificate of the metrics, in root, the chart's context. Own is what the values say. */}}
-{{- define "capi-agent.metricsTLSConfig" -}}
-{{- if .own -}}
-{{- toYaml .own -}}
-{{- else -}}
-ca:
-  secret:
-    name: {{ include "capi-agent.metricsSecretName" .root | default (include "capi-agent.tlsSecretName" .root) }}
-    key: ca.crt
-serverName: {{ include "capi-agent.fullname" .root }}{{ if include "capi-agent.metricsSecretName" .root }}-metrics{{ end }}.{{ .root.Release.Namespace }}.svc
+{{/* What the monitor with a name in the values of metrics scrapes. Root is the chart's context. */}}
+{{- define "capi-agent.metricsEndpoint" -}}
+{{- $monitor := get .root.Values.metrics .name -}}
+port: metrics
+path: /metrics
+interval: {{ $monitor.interval }}
+# Labels namespace and cluster name objects of the hub, not the target.
+honorLabels: true
+{{- with $monitor.relabelings }}
+relabelings:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $monitor.metricRelabelings }}
+metricRelabelings:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if include "capi-agent.metricsSecure" .root }}
+scheme: https
+{{- if $monitor.authorization }}
+authorization:
+  {{- toYaml $monitor.authorization | nindent 2 }}
+{{- else if eq .name "podMonitor" }}
+{{- fail "metrics.podMonitor.authorization is required with metrics.secure: a PodMonitor cannot name a token file, so name a secret with a token that may get /metrics" }}
+{{- else }}
+bearerTokenFile: /var/run/secrets/kubernetes.io/serviceaccount/token
+{{- end }}
+tlsConfig:
+  {{- if $monitor.tlsConfig }}
+  {{- toYaml $monitor.tlsConfig | nindent 2 }}
+  {{- else }}
+  {{- $own := include "capi-agent.metricsSecretName" .root }}
+  {{- if and .root.Values.tls.volume (not $own) }}
+  {{- fail (printf "metrics.%s.tlsConfig is required with tls.volume: Prometheus cannot read the authority of the certificate from a volume of the agent" .name) }}
+  {{- end }}
+  ca:
+    secret:
+      name: {{ $own | default (include "capi-agent.tlsSecretName" .root) }}
+      key: ca.crt
+  serverName: {{ include "capi-agent.fullname" .root }}{{ if $own }}-metrics{{ end }}.{{ .root.Release.Namespace }}.svc
+  {{- end }}
 {{- end }}
 {{- end }}

@@ -170,17 +170,41 @@ true
 {{- end }}
 {{- end }}
 
-{{/* How a monitor verifies the certificate of the metrics, in root, the chart's context. Own is what the values say. */}}
-{{- define "karpenter.metricsTLSConfig" -}}
-{{- if .own -}}
-{{- toYaml .own -}}
-{{- else if include "karpenter.metricsSecretName" .root -}}
-ca:
-  secret:
-    name: {{ include "karpenter.metricsSecretName" .root }}
-    key: ca.crt
-serverName: {{ include "karpenter.fullname" .root }}-metrics.{{ .root.Release.Namespace }}.svc
-{{- else -}}
-insecureSkipVerify: true # the shim makes its certificate itself
+{{/* What the monitor with a name in the values of metrics scrapes. Root is the chart's context. */}}
+{{- define "karpenter.metricsEndpoint" -}}
+{{- $monitor := get .root.Values.metrics .name -}}
+port: metrics
+path: /metrics
+interval: {{ $monitor.interval }}
+{{- with $monitor.relabelings }}
+relabelings:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $monitor.metricRelabelings }}
+metricRelabelings:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if include "karpenter.metricsSecure" .root }}
+scheme: https
+{{- if $monitor.authorization }}
+authorization:
+  {{- toYaml $monitor.authorization | nindent 2 }}
+{{- else if eq .name "podMonitor" }}
+{{- fail "metrics.podMonitor.authorization is required with metrics.secure: a PodMonitor cannot name a token file, so name a secret with a token that may get /metrics" }}
+{{- else }}
+bearerTokenFile: /var/run/secrets/kubernetes.io/serviceaccount/token
+{{- end }}
+tlsConfig:
+  {{- if $monitor.tlsConfig }}
+  {{- toYaml $monitor.tlsConfig | nindent 2 }}
+  {{- else if include "karpenter.metricsSecretName" .root }}
+  ca:
+    secret:
+      name: {{ include "karpenter.metricsSecretName" .root }}
+      key: ca.crt
+  serverName: {{ include "karpenter.fullname" .root }}-metrics.{{ .root.Release.Namespace }}.svc
+  {{- else }}
+  insecureSkipVerify: true # the shim makes its certificate itself
+  {{- end }}
 {{- end }}
 {{- end }}
