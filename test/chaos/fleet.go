@@ -9,9 +9,7 @@ import (
 	"time"
 
 	"github.com/samber/lo"
-	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
@@ -21,11 +19,11 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 const (
-	kubernetesVersion = "v1.36.3"
 	// blockedVersion is newer than the control plane's version, so Cluster API's preflight checks
 	// block its Machines.
 	blockedVersion = "v1.37.0"
@@ -49,7 +47,7 @@ type group struct {
 
 // newGroup returns a group whose instances start and stop quickly.
 func newGroup(name string, own, limit int32) *group {
-	return &group{name: name, own: own, max: limit, version: kubernetesVersion, boot: 300 * time.Millisecond}
+	return &group{name: name, own: own, max: limit, version: nodegroup.Version, boot: 300 * time.Millisecond}
 }
 
 func (g *group) template() string { return fmt.Sprintf("%s-r%d", g.name, g.revision) }
@@ -60,46 +58,21 @@ func (g *group) key() types.NamespacedName {
 
 func (g *group) machineTemplate() *simv1.SimMachineTemplate {
 	delay := func(d time.Duration) metav1.Duration { return metav1.Duration{Duration: d} }
-	return &simv1.SimMachineTemplate{
-		ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: g.template()},
-		Spec: simv1.SimMachineTemplateSpec{Template: simv1.SimMachineTemplateResource{Spec: simv1.SimMachineSpec{
-			InstanceType: "chaos",
-			Zone:         "zone-a",
-			Capacity: corev1.ResourceList{
-				corev1.ResourceCPU: resource.MustParse("2"), corev1.ResourceMemory: resource.MustParse("4Gi"), corev1.ResourcePods: resource.MustParse("110"),
-			},
-			BootDelay: delay(g.boot), JoinDelay: delay(200 * time.Millisecond), TerminationDelay: delay(200 * time.Millisecond),
-			Failure: g.failure,
-		}}},
-	}
+	template := nodegroup.Template(g.template())
+	machine := &template.Spec.Template.Spec
+	machine.InstanceType, machine.Failure = "chaos", g.failure
+	machine.BootDelay, machine.JoinDelay, machine.TerminationDelay = delay(g.boot), delay(200*time.Millisecond), delay(200*time.Millisecond)
+	return template
 }
 
 func (g *group) deployment() *clusterv1.MachineDeployment {
-	labels := map[string]string{clusterv1.MachineDeploymentNameLabel: g.name}
-	md := &clusterv1.MachineDeployment{
-		ObjectMeta: metav1.ObjectMeta{
-			Namespace: sandbox.ClusterNamespace, Name: g.name,
-			Labels: lo.Assign(map[string]string{agentv1.MemberLabel: ""}, g.labels),
-			Annotations: map[string]string{
-				clusterv1.AutoscalerMinSizeAnnotation: "0",
-				clusterv1.AutoscalerMaxSizeAnnotation: strconv.Itoa(int(g.max)),
-			},
-		},
-		Spec: clusterv1.MachineDeploymentSpec{
-			ClusterName: sandbox.ClusterName, Replicas: new(g.own),
-			Selector: metav1.LabelSelector{MatchLabels: labels},
-			Template: clusterv1.MachineTemplateSpec{
-				ObjectMeta: clusterv1.ObjectMeta{Labels: labels},
-				Spec: clusterv1.MachineSpec{
-					ClusterName: sandbox.ClusterName, Version: g.version,
-					Bootstrap: clusterv1.Bootstrap{DataSecretName: new(sandbox.BootstrapSecret)},
-					InfrastructureRef: clusterv1.ContractVersionedObjectReference{
-						APIGroup: simv1.GroupVersion.Group, Kind: "SimMachineTemplate", Name: g.template(),
-					},
-				},
-			},
-		},
+	md := nodegroup.Deployment(sandbox.ClusterName, g.name, g.template())
+	md.Labels = lo.Assign(map[string]string{agentv1.MemberLabel: ""}, g.labels)
+	md.Annotations = map[string]string{
+		clusterv1.AutoscalerMinSizeAnnotation: "0",
+		clusterv1.AutoscalerMaxSizeAnnotation: strconv.Itoa(int(g.max)),
 	}
+	md.Spec.Replicas, md.Spec.Template.Spec.Version = new(g.own), g.version
 	if g.onDelete {
 		md.Spec.Rollout.Strategy.Type = clusterv1.OnDeleteMachineDeploymentStrategyType
 	}

@@ -14,7 +14,6 @@ import (
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	apimeta "k8s.io/apimachinery/pkg/api/meta"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
@@ -29,14 +28,12 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/informers"
+	"github.com/karpenter-capi/karpenter-capi/test/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
 // Holder is the holder of this package's claims. Only an administrator may act as it.
 const Holder = "loadgen"
-
-// version is the version of the simulated machines' kubelets: the sandbox's own.
-const version = "v1.36.3"
 
 // callTimeout bounds one call. It exceeds the timeout of any caller in the product, because the
 // machine may be busy.
@@ -154,39 +151,18 @@ type Group struct {
 // CreateGroup creates a node group without machines and waits until the agent knows it.
 func (s *Env) CreateGroup(ctx context.Context, g Group) error {
 	delay := func(d time.Duration) metav1.Duration { return metav1.Duration{Duration: d} }
-	meta := metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: g.Name}
-	template := &simv1.SimMachineTemplate{ObjectMeta: meta}
-	template.Spec.Template.Spec = simv1.SimMachineSpec{
-		InstanceType: g.Name, Zone: "zone-a",
-		Capacity: corev1.ResourceList{
-			corev1.ResourceCPU: resource.MustParse("2"), corev1.ResourceMemory: resource.MustParse("4Gi"), corev1.ResourcePods: resource.MustParse("110"),
-		},
-		BootDelay: delay(g.Boot), JoinDelay: delay(g.Join), TerminationDelay: delay(g.Termination),
-	}
+	template := nodegroup.Template(g.Name)
+	machine := &template.Spec.Template.Spec
+	machine.BootDelay, machine.JoinDelay, machine.TerminationDelay = delay(g.Boot), delay(g.Join), delay(g.Termination)
 	if g.Held {
-		template.Spec.Template.Spec.StuckAt = simv1.StageBoot
+		machine.StuckAt = simv1.StageBoot
 	}
 	of := lo.CoalesceOrEmpty(g.Cluster, sandbox.ClusterName)
-	selector := map[string]string{clusterv1.MachineDeploymentNameLabel: g.Name}
-	md := &clusterv1.MachineDeployment{ObjectMeta: *meta.DeepCopy()}
+	md := nodegroup.Deployment(of, g.Name, template.Name)
 	md.Labels = map[string]string{agentv1.MemberLabel: ""}
 	md.Annotations = map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "0"}
 	if g.Max > 0 {
 		md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = strconv.Itoa(g.Max)
-	}
-	md.Spec = clusterv1.MachineDeploymentSpec{
-		ClusterName: of, Replicas: ptr.To[int32](0),
-		Selector: metav1.LabelSelector{MatchLabels: selector},
-		Template: clusterv1.MachineTemplateSpec{
-			ObjectMeta: clusterv1.ObjectMeta{Labels: selector},
-			Spec: clusterv1.MachineSpec{
-				ClusterName: of, Version: version,
-				Bootstrap: clusterv1.Bootstrap{DataSecretName: ptr.To(sandbox.BootstrapSecret)},
-				InfrastructureRef: clusterv1.ContractVersionedObjectReference{
-					APIGroup: simv1.GroupVersion.Group, Kind: "SimMachineTemplate", Name: g.Name,
-				},
-			},
-		},
 	}
 	for _, object := range []client.Object{template, md} {
 		if err := s.Hub.Create(ctx, object); err != nil {

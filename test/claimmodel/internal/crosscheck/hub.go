@@ -24,6 +24,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/engine"
+	"github.com/karpenter-capi/karpenter-capi/test/nodegroup"
 )
 
 // calm is how long nothing in the hub may change before it is considered at rest. It only needs to
@@ -33,9 +34,6 @@ const calm = 2 * time.Second
 
 // interval is how often the hub is read.
 const interval = 750 * time.Millisecond
-
-// version is the version of the simulated machines' kubelets: the sandbox's own.
-const version = "v1.36.3"
 
 // Play runs the scripts against the hub's Cluster API concurrently, each on its own
 // MachineDeployment. It returns the outcome of each phase of each script, in order.
@@ -325,26 +323,10 @@ func (p *play) setUp(ctx context.Context) error {
 			*md.Spec.Replicas += int32(p.script.Machines[p.made-1])
 		})
 	}
-	template := &simv1.SimMachineTemplate{ObjectMeta: p.metadata()}
+	template := nodegroup.Template(p.name)
 	template.Spec.Template.Spec.NodeTaints = []corev1.Taint{}
-	selector := map[string]string{clusterv1.MachineDeploymentNameLabel: p.name}
-	md := &clusterv1.MachineDeployment{
-		ObjectMeta: p.metadata(),
-		Spec: clusterv1.MachineDeploymentSpec{
-			ClusterName: sandbox.ClusterName, Replicas: new(int32(p.script.Machines[0])),
-			Selector: metav1.LabelSelector{MatchLabels: selector},
-			Template: clusterv1.MachineTemplateSpec{
-				ObjectMeta: clusterv1.ObjectMeta{Labels: selector},
-				Spec: clusterv1.MachineSpec{
-					ClusterName: sandbox.ClusterName, Version: version,
-					Bootstrap: clusterv1.Bootstrap{DataSecretName: new(sandbox.BootstrapSecret)},
-					InfrastructureRef: clusterv1.ContractVersionedObjectReference{
-						APIGroup: simv1.GroupVersion.Group, Kind: "SimMachineTemplate", Name: p.name,
-					},
-				},
-			},
-		},
-	}
+	md := nodegroup.Deployment(sandbox.ClusterName, p.name, template.Name)
+	md.Spec.Replicas = new(int32(p.script.Machines[0]))
 	strategy := &md.Spec.Rollout.Strategy
 	strategy.Type = clusterv1.OnDeleteMachineDeploymentStrategyType
 	if p.script.RollingUpdate {
