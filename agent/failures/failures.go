@@ -70,6 +70,9 @@ type Verdict struct {
 	// After is how old the machine must be before the class applies. Until then the report is
 	// [Transient].
 	After time.Duration
+	// Gone means that the instance existed and exists no more, or will never run again. Only such a
+	// class applies to a Machine that has its provider ID already.
+	Gone bool
 	// See names a more specific condition of the infrastructure object, which is to be evaluated
 	// instead of the report. It is usually empty. If set, Class is [Transient].
 	See string
@@ -113,13 +116,14 @@ func parse(text []byte) ([]rule, error) {
 	var lines []struct {
 		Kind, Reason, Message, See, After string
 		Means                             Class
+		Gone                              bool
 	}
 	if err := yaml.UnmarshalStrict(text, &lines); err != nil {
 		return nil, fmt.Errorf("reading rules: %w", err)
 	}
 	read := make([]rule, 0, len(lines))
 	for i, line := range lines {
-		r := rule{kind: line.Kind, verdict: Verdict{Class: line.Means, See: line.See}}
+		r := rule{kind: line.Kind, verdict: Verdict{Class: line.Means, See: line.See, Gone: line.Gone}}
 		var err error
 		if line.Reason != "" {
 			if r.reason, err = regexp.Compile("^(" + line.Reason + ")$"); err != nil {
@@ -141,6 +145,9 @@ func parse(text []byte) ([]rule, error) {
 		}
 		if !slices.Contains([]Class{Transient, Capacity, Quota, Configuration, GivenUp}, r.verdict.Class) {
 			return nil, fmt.Errorf("[%d].means: %q is not a class", i, line.Means)
+		}
+		if r.verdict.Gone && r.verdict.Class == Transient {
+			return nil, fmt.Errorf("[%d].gone: a report of an instance that is gone cannot be transient", i)
 		}
 		if r.reason == nil && r.message == nil {
 			return nil, fmt.Errorf("[%d]: neither reason nor message", i)

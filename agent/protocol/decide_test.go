@@ -527,6 +527,40 @@ func TestAMachineIsGivenUpForWhatIsKnownOfItsProvider(t *testing.T) {
 	assert.Empty(t, kinds(Decide(s)), "it has come")
 }
 
+// A spot instance may be reclaimed between its start and the registration of its Node.
+func TestAMachineWhoseInstanceIsLostBeforeItsNodeJoinsIsGivenUp(t *testing.T) {
+	lost := func(kind, reason, message string) *Snapshot {
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+			withMachine("a", "c", booting).withClaim("c", v1alpha1.PhaseBound, "a")
+		m := s.Machines[0]
+		m.Spec.InfrastructureRef.Kind = kind
+		m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{
+			Type: clusterv1.MachineInfrastructureReadyCondition, Status: metav1.ConditionFalse, Reason: reason, Message: message,
+		})
+		s.Failure = FailurePolicy{Known: true, NodeDeadline: time.Hour}
+		return s
+	}
+	terminated := func() *Snapshot { return lost("AWSMachine", "InstanceTerminated", "0 of 2 completed") }
+	s := terminated()
+	d := Decide(s)
+	require.Equal(t, []ActionKind{Fail}, kinds(d))
+	assert.Equal(t, failures.GivenUp, d.Actions[0].Class)
+	assert.Contains(t, d.Actions[0].Event.Message, "the infrastructure of Machine a reports InstanceTerminated")
+	assert.True(t, s.hasFailed(s.Machines[0]), "no other claim is given it")
+
+	s = terminated()
+	s.Machines[0].Status.Conditions = s.Machines[0].Status.Conditions[1:]
+	assert.NotContains(t, kinds(Decide(s)), Fail, "Cluster API has not looked for the Node")
+	s = terminated()
+	s.Claims[0].Status.NodeRegisteredAt = new(metav1.NewTime(s.Now))
+	assert.NotContains(t, kinds(Decide(s)), Fail, "the shim has reported its Node")
+	s = terminated()
+	node(s.Machines[0])
+	assert.NotContains(t, kinds(Decide(s)), Fail, "its Node has joined: Karpenter or a MachineHealthCheck decides")
+	assert.NotContains(t, kinds(Decide(lost("AWSMachine", "InstanceStopped", "0 of 2 completed"))), Fail, "it may be started again")
+	assert.NotContains(t, kinds(Decide(lost("AzureMachine", "Failed", "ERROR CODE: ZonalAllocationFailed"))), Fail, "the report is older than the instance")
+}
+
 func TestAFailureHasAClass(t *testing.T) {
 	const deadline = 2 * time.Minute
 	blocked := func(why string) *Snapshot {

@@ -54,7 +54,11 @@ func (f FailurePolicy) of(kind, reason, message string) failures.Verdict {
 }
 
 // Report is a condition of a Machine's infrastructure object.
-type Report struct{ Reason, Message string }
+type Report struct {
+	Reason, Message string
+	// Stale means that it is older than [ReportLife], and is being read again.
+	Stale bool
+}
 
 const (
 	// ReportLife is how long a [Report] stays valid.
@@ -76,17 +80,17 @@ func (f FailurePolicy) See(m *clusterv1.Machine) string {
 // final returns why the Machine will not come, as its infrastructure reports, and the class of the
 // report; "" if it may come. left is when to look again; zero means at no particular time.
 func (s *Snapshot) final(m *clusterv1.Machine) (why string, class failures.Class, left time.Duration) {
-	if m.Spec.ProviderID != "" {
-		return "", failures.Transient, 0
-	}
 	reason, message := s.trouble(m)
 	verdict := s.Failure.of(m.Spec.InfrastructureRef.Kind, reason, message)
+	if m.Spec.ProviderID != "" && !(verdict.Gone && s.nodeless(m)) {
+		return "", failures.Transient, 0
+	}
 	if verdict.Class == failures.Transient {
 		if s.Failure.See(m) == "" {
 			return "", failures.Transient, 0
 		}
-		_, known := s.Reports[m.UID]
-		return "", failures.Transient, lo.Ternary(known, ReportLife, reportSoon)
+		report, known := s.Reports[m.UID]
+		return "", failures.Transient, lo.Ternary(known && !report.Stale, ReportLife, reportSoon)
 	}
 	if left := verdict.After - s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))); verdict.After > 0 && left > 0 {
 		return "", failures.Transient, left

@@ -59,24 +59,25 @@ type readReport struct {
 // Of returns the reason and the message of a condition of the Machine's infrastructure object, as
 // last read. They are empty if the object has no such condition with status False, or cannot be
 // read. known is false if the object has not been read yet. Of never blocks: a report older than
-// [protocol.ReportLife] is refreshed in the background.
+// [protocol.ReportLife] is stale, and is read again in the background.
 func (r *Reports) Of(ctx context.Context, m *clusterv1.Machine, condition string) (report protocol.Report, known bool) {
 	key := reportKey{m.UID, condition}
 	value, known := r.known.Get(key)
 	last, _ := value.(readReport)
 	if !known || r.clock.Since(last.at) >= protocol.ReportLife {
+		last.Stale = known
 		r.begin(ctx, m.Namespace, m.Spec.InfrastructureRef, key)
 	}
 	return last.Report, known
 }
 
-// begin reads the report in the background. It does nothing while the same read, or [readsAtOnce]
-// others, are in flight.
+// begin reads the report in the background, after those that are waiting. It does nothing if the same
+// read is in flight.
 func (r *Reports) begin(ctx context.Context, namespace string, ref clusterv1.ContractVersionedObjectReference, key reportKey) {
 	ctx = context.WithoutCancel(ctx)
 	r.calls.DoChan(string(key.machine)+"/"+key.condition, func() (any, error) {
-		if !r.turns.TryAcquire(1) {
-			return nil, nil //nolint:nilnil // it is asked for again
+		if err := r.turns.Acquire(ctx, 1); err != nil {
+			return nil, err // not expected: ctx does not end
 		}
 		defer r.turns.Release(1)
 		ctx, cancel := context.WithTimeout(ctx, readWithin)

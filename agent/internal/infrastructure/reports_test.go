@@ -3,6 +3,7 @@ package infrastructure
 import (
 	"context"
 	"errors"
+	"strconv"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -10,12 +11,45 @@ import (
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
 	clocktesting "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
+
+// slow is a hub that answers reads of objects once it is told to.
+type slow struct {
+	objects
+
+	answer chan struct{}
+}
+
+func (s *slow) Get(ctx context.Context, key client.ObjectKey, into client.Object, options ...client.GetOption) error {
+	if _, infrastructure := into.(*unstructured.Unstructured); infrastructure {
+		<-s.answer
+	}
+	return s.objects.Get(ctx, key, into, options...)
+}
+
+// A zone may run out of capacity when many Machines are on their way.
+func TestAllReportsAreReadHoweverManyAreAskedForAtOnce(t *testing.T) {
+	hub := &slow{answer: make(chan struct{})}
+	reports := NewReports(hub, clocktesting.NewFakeClock(time.Now()))
+	const machines = 10 * readsAtOnce
+	m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet"}}
+	m.Spec.InfrastructureRef = clusterv1.ContractVersionedObjectReference{
+		APIGroup: "infrastructure.cluster.x-k8s.io", Kind: "AWSMachine", Name: "worker-infra",
+	}
+	for i := range machines {
+		m.UID = types.UID(strconv.Itoa(i))
+		_, known := reports.Of(t.Context(), m, "InstanceReady")
+		require.False(t, known)
+	}
+	close(hub.answer)
+	require.Eventually(t, func() bool { return hub.reads.Load() == machines }, 10*time.Second, 10*time.Millisecond)
+}
 
 // objects is a hub with a CRD for every kind, and one object with this status.
 type objects struct {
@@ -87,9 +121,12 @@ func TestReportsAreThoseOfTheInfrastructureObject(t *testing.T) {
 			require.Equal(t, c.want, report)
 			require.Equal(t, int32(1), hub.reads.Load(), "answered from memory")
 			clk.Step(protocol.ReportLife)
+			stale := c.want
+			stale.Stale = true
 			report, _ = of()
-			require.Equal(t, c.want, report)
+			require.Equal(t, stale, report)
 			require.Eventually(t, func() bool { return hub.reads.Load() == 2 }, time.Second, 10*time.Millisecond, "read again meanwhile")
+			require.Eventually(t, func() bool { report, _ := of(); return report == c.want }, time.Second, 10*time.Millisecond)
 		})
 	}
 }
