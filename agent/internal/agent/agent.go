@@ -13,6 +13,7 @@ import (
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -20,6 +21,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/healthz"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -90,15 +92,20 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	a := &Agent{log: c.Log}
 	scope := hub.NewScope(o.Namespaces, o.ClusterNames())
 	var corrected *hub.Clock
+	ticking := clock.WithTicker(clock.RealClock{})
 	if c.Clock == nil {
 		corrected = hub.NewClock(clock.RealClock{}, c.Log.WithName("clock"))
-		c.Clock = corrected
+		c.Clock, ticking = corrected, corrected
 	}
 	var err error
 	budget := storage.New(storage.Limits{
 		Bytes: o.MaxClaimBytesPerCluster.Value(), AllBytes: o.MaxAllClaimBytes.Value(), AllEnded: o.MaxAllEndedClaims,
 	})
-	watches := contact.NewWatches(slices.Collect(maps.Keys(followed())), c.Log.WithName("hub"))
+	needed := slices.Collect(maps.Keys(followed()))
+	if c.followsPolicy() {
+		needed = append(needed, policyKind)
+	}
+	watches := contact.NewWatches(needed, c.Log.WithName("hub"))
 	if a.manager, err = newManager(c, scope, corrected, budget, watches); err != nil {
 		return nil, err
 	}
@@ -157,12 +164,16 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	prices, err := a.followPrices(c)
+	prices, err := a.followPrices(c, watches)
+	if err != nil {
+		return nil, err
+	}
+	templates, err := templateCache(a.manager, scope, watches)
 	if err != nil {
 		return nil, err
 	}
 	groups, err = nodegroupview.New(nodegroupview.Config{
-		Cache: nodeGroups, Held: held, Scope: scope, Settings: o.MachineSettings(),
+		Cache: nodeGroups, Held: held, Templates: templates, Scope: scope, Settings: o.MachineSettings(),
 		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock, Observed: nodes, Pricing: o.Pricing(), PriceList: prices,
 	})
@@ -177,7 +188,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 			return nil, err
 		}
 	}
-	if err := a.followPolicy(&c); err != nil {
+	if err := a.followPolicy(&c, watches); err != nil {
 		return nil, err
 	}
 	authorizer, err := authz.New(o.TrustDomain, c.Policy, clock.RealClock{})
@@ -200,13 +211,19 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	}
 	var shownClusters *fleet.Fleet
 	keeper = spokes.New(spokes.Config{
-		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: clock.RealClock{}, Log: c.Log.WithName("spokes"),
+		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: ticking, Log: c.Log.WithName("spokes"),
 		Changed:      func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
 		AgentVersion: version.Version(), APIVersion: server.APIVersion, Recorder: a.manager.GetEventRecorder("capi-agent"),
 	})
 	clusters := newCache(o, fleet.Equal)
+	scaler := autoscaler.New(autoscaler.Config{Engine: budgeted, Groups: held, Claims: shownClaims})
 	shownClusters = fleet.New(fleet.Config{
 		Cache: clusters, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Spokes: keeper, Scope: scope,
+		Gone: func(cluster types.NamespacedName) {
+			engine.ForgetCluster(cluster)
+			nodes.ForgetCluster(cluster)
+			scaler.ForgetCluster(cluster)
+		},
 	})
 	if err := shownClusters.SetupWithManager(a.manager); err != nil {
 		return nil, err
@@ -229,9 +246,8 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Issuing: a.issuing(o, keeper), Note: a.noteOn(keeper),
 		Contact: probe,
 		Engine:  budgeted, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
-		Clusters:   clusters,
-		Autoscaler: autoscaler.New(autoscaler.Config{Engine: budgeted, Groups: held, Claims: shownClaims}),
-		Scope:      scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
+		Clusters: clusters, Autoscaler: scaler,
+		Scope: scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
 		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,
 		TracerProvider: c.TracerProvider, MaxConnectionAge: o.MaxConnectionAge, NoReflection: !o.GRPCReflection,
 	})
@@ -271,8 +287,16 @@ func (a *Agent) publishing(c Config, scope hub.Scope, keeper *spokes.Spokes) (*s
 	return &server.NodePools{Cache: objects, List: publisher.List, Report: keeper.Report}, nil
 }
 
+// policyKind is the name of the policy's ConfigMap among the followed kinds.
+const policyKind = "policy"
+
+// followsPolicy reports whether the policy is read from a ConfigMap.
+func (c Config) followsPolicy() bool {
+	return c.Policy == nil && c.Options.PolicyFile == "" && c.Options.Policy != ""
+}
+
 // followPolicy sets c.Policy to the policy that the options name, unless c.Policy is already set.
-func (a *Agent) followPolicy(c *Config) error {
+func (a *Agent) followPolicy(c *Config, watches *contact.Watches) error {
 	o := c.Options
 	var err error
 	switch {
@@ -282,12 +306,14 @@ func (a *Agent) followPolicy(c *Config) error {
 			return fmt.Errorf("--policy-file: %w", err)
 		}
 		c.Policy = a.file.Current
-	case o.Policy != "":
+	case c.followsPolicy():
 		a.policy, err = configmap.New(a.manager, configmap.Config[authz.Policy]{
 			Name: o.PolicyName(), Key: authz.PolicyKey, What: "policy", Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 			Parse: func(content []byte) (*authz.Policy, error) { return authz.ParsePolicy(content, o.TrustDomain) },
 			// Denials must survive the deletion of the ConfigMap.
 			Lasting: true,
+			// Nothing is served while it cannot be followed: denials would have no effect.
+			WatchFailed: watches.FailedAs(policyKind),
 		})
 		if err != nil {
 			return err
@@ -315,12 +341,13 @@ func shareOfHub(o *options.Options) limits.Options {
 }
 
 // followPrices sets up the price list. It returns nil if none is configured.
-func (a *Agent) followPrices(c Config) (*pricelist.Follower, error) {
+func (a *Agent) followPrices(c Config, watches *contact.Watches) (*pricelist.Follower, error) {
 	if c.Options.PriceList == "" {
 		return nil, nil
 	}
 	return pricelist.New(a.manager, pricelist.Config{
-		ConfigMap: c.Options.PriceListName(), Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+		WatchFailed: watches.FailedAs("price list"),
+		ConfigMap:   c.Options.PriceListName(), Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 	})
 }
 
@@ -380,6 +407,17 @@ func newManager(c Config, scope hub.Scope, corrected *hub.Clock, budget *storage
 	return mgr, nil
 }
 
+// templateCache returns the cache of infrastructure templates.
+func templateCache(mgr manager.Manager, scope hub.Scope, watches *contact.Watches) (cache.Cache, error) {
+	options, err := scope.CacheOptions()
+	if err != nil {
+		return nil, err
+	}
+	options.DefaultWatchErrorHandler = watches.Failed
+	options.ReaderFailOnMissingInformer = true
+	return hub.AddCache(mgr, options)
+}
+
 // These are the parameters of the probe of the hub's API server. A shim learns of an outage after
 // at most hubPatience, one probeInterval and one probeTimeout. Two consecutive missing responses
 // are an outage; one slow response is not.
@@ -405,13 +443,17 @@ func newProbe(c Config, scope hub.Scope, mgr manager.Manager, watches *contact.W
 	ask := func(ctx context.Context, list client.ObjectList, namespace string) error {
 		return unanswered(reader.List(ctx, list, client.Limit(1), client.InNamespace(namespace)))
 	}
-	lists := followed()
+	lists, policy := followed(), c.Options.PolicyName()
 	return contact.New(contact.Config{
 		Ask: func(ctx context.Context) error {
 			if err := ask(ctx, &v1alpha1.MachineClaimList{}, namespaces[0]); err != nil {
 				return err
 			}
 			return watches.Ask(ctx, func(ctx context.Context, kind string) error {
+				if kind == policyKind {
+					return unanswered(reader.List(ctx, &corev1.ConfigMapList{}, client.InNamespace(policy.Namespace),
+						client.MatchingFields{"metadata.name": policy.Name}))
+				}
 				for _, namespace := range namespaces {
 					if err := ask(ctx, lists[kind](), namespace); err != nil {
 						return err

@@ -11,9 +11,12 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -73,11 +76,12 @@ func TestAnAgentThatCannotFollowTheHubServesNothing(t *testing.T) {
 		path   string
 		status int
 	}{
-		"its account was deleted":              {"/", http.StatusUnauthorized},
-		"its rights were withdrawn":            {"/", http.StatusForbidden},
-		"a right was withdrawn":                {"/clusters", http.StatusForbidden},
-		"the webhook of a kind does not work":  {"/machinesets", http.StatusInternalServerError},
-		"the definition of a kind was deleted": {"/machineclaims", http.StatusNotFound},
+		"its account was deleted":               {"/", http.StatusUnauthorized},
+		"its rights were withdrawn":             {"/", http.StatusForbidden},
+		"a right was withdrawn":                 {"/clusters", http.StatusForbidden},
+		"the webhook of a kind does not work":   {"/machinesets", http.StatusInternalServerError},
+		"the definition of a kind was deleted":  {"/machineclaims", http.StatusNotFound},
+		"the right to the policy was withdrawn": {"/configmaps", http.StatusForbidden},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -88,7 +92,12 @@ func TestAnAgentThatCannotFollowTheHubServesNothing(t *testing.T) {
 			config.Wrap(func(next http.RoundTripper) http.RoundTripper {
 				return roundTrip(func(request *http.Request) (*http.Response, error) { return g.send(request, next) })
 			})
-			r := start(t, agent.Config{Hub: config, Options: testOptions(namespace), Registerer: registry})
+			o := testOptions(namespace)
+			o.Policy = namespace + "/policy"
+			plane.Create(t, &corev1.ConfigMap{
+				ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "policy"}, Data: map[string]string{authz.PolicyKey: "identities: []"},
+			})
+			r := start(t, agent.Config{Hub: config, Options: o, Registerer: registry})
 			client := r.client(namespace, "spoke")
 			list := func(ctx context.Context) error {
 				_, err := client.NodeGroups.ListNodeGroups(ctx, &agentv1alpha1.ListNodeGroupsRequest{
@@ -96,7 +105,7 @@ func TestAnAgentThatCannotFollowTheHubServesNothing(t *testing.T) {
 				})
 				return err
 			}
-			require.NoError(t, list(t.Context()))
+			eventually(t, "the agent serves", func(ctx context.Context) (bool, error) { return list(ctx) == nil, nil })
 			g.refuse(c.path, c.status)
 			eventually(t, "the agent serves nothing", func(ctx context.Context) (bool, error) {
 				return agenterrors.ReasonOf(list(ctx)) == agenterrors.ReasonHubUnreachable, nil

@@ -310,6 +310,13 @@ func (s *Scaler) inGroup(name types.NamespacedName, id string, use func(*cluster
 	})
 }
 
+// ForgetCluster drops what is kept of a Cluster that is gone.
+func (s *Scaler) ForgetCluster(cluster types.NamespacedName) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.clusters, cluster)
+}
+
 // of returns what is kept of a Cluster.
 func (s *Scaler) of(name types.NamespacedName) *cluster {
 	s.mu.Lock()

@@ -151,6 +151,10 @@ func (e *Engine) withNumbers(ctx context.Context, cluster types.NamespacedName, 
 	defer e.mu.Unlock()
 	n := e.numbers[cluster]
 	if n == nil {
+		// Those of Clusters that are gone, or that nothing has asked about for long.
+		maps.DeleteFunc(e.numbers, func(_ types.NamespacedName, other *numbers) bool {
+			return now.Sub(other.census.at) > censusLife+reservedAtMost
+		})
 		n = &numbers{reserved: map[reservationKey]reservation{}}
 		e.numbers[cluster] = n
 	}

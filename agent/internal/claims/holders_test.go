@@ -136,6 +136,28 @@ func TestAHolderWithoutClaimsTakesNoMemory(t *testing.T) {
 	assert.Empty(t, e.synced)
 }
 
+// A hub may have many Clusters in the course of time.
+func TestNothingIsKeptOfClustersThatAreGone(t *testing.T) {
+	e := quiet(engineWith(t, groupOf("a", 1, nil)))
+	clk := clocktesting.NewFakeClock(newTestTime())
+	e.Clock = clk
+	e.synced[holderKey{clusterKey, holder}] = map[types.UID]bool{"a": true}
+	e.recordReport(clusterKey, map[string]bool{"sim://a": true})
+	count := func(cluster types.NamespacedName) {
+		require.NoError(t, e.withNumbers(t.Context(), cluster, func(*numbers) {}))
+	}
+	count(clusterKey)
+	e.ForgetCluster(clusterKey)
+	assert.Empty(t, e.synced)
+	assert.Empty(t, e.reports)
+	assert.Empty(t, e.numbers)
+
+	count(clusterKey)
+	clk.Step(time.Hour)
+	count(types.NamespacedName{Namespace: namespace, Name: "other"})
+	assert.Len(t, e.numbers, 1, "nobody has asked for those of the other one for long")
+}
+
 // A holder that does not report Nodes changes nothing: the shim's report stays.
 func TestNodesAreForgottenOnlyByAReport(t *testing.T) {
 	e := quiet(engineWith(t))

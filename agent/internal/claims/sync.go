@@ -3,6 +3,7 @@ package claims
 import (
 	"context"
 	"errors"
+	"maps"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -138,6 +139,15 @@ func (e *Engine) recordDecided(holder holderKey, claims map[types.UID]bool) {
 	} else {
 		e.synced[holder] = claims
 	}
+}
+
+// ForgetCluster drops what is kept of a Cluster that is gone.
+func (e *Engine) ForgetCluster(cluster types.NamespacedName) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	maps.DeleteFunc(e.synced, func(holder holderKey, _ map[types.UID]bool) bool { return holder.cluster == cluster })
+	delete(e.numbers, cluster)
+	delete(e.reports, cluster)
 }
 
 // collect releases a claim whose owner is gone, or returns why it is kept. It checks again with the

@@ -17,6 +17,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
+	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -28,6 +29,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
@@ -51,6 +53,9 @@ type Config[T any] struct {
 	// Changed is called after the content in use has changed, also to nil. It must not call the
 	// follower. It may be nil.
 	Changed func(*T)
+	// WatchFailed is called when the ConfigMap could not be listed or watched, before another attempt. Nil
+	// logs it.
+	WatchFailed toolscache.WatchErrorHandlerWithContext
 	// Recorder records an event if the content cannot be used. REQUIRED.
 	Recorder events.EventRecorder
 	// Registerer registers the metric. Nil registers none.
@@ -72,12 +77,6 @@ type Follower[T any] struct {
 	problem string // why the last ConfigMap read cannot be used; empty if it can
 }
 
-// caches makes the manager start the cache before the controllers that read from it.
-type caches struct{ cache.Cache }
-
-// GetCache makes the manager recognize it as a cache.
-func (c caches) GetCache() cache.Cache { return c.Cache }
-
 // New returns a follower. It reads the content once the manager has started. It needs the right to
 // get, list and watch that one ConfigMap only.
 func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
@@ -92,19 +91,16 @@ func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
 	}
 	// The follower has its own cache. A single ConfigMap of a namespace is selected by a field
 	// selector, which can hold only one name.
-	own, err := cache.New(mgr.GetConfig(), cache.Options{
-		HTTPClient: mgr.GetHTTPClient(), Scheme: mgr.GetScheme(), Mapper: mgr.GetRESTMapper(),
+	own, err := hub.AddCache(mgr, cache.Options{
+		DefaultWatchErrorHandler: c.WatchFailed,
 		ByObject: map[client.Object]cache.ByObject{&corev1.ConfigMap{}: {Namespaces: map[string]cache.Config{
 			c.Name.Namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", c.Name.Name)},
 		}}},
 	})
 	if err != nil {
-		return nil, fmt.Errorf("making the cache of the %s: %w", c.What, err)
+		return nil, fmt.Errorf("following the %s: %w", c.What, err)
 	}
 	f.reader = own
-	if err := mgr.Add(caches{own}); err != nil {
-		return nil, fmt.Errorf("adding the cache of the %s: %w", c.What, err)
-	}
 	err = builder.ControllerManagedBy(mgr).Named(lo.KebabCase(c.What)).
 		WithOptions(controller.Options{NeedLeaderElection: new(false), SkipNameValidation: new(true)}).
 		WatchesRawSource(source.Kind(own, &corev1.ConfigMap{}, &handler.TypedEnqueueRequestForObject[*corev1.ConfigMap]{})).

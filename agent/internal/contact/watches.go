@@ -31,14 +31,14 @@ type Watches struct {
 }
 
 // NewWatches returns a Watches without any failure. Nothing can be served without the needed kinds,
-// which are named by the type of their objects, such as *v1beta2.Machine. Failures of other kinds are
+// which are named by the type of their objects, such as *v1beta2.Machine, or as in [Watches.FailedAs]. Failures of other kinds are
 // only logged and counted.
 func NewWatches(needed []string, log logr.Logger) *Watches {
 	return &Watches{
 		needed: needed, log: log, failed: map[string]bool{}, seldom: map[string]*rate.Sometimes{},
 		errors: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_watch_errors_total",
-			Help: "Number of times that the hub's API server refused or failed to list or watch a kind for the agent's caches, by the type of its objects.",
+			Help: "Number of times that the hub's API server refused or failed to list or watch a kind for the agent's caches, by the type of its objects, or policy or price list.",
 		}, []string{"kind"}),
 	}
 }
@@ -50,6 +50,12 @@ func (w *Watches) Collector() prometheus.Collector { return w.errors }
 // watch a kind, before they try again.
 func (w *Watches) Failed(_ context.Context, reflector *cache.Reflector, err error) {
 	w.failedAt(reflector.TypeDescription(), err)
+}
+
+// FailedAs returns a handler like [Watches.Failed] for the watches of a cache with a single kind, which
+// it names.
+func (w *Watches) FailedAs(kind string) cache.WatchErrorHandlerWithContext {
+	return func(_ context.Context, _ *cache.Reflector, err error) { w.failedAt(kind, err) }
 }
 
 func (w *Watches) failedAt(kind string, err error) {

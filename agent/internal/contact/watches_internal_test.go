@@ -53,6 +53,6 @@ func TestAKindWhoseWatchFailsIsAskedForUntilItIsAnswered(t *testing.T) {
 	require.Contains(t, lines[0], "forbidden")
 	require.NoError(t, testutil.CollectAndCompare(w.Collector(), strings.NewReader(
 		"# HELP capi_agent_watch_errors_total Number of times that the hub's API server refused or failed to list or watch a kind for the agent's caches, "+
-			"by the type of its objects.\n# TYPE capi_agent_watch_errors_total counter\n"+
+			"by the type of its objects, or policy or price list.\n# TYPE capi_agent_watch_errors_total counter\n"+
 			"capi_agent_watch_errors_total{kind=\"*b.B\"} 2\ncapi_agent_watch_errors_total{kind=\"optional/v1, Kind=C\"} 1\n")))
 }

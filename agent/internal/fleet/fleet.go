@@ -68,6 +68,8 @@ type Config struct {
 	Claims     *watchcache.Cache[*agentv1alpha1.Claim]
 	// Spokes knows the shims. Its owner calls [Fleet.Changed] when it knows something new. REQUIRED.
 	Spokes Spokes
+	// Gone is called with each Cluster that is gone, or that is not served. It must not block. Nil does nothing.
+	Gone func(cluster types.NamespacedName)
 	// Scope determines which Clusters are served.
 	Scope hub.Scope
 	// Clock provides the time. Nil means the system clock.
@@ -194,6 +196,9 @@ func (f *Fleet) show(ctx context.Context, name types.NamespacedName) error {
 	}
 	if apierrors.IsNotFound(err) || !f.Scope.Contains(name) {
 		f.Cache.Remove(All, Key(name))
+		if f.Gone != nil {
+			f.Gone(name)
+		}
 		return nil
 	}
 	message := protoconv.FleetCluster(cluster)

@@ -84,6 +84,7 @@ type fixture struct {
 	shims      *shims
 	clock      *clocktesting.FakeClock
 	fleet      *fleet.Fleet
+	gone       sync.Map // the Clusters of which Gone was called
 }
 
 func newCache[M proto.Message]() *watchcache.Cache[M] {
@@ -113,6 +114,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	require.NoError(t, err)
 	f.fleet = fleet.New(fleet.Config{
 		Cache: f.clusters, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims, Spokes: f.shims, Scope: scope, Clock: f.clock,
+		Gone: func(cluster types.NamespacedName) { f.gone.Store(cluster, true) },
 	})
 	require.NoError(t, f.fleet.SetupWithManager(mgr))
 	ctx, cancel := context.WithCancel(context.Background())
@@ -214,7 +216,10 @@ func TestChangesAreShown(t *testing.T) {
 	f.until("a shim that was silent", func(c *agentv1alpha1.Cluster) bool { return c.GetShim() != nil && !c.GetShim().GetConnected() })
 
 	require.NoError(t, plane.Client.Delete(t.Context(), &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "spoke"}}))
+	_, gone := f.gone.Load(f.name("spoke"))
+	require.False(t, gone)
 	f.until("its end", func(c *agentv1alpha1.Cluster) bool { return c == nil })
+	require.Eventually(t, func() bool { _, gone := f.gone.Load(f.name("spoke")); return gone }, patience, 5*time.Millisecond)
 }
 
 // What happens within a second is one change, however often a Cluster's machines change.

@@ -52,7 +52,9 @@ var ErrUnusable = errors.New("unusable")
 type Config struct {
 	// Reader reads directly from the API server. REQUIRED.
 	Reader client.Reader
-	// Cache provides the watches. REQUIRED.
+	// Cache provides the watches, and reads only what it watches ([cache.Options].ReaderFailOnMissingInformer).
+	// It is for templates alone: controllers wait for all kinds of their cache, and the watch of a
+	// template may never sync. REQUIRED.
 	Cache cache.Cache
 	// Changed is called from the watches with each template that may have changed. REQUIRED.
 	Changed func(gk schema.GroupKind, template types.NamespacedName)
@@ -158,6 +160,9 @@ func (t *Templates) kind(ctx context.Context, gk schema.GroupKind) (kind, error)
 			return kind{}, err
 		}
 		fresh.watched = t.Clock.Now()
+		if known != nil {
+			t.unwatch(ctx, known.gvk)
+		}
 	}
 	t.kinds[gk] = fresh
 	return *fresh, nil
@@ -194,6 +199,15 @@ func newestVersion(labels map[string]string) string {
 		}
 	}
 	return ""
+}
+
+// unwatch ends the watch of a version that is no longer read: a provider may cease to serve it.
+func (t *Templates) unwatch(ctx context.Context, gvk schema.GroupVersionKind) {
+	template := &unstructured.Unstructured{}
+	template.SetGroupVersionKind(gvk)
+	if err := t.Cache.RemoveInformer(ctx, template); err != nil {
+		log.FromContext(ctx).Error(err, "the watch of an infrastructure template's former version cannot be ended", "kind", gvk.String())
+	}
 }
 
 func (t *Templates) watch(ctx context.Context, gvk schema.GroupVersionKind) (cache.Informer, error) {

@@ -136,6 +136,18 @@ func (n *Nodes) Forget(group types.NamespacedName) {
 	delete(n.stranded, group)
 }
 
+// ForgetCluster drops what is kept of a Cluster, apart from the observations of its groups.
+func (n *Nodes) ForgetCluster(cluster types.NamespacedName) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for group := range n.strandedOf[cluster] {
+		delete(n.stranded, group)
+	}
+	delete(n.waiting, cluster)
+	delete(n.reportedAt, cluster)
+	delete(n.strandedOf, cluster)
+}
+
 // Report processes a report about a Cluster's Nodes. Nodes that are unregistered or report no
 // capacity are not learned from. Neither are Nodes whose Machine is not known, belongs to another
 // Cluster, or was not created from its group's current template.

@@ -31,7 +31,8 @@ const (
 )
 
 // waiting maps the provider IDs of a Cluster's Nodes to the time since when they have been reported
-// as unregistered. A restart of the agent, or a report without the Node, resets it.
+// as unregistered. Only those of the Cluster's Machines are kept, whatever is reported. A restart of
+// the agent, or a report without the Node, resets it.
 type waiting map[string]time.Time
 
 // strandedMachines are the sorted names of a group's stranded Machines, and the time of the report.
@@ -83,6 +84,12 @@ func (n *Nodes) reportStranded(ctx context.Context, r *report, nodes []Node) {
 	for i := range nodes {
 		id := nodes[i].ProviderID
 		if id == "" || !nodes[i].Unregistered {
+			continue
+		}
+		if m, err := r.machine(ctx, id); err != nil {
+			log.FromContext(ctx).Error(err, "a report of unregistered Nodes is ignored", "cluster", r.cluster.String())
+			return
+		} else if m == nil {
 			continue
 		}
 		since, known := before[id]

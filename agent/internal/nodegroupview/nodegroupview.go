@@ -25,6 +25,7 @@ import (
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/event"
@@ -65,6 +66,9 @@ type Config struct {
 	// Held receives the node groups of the holder [v1alpha1.ClusterAutoscaler], by ID. Nil leaves
 	// them out.
 	Held *watchcache.Cache[nodegroup.NodeGroup]
+	// Templates provides the watches of infrastructure templates, and reads only what it watches. It is
+	// not the manager's cache ([infrastructure.Config]). REQUIRED.
+	Templates cache.Cache
 	// Scope determines which Clusters are served.
 	Scope hub.Scope
 	// Settings apply to the machines of all node groups.
@@ -166,7 +170,7 @@ func (c *View) SetupWithManager(mgr manager.Manager) error {
 	changedTemplates := make(chan event.TypedGenericEvent[template], 1024)
 	c.templates = infrastructure.New(infrastructure.Config{
 		Reader: mgr.GetAPIReader(),
-		Cache:  mgr.GetCache(),
+		Cache:  c.Templates,
 		Clock:  c.Clock,
 		Changed: func(gk schema.GroupKind, key types.NamespacedName) {
 			changedTemplates <- event.TypedGenericEvent[template]{Object: template{gk, key}}

@@ -75,6 +75,7 @@ type fixture struct {
 	*testing.T
 
 	namespace string
+	manager   manager.Manager
 	cluster   types.NamespacedName
 	cache     *watchcache.Cache[*agentv1alpha1.NodeGroup]
 	held      *watchcache.Cache[nodegroup.NodeGroup]
@@ -124,8 +125,12 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	})
 	require.NoError(t, err)
 	f.nodes = nodes
+	caches.ReaderFailOnMissingInformer = true
+	templates, err := hub.AddCache(mgr, caches)
+	require.NoError(t, err)
+	f.manager = mgr
 	c, err := nodegroupview.New(nodegroupview.Config{
-		Cache: f.cache, Held: f.held, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
+		Cache: f.cache, Held: f.held, Templates: templates, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
 		Settings:    capacity.Settings{SyncedLabels: []*regexp.Regexp{regexp.MustCompile(`^synced\.example\.com/`)}},
 		CoolingDown: engine.CoolingDown, Clock: f.now,
 		Observed: nodes, PriceList: prices, Pricing: pricing.Policy{Coefficients: pricing.DefaultCoefficients},
@@ -402,6 +407,9 @@ func TestAGroupKeepsItsDescriptionWhileItsTemplateCannotBeRead(t *testing.T) {
 	require.Equal(t, "8", during.GetCapacity()["cpu"])
 	require.Equal(t, "1", during.GetCapacity()["nvidia.com/gpu"])
 	require.Equal(t, []string{"spec.template.spec.infrastructureRef"}, problemFields(during))
+	synced, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	require.True(t, f.manager.GetCache().WaitForCacheSync(synced), "controllers that start now do not wait for the watch of the templates")
 
 	f.change(small, func() { small.Spec.Template.Spec.InfrastructureRef.Name = "other" })
 	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetCapacity()["cpu"] == "" })

@@ -7,6 +7,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/apimachinery/pkg/types"
+	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -22,6 +23,8 @@ const Key = "prices.yaml"
 type Config struct {
 	// ConfigMap contains the list. REQUIRED.
 	ConfigMap types.NamespacedName
+	// WatchFailed is called when the ConfigMap could not be followed. Nil logs it.
+	WatchFailed toolscache.WatchErrorHandlerWithContext
 	// Recorder records an event if the list cannot be used. REQUIRED.
 	Recorder events.EventRecorder
 	// Registerer registers the metrics. Nil registers none.
@@ -47,7 +50,7 @@ func New(mgr manager.Manager, c Config) (*Follower, error) {
 	}
 	var err error
 	f.lists, err = configmap.New(mgr, configmap.Config[pricing.List]{
-		Name: c.ConfigMap, Key: Key, What: "price list", Recorder: c.Recorder, Registerer: c.Registerer,
+		Name: c.ConfigMap, Key: Key, What: "price list", Recorder: c.Recorder, Registerer: c.Registerer, WatchFailed: c.WatchFailed,
 		Parse: func(content []byte) (*pricing.List, error) {
 			return pricing.ParseList("ConfigMap "+c.ConfigMap.String(), content)
 		},

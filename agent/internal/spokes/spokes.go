@@ -79,7 +79,7 @@ type Config struct {
 	AgentVersion, APIVersion string
 	// Recorder records events on Spokes. Nil records none.
 	Recorder events.EventRecorder
-	// Clock provides the time. REQUIRED.
+	// Clock provides the time. All agents of a hub write it to the same Spokes, so they must agree on it. REQUIRED.
 	Clock clock.WithTicker
 	// Log receives a line if Spokes cannot be written. Zero discards it.
 	Log logr.Logger
