@@ -113,6 +113,17 @@ func TestARequestWhoseOwnerPanicsIsHandedOut(t *testing.T) {
 	require.Equal(t, "broken", r.Name)
 }
 
+func TestAnItemCanComeBeforeItsOwnersOtherOnes(t *testing.T) {
+	var turns fairqueue.Turns[string, int]
+	for item := range 3 {
+		turns.Push("a", item)
+	}
+	turns.PushFirst("b", 10)
+	turns.PushFirst("a", 3)
+	require.Equal(t, 5, turns.Len())
+	require.Equal(t, []int{3, 10, 0, 1, 2}, []int{turns.Pop(), turns.Pop(), turns.Pop(), turns.Pop(), turns.Pop()})
+}
+
 func TestAnItemThatWaitsNoMoreTakesNoTurn(t *testing.T) {
 	var turns fairqueue.Turns[string, int]
 	for item := range 3 {

@@ -3,8 +3,8 @@ package fairqueue
 import "slices"
 
 // Turns are items that wait, each for its owner. Owners with waiting items take turns, however many
-// items each of them has. The items of one owner are handed out in the order of their arrival. The
-// zero value has none. It is not safe for concurrent use.
+// items each of them has. The items of one owner are handed out in the order of their arrival, unless an
+// item is to come first. The zero value has none. It is not safe for concurrent use.
 type Turns[O, I comparable] struct {
 	// waiting has the items of each owner that has any, in order.
 	waiting map[O][]I
@@ -23,6 +23,14 @@ func (t *Turns[O, I]) Push(owner O, item I) {
 	}
 	t.waiting[owner] = append(t.waiting[owner], item)
 	t.len++
+}
+
+// PushFirst adds an item that comes before its owner's other ones.
+func (t *Turns[O, I]) PushFirst(owner O, item I) {
+	t.Push(owner, item)
+	items := t.waiting[owner]
+	copy(items[1:], items)
+	items[0] = item
 }
 
 // Len returns how many items wait.

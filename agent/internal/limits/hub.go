@@ -108,7 +108,7 @@ func (c *Call) request(ctx context.Context, of *kind, cost int) error {
 		<-ctx.Done()
 		return ctx.Err()
 	}
-	if err := of.callers.wait(ctx, c.caller, cost); err != nil {
+	if err := of.callers.wait(ctx, c.caller, cost, c.awaited); err != nil {
 		return err
 	}
 	c.hubRequests.Add(1)
@@ -133,11 +133,16 @@ type turn struct {
 	come    chan struct{}
 }
 
-// wait waits for one turn for each request that a request counts as. The error is that of the context.
-func (t *turns) wait(ctx context.Context, of *caller, cost int) error {
+// wait waits for one turn for each request that a request counts as, before its caller's other
+// requests if first is set. The error is that of the context.
+func (t *turns) wait(ctx context.Context, of *caller, cost int, first bool) error {
 	mine := &turn{missing: cost, come: make(chan struct{})}
 	t.mu.Lock()
-	t.waiting.Push(of, mine)
+	if first {
+		t.waiting.PushFirst(of, mine)
+	} else {
+		t.waiting.Push(of, mine)
+	}
 	t.handOut()
 	t.mu.Unlock()
 	select {

@@ -154,6 +154,31 @@ func TestTheAgentsOwnRequestsDoNotWaitForThoseOfCallers(t *testing.T) {
 	})
 }
 
+// Others wait for the end of a list or a SyncClaims.
+func TestRequestsOfACallThatOthersWaitForComeBeforeItsCallersOtherOnes(t *testing.T) {
+	for name, begin := range map[string]func(context.Context, *limits.Call) error{
+		"a list":      func(ctx context.Context, c *limits.Call) error { return c.List(ctx, true) },
+		"a sync":      func(ctx context.Context, c *limits.Call) error { return c.Sync(ctx, 0, func() {}) },
+		"a large one": func(ctx context.Context, c *limits.Call) error { return c.Sync(ctx, 1<<20, func() {}) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				const callers = 4
+				c := newCrowd(t, callers, 20, 20)
+				ctx := c.as(t, t.Context(), "0")
+				call := limits.FromContext(ctx)
+				require.NoError(t, begin(ctx, call))
+				defer call.End()
+				for range 3 {
+					before := len(c.order())
+					require.ErrorIs(t, c.ask(ctx, "machines"), http.ErrServerClosed)
+					require.LessOrEqual(t, len(c.order())-before, callers+1, "one of each caller, and its own")
+				}
+			})
+		})
+	}
+}
+
 // The agent's own rate is that of the callers and of itself together.
 func TestAllRequestsOfAKindKeepToTheAgentsRate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

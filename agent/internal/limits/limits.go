@@ -273,11 +273,13 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 // Call is an admitted call. It must be ended with [Call.End]. Its methods must be called from one
 // goroutine, except where they state otherwise.
 type Call struct {
-	limiter     *Limiter
-	caller      *caller
-	method      string
-	watch       bool
-	atHub       bool
+	limiter *Limiter
+	caller  *caller
+	method  string
+	watch   bool
+	atHub   bool
+	// awaited means that the call has a turn that all callers share, so that others may wait for its end.
+	awaited     bool
 	held        int64
 	heldOfAll   int64 // what counts for all callers
 	free        []func()
@@ -586,11 +588,13 @@ func (c *Call) keep(ctx context.Context, s *semaphore.Weighted) error {
 	return nil
 }
 
-// keepShared acquires n of the turns that all callers share, until the call ends.
+// keepShared acquires n of the turns that all callers share, until the call ends. Its requests to the
+// hub then come before its caller's other ones, which only that caller waits for.
 func (c *Call) keepShared(ctx context.Context, s shared, n int64) error {
 	if err := s.acquire(ctx, n); err != nil {
 		return err
 	}
+	c.awaited = true
 	c.free = append(c.free, func() { s.turns.Release(n) })
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"maps"
 	"net"
+	"net/netip"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,6 +17,7 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/peer"
 	grpcstatus "google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/util/cache"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
@@ -48,13 +50,39 @@ func (a accepting) Accept() (net.Conn, error) {
 	return c, nil
 }
 
-// sourceOf returns the remote host of a connection, without the port.
+// ipv6Network is the prefix length of the smallest IPv6 network that is assigned. One host may use any
+// of its addresses.
+const ipv6Network = 64
+
+// sourceOf returns the remote host of a connection, without the port, or its network for IPv6.
 func sourceOf(conn net.Conn) string {
 	address := conn.RemoteAddr().String()
-	if host, _, err := net.SplitHostPort(address); err == nil {
-		return host
+	from, err := netip.ParseAddrPort(address)
+	if err != nil {
+		return address
 	}
-	return address
+	host := from.Addr().Unmap()
+	if network, err := host.Prefix(ipv6Network); err == nil && host.Is6() {
+		return network.String()
+	}
+	return host.String()
+}
+
+// seldom limits what is logged about each identity: it may connect as often as it likes.
+type seldom struct{ told *cache.Expiring }
+
+// seldomAgain is after how long an identity is told of again.
+const seldomAgain = time.Minute
+
+func newSeldom() seldom { return seldom{cache.NewExpiring()} }
+
+// tell calls log unless it was called for the identity within [seldomAgain].
+func (s seldom) tell(identity string, log func()) {
+	if _, told := s.told.Get(identity); told {
+		return
+	}
+	s.told.Set(identity, true, seldomAgain)
+	log()
 }
 
 // connection is an accepted connection, below TLS.
@@ -169,7 +197,10 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 	identity := i.server.callerOn(info).limitedAs
 	ended, err := i.server.limits.Connect(identity)
 	if err != nil {
-		i.server.config.Log.Info("a connection is refused", "identity", identity, "address", raw.RemoteAddr().String(), "cause", err.Error())
+		i.server.refusals.tell(identity, func() {
+			i.server.config.Log.Info("a connection is refused; further ones of this identity are logged once a minute at most",
+				"identity", identity, "address", raw.RemoteAddr().String(), "cause", err.Error())
+		})
 		_ = secured.Close()
 		return nil, nil, err
 	}
@@ -188,8 +219,10 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 		pause, over := i.server.limits.Pause(identity)
 		switch {
 		case over:
-			i.server.config.Log.Info("a connection is closed: its caller keeps calling although its calls are refused, or sends too many frames",
-				"identity", identity)
+			i.server.closures.tell(identity, func() {
+				i.server.config.Log.Info("a connection is closed: its caller keeps calling although its calls are refused, or sends too many frames",
+					"identity", identity)
+			})
 		case pause > 0:
 			seldom.Do(func() {
 				i.server.config.Log.Info("a connection is read slowly: its caller keeps calling although its calls are refused, or sends too many frames",

@@ -65,3 +65,42 @@ func TestAConnectionOfACallerThatIsRefusedIsReadSlowly(t *testing.T) {
 	require.NoError(t, c.Close())
 	require.NoError(t, far.Close())
 }
+
+type addressed struct {
+	net.Conn
+
+	remote string
+}
+
+func (a addressed) RemoteAddr() net.Addr { return address(a.remote) }
+
+type address string
+
+func (address) Network() string  { return "tcp" }
+func (a address) String() string { return string(a) }
+
+// One host may use any address of its IPv6 network.
+func TestTheSourceOfAConnectionIsAHostOrAnIPv6Network(t *testing.T) {
+	for remote, want := range map[string]string{
+		"192.0.2.1:443":              "192.0.2.1",
+		"[::ffff:192.0.2.1]:443":     "192.0.2.1",
+		"[2001:db8:1:2:a:b:c:d]:443": "2001:db8:1:2::/64",
+		"[2001:db8:1:2::1]:80":       "2001:db8:1:2::/64",
+		"[2001:db8:1:3::1]:80":       "2001:db8:1:3::/64",
+		"[fe80::1%eth0]:80":          "fe80::/64",
+		"@":                          "@", // a Unix socket
+		"a peer without a host":      "a peer without a host",
+	} {
+		require.Equal(t, want, sourceOf(addressed{remote: remote}), remote)
+	}
+}
+
+func TestAnIdentityIsToldOfOnceAMinute(t *testing.T) {
+	s, told := newSeldom(), []string{}
+	for range 1000 {
+		for _, identity := range []string{"a", "b"} {
+			s.tell(identity, func() { told = append(told, identity) })
+		}
+	}
+	require.Equal(t, []string{"a", "b"}, told)
+}

@@ -2,6 +2,7 @@ package server
 
 import (
 	"errors"
+	"fmt"
 
 	"google.golang.org/grpc/codes"
 	grpcstatus "google.golang.org/grpc/status"
@@ -14,8 +15,19 @@ import (
 // maxDeletedNodes is the maximum number of nodes of one NodeGroupDeleteNodes call.
 const maxDeletedNodes = 5000
 
+// maxNodeName bounds a node's name and provider ID, in bytes. An object's name has at most 253, and names of
+// template nodes consist of a group's and a suffix.
+const maxNodeName = 1 << 10
+
 // nodeFields are the needed fields of an ExternalGrpcNode. Its labels and annotations are not decoded.
-var nodeFields = excerpt.Fields{1: {Name: "providerID"}, 2: {Name: "name"}}
+var nodeFields = excerpt.Fields{1: {Name: "providerID", Check: isNodeName}, 2: {Name: "name", Check: isNodeName}}
+
+func isNodeName(value []byte) error {
+	if len(value) > maxNodeName {
+		return fmt.Errorf("is longer than %d bytes", maxNodeName)
+	}
+	return nil
+}
 
 // excerpts lists, for methods of the cluster-autoscaler whose requests have more than the agent needs,
 // what it needs. The messages of that protocol have no constraints.

@@ -24,11 +24,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/proto/clusterautoscaler/externalgrpc"
 )
 
-// askingHub lists the methods that query the hub's API server.
+// askingHub lists the methods that query the hub's API server, except for GetMachine: it asks only
+// for a Machine that is not in the view ([machines.whole]).
 var askingHub = []string{
 	agentv1alpha1.ClaimService_CreateClaim_FullMethodName, agentv1alpha1.ClaimService_ReleaseClaim_FullMethodName,
 	agentv1alpha1.ClaimService_ReturnMachine_FullMethodName, agentv1alpha1.ClaimService_GetClaim_FullMethodName,
 	agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.ClaimService_SyncClaims_FullMethodName,
+	agentv1alpha1.MachineService_ListMachines_FullMethodName,
 	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName,
 	agentv1alpha1.NodePoolService_ListPublishedObjects_FullMethodName, agentv1alpha1.NodePoolService_ReportNodePools_FullMethodName,
 	externalgrpc.CloudProvider_Refresh_FullMethodName, externalgrpc.CloudProvider_NodeGroupIncreaseSize_FullMethodName,

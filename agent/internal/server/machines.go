@@ -6,6 +6,7 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -54,8 +55,13 @@ func (s *machines) ListMachines(
 }
 
 // whole rejects responses that would report a Machine as gone while its Cluster is being moved to
-// another hub, or has been.
+// another hub, or has been. It queries the hub.
 func (s *machines) whole(ctx context.Context, cluster *agentv1alpha1.ClusterRef) error {
+	if call := limits.FromContext(ctx); call != nil {
+		if err := call.AskHub(ctx); err != nil {
+			return throttled(ctx, err)
+		}
+	}
 	_, err := s.config.Engine.UnpausedCluster(ctx, clusterName(cluster))
 	return s.answer(ctx, err, keyOf(cluster, ""))
 }

@@ -150,6 +150,8 @@ type Server struct {
 	limits   *limits.Limiter
 	load     *load
 	remote   openConnections
+	// refusals and closures are the identities whose connections were refused or closed a moment ago.
+	refusals, closures seldom
 	// listeners are set by Serve.
 	listeners atomic.Pointer[[]Listener]
 	// certificateRequests counts the calls of IssueCertificate.
@@ -180,6 +182,7 @@ func New(c Config) (*Server, error) {
 	s := &Server{
 		config: c, id: uuid.NewString(), health: health.NewServer(), codec: newCodec(), stopped: make(chan struct{}),
 		remote:   openConnections{all: map[*connection]connectionInfo{}},
+		refusals: newSeldom(), closures: newSeldom(),
 		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout}, certificateRequests: newCertificateRequests(),
 	}
 	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {

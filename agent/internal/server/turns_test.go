@@ -130,6 +130,40 @@ func TestAListThatWaitsForItsCallersOtherCallsKeepsNoOtherWaiting(t *testing.T) 
 	}
 }
 
+// Whatever a caller asks for, few of its calls query the hub at once.
+func TestCallsThatQueryTheHubForMachinesWaitForTheirCallersOtherOnes(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.HubCallsAtOnce = 1 }), func(f *fixture, _ *server.Config) {
+		f.engine.block = make(chan struct{})
+	})
+	ref, uri := tenant(0)
+	c := f.as(uri)
+	created := make(chan error, 1)
+	go func() {
+		_, err := c.Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+			Cluster: ref, ClaimId: "claim", Holder: "karpenter", Candidates: []string{"fleet/small"},
+		})
+		created <- err
+	}()
+	require.Eventually(t, func() bool { return f.engine.creating.Load() == 1 }, patience, time.Millisecond)
+	get := func(ctx context.Context) error {
+		_, err := c.Machines.GetMachine(ctx, &agentv1alpha1.GetMachineRequest{Cluster: ref, Name: "none"})
+		return err
+	}
+	list := func(ctx context.Context) error {
+		_, err := c.Machines.ListMachines(ctx, &agentv1alpha1.ListMachinesRequest{Cluster: ref})
+		return err
+	}
+	for _, call := range []func(context.Context) error{get, list} {
+		brief, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		require.Equal(t, codes.DeadlineExceeded, grpcstatus.Code(call(brief)))
+	}
+	close(f.engine.block)
+	require.NoError(t, <-created)
+	require.Equal(t, codes.NotFound, grpcstatus.Code(get(t.Context())))
+	require.NoError(t, list(t.Context()))
+}
+
 // However many spokes synchronize at once, a bounded number of their requests is decoded and handled.
 // The others wait, in the order of their arrival, and calls of other methods do not wait for them.
 func TestABoundedNumberOfSyncClaimsIsHandledAtOnce(t *testing.T) {

@@ -2,6 +2,7 @@ package spokes
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"time"
 
@@ -13,8 +14,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// reportInterval is the minimum interval between writes of what a shim reports about NodePools.
-const reportInterval = 10 * time.Second
+const (
+	// reportInterval is the minimum interval between writes of what a shim reports about NodePools, for
+	// reports of up to reportBytes. It grows with their size: etcd keeps each version of a Spoke for
+	// minutes, and a report may have 256 KiB.
+	reportInterval = 10 * time.Second
+	reportBytes    = 8 << 10
+)
 
 // Report is what a shim reports about its spoke's NodePools.
 type Report struct {
@@ -25,10 +31,19 @@ type Report struct {
 	Published []v1alpha1.SpokePublished
 }
 
-// reported is the last report of a shim that was written.
+// interval returns how long the next report has to wait after this one.
+func (r Report) interval() time.Duration {
+	encoded, err := json.Marshal(r)
+	if err != nil {
+		return reportInterval // it cannot be written either
+	}
+	return time.Duration(max(1, (len(encoded)+reportBytes-1)/reportBytes)) * reportInterval
+}
+
+// reported is the last report of a shim that was written, and the time from which the next may be.
 type reported struct {
-	report Report
-	at     time.Time
+	report   Report
+	at, next time.Time
 }
 
 // TooSoonError means that the last change was reported a moment ago. Nothing was written.
@@ -65,10 +80,10 @@ func (s *Spokes) reportDue(key types.NamespacedName, report Report) (bool, error
 	switch age := now.Sub(last.at); {
 	case same && age < noteInterval:
 		return false, nil
-	case known && !same && age < reportInterval:
-		return false, &TooSoonError{RetryAfter: reportInterval - age}
+	case known && !same && now.Before(last.next):
+		return false, &TooSoonError{RetryAfter: last.next.Sub(now)}
 	}
-	s.reports[key] = reported{report, now}
+	s.reports[key] = reported{report, now, now.Add(report.interval())}
 	return true, nil
 }
 

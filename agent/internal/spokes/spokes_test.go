@@ -3,6 +3,8 @@ package spokes_test
 import (
 	"context"
 	"errors"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -308,4 +310,35 @@ func TestAFailedWriteIsRepeatedAnIntervalLater(t *testing.T) {
 		w.now.Step(time.Second)
 	}
 	require.Equal(t, 2, writes)
+}
+
+// The hub's etcd keeps each version of a Spoke for minutes.
+func TestALargeReportIsFollowedByTheNextOneMuchLater(t *testing.T) {
+	w := newWorld(t, "a")
+	agent := w.agent(interceptor.Funcs{})
+	small := spokes.Report{MoreNodePools: 1}
+	large := spokes.Report{MoreNodePools: 2}
+	for i := range 70 {
+		large.NodePools = append(large.NodePools, v1alpha1.SpokeNodePool{Name: strconv.Itoa(i), Message: strings.Repeat("x", 1024)})
+	}
+	report := func(report spokes.Report, wait time.Duration) {
+		t.Helper()
+		err := agent.Report(t.Context(), w.cluster("a"), report)
+		if wait == 0 {
+			require.NoError(t, err)
+			return
+		}
+		var early *spokes.TooSoonError
+		require.ErrorAs(t, err, &early)
+		require.Equal(t, wait, early.RetryAfter)
+	}
+	report(small, 0)
+	report(large, 10*time.Second)
+	w.now.Step(10 * time.Second)
+	report(large, 0)
+	report(large, 0) // it is no news
+	report(small, 100*time.Second)
+	w.now.Step(100 * time.Second)
+	report(small, 0)
+	require.Equal(t, int32(1), w.spoke().Status.MoreNodePools)
 }
