@@ -46,6 +46,54 @@ func (h *holding) Delete(ctx context.Context, object client.Object, options ...c
 	return h.Client.Delete(ctx, object, options...)
 }
 
+// Status implements [client.Client].
+func (h *holding) Status() client.SubResourceWriter { return holdingStatus{h.Client.Status(), h} }
+
+type holdingStatus struct {
+	client.SubResourceWriter
+
+	holding *holding
+}
+
+// registrationFailed is the reason with which core marks a NodePool whose NodeClaims do not register.
+const registrationFailed = "RegistrationFailed"
+
+// Patch implements [client.SubResourceWriter]. Core counts a NodeClaim as failed before it deletes it,
+// and again with each refused attempt. After the second, the NodePool would not be healthy.
+func (s holdingStatus) Patch(ctx context.Context, object client.Object, patch client.Patch, options ...client.SubResourcePatchOption) error {
+	nodePool, is := object.(*karpv1.NodePool)
+	if !is || injection.GetControllerName(ctx) != lifecycleController {
+		return s.SubResourceWriter.Patch(ctx, object, patch, options...)
+	}
+	if health := nodePool.StatusConditions().Get(karpv1.ConditionTypeNodeRegistrationHealthy); health.IsFalse() && health.Reason == registrationFailed {
+		held, err := s.holding.held(ctx, nodePool.Name)
+		if err != nil {
+			return err
+		}
+		if held != "" {
+			return apierrors.NewTooManyRequests(
+				fmt.Sprintf("NodePool %s has no failed registration until the agent reports whether the machine of NodeClaim %s will join", nodePool.Name, held), 1)
+		}
+	}
+	return s.SubResourceWriter.Patch(ctx, object, patch, options...)
+}
+
+// held returns a NodeClaim of the NodePool that core would have given up, but for the hold, or "".
+func (h *holding) held(ctx context.Context, nodePool string) (string, error) {
+	var nodeClaims karpv1.NodeClaimList
+	if err := h.Client.List(ctx, &nodeClaims, client.MatchingLabels{karpv1.NodePoolLabelKey: nodePool}); err != nil {
+		return "", fmt.Errorf("listing the NodeClaims of NodePool %s: %w", nodePool, err)
+	}
+	for i := range nodeClaims.Items {
+		nodeClaim := &nodeClaims.Items[i]
+		registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered)
+		if registered != nil && h.controller.Clock.Since(registered.LastTransitionTime.Time) >= registrationTimeout && h.controller.holds(nodeClaim) {
+			return nodeClaim.Name, nil
+		}
+	}
+	return "", nil
+}
+
 // holds reports whether core may not give up the NodeClaim yet.
 func (c *Controller) holds(nodeClaim *karpv1.NodeClaim) bool {
 	conditions := nodeClaim.StatusConditions()

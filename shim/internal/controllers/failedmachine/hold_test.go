@@ -4,6 +4,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/awslabs/operatorpkg/status"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -14,6 +15,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/state/nodepoolhealth"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
 // core returns core's own controller of NodeClaims, as it begins in a process that becomes the
@@ -56,6 +58,55 @@ func TestCoreDoesNotGiveUpWhatWaitsForItsMachineAfterATimeWithoutALeader(t *test
 		require.True(t, e.Exists(nodeClaim))
 		e.clock.Step(10 * time.Minute)
 	}
+}
+
+// Nothing has failed: nobody looked.
+func TestANodePoolStaysHealthyAfterATimeWithoutALeader(t *testing.T) {
+	e := setUp(t, manual())
+	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodePoolName, UID: "pool"}}
+	e.Create(nodePool)
+	owned := func(nc *karpv1.NodeClaim) {
+		nc.OwnerReferences = []metav1.OwnerReference{{APIVersion: "karpenter.sh/v1", Kind: "NodePool", Name: nodePool.Name, UID: nodePool.UID}}
+	}
+	nodeClaims := []*karpv1.NodeClaim{e.Launched("first", unregistered, owned), e.Launched("second", unregistered, owned)}
+	core := e.core()
+	for _, nodeClaim := range nodeClaims {
+		_, err := core.Reconcile(e.Context(), nodeClaim)
+		require.NoError(t, err)
+		e.Get(nodeClaim)
+	}
+	e.clock.Step(20 * time.Minute)
+
+	health := func() *status.Condition {
+		e.Get(nodePool)
+		return nodePool.StatusConditions().Get(karpv1.ConditionTypeNodeRegistrationHealthy)
+	}
+	core = e.core()
+	for range 3 {
+		for _, nodeClaim := range nodeClaims {
+			_, err := core.Reconcile(e.Context(), nodeClaim.DeepCopy())
+			require.True(t, apierrors.IsTooManyRequests(err), err)
+			require.True(t, e.Exists(nodeClaim))
+		}
+		require.False(t, health().IsFalse())
+	}
+
+	// The agent has nothing to wait for.
+	e.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "the MachineDeployment is paused", time.Time{})
+	e.Eventually(func() bool {
+		group, _ := e.NodeGroups.Get("default/a")
+		return !group.GetAvailability().GetAvailable()
+	}, "the mirror shows it")
+	for _, nodeClaim := range nodeClaims {
+		e.reconcile(nodeClaim)
+	}
+	e.clock.Step(time.Minute)
+	for _, nodeClaim := range nodeClaims {
+		_, err := core.Reconcile(e.Context(), nodeClaim.DeepCopy())
+		require.NoError(t, err)
+		require.False(t, e.Exists(nodeClaim))
+	}
+	require.True(t, health().IsFalse(), "now they have failed")
 }
 
 func TestCoreGivesUpWhatTheAgentDoesNotWaitForAMinuteLater(t *testing.T) {
