@@ -100,12 +100,43 @@ type connection struct {
 	limitedAs atomic.Pointer[string]
 	// shutOutSince is when its caller was found to be shut out, and nil while it is not.
 	shutOutSince atomic.Pointer[time.Time]
+
+	mu sync.Mutex
+	// calls end the unary calls in progress.
+	calls map[*context.CancelCauseFunc]struct{}
 }
 
 func newConnection(accepted net.Conn, writeTimeout time.Duration) *connection {
 	c := &connection{Conn: accepted, writeTimeout: writeTimeout}
 	c.open, c.end = context.WithCancel(context.Background())
 	return c
+}
+
+// call returns a context for a unary call that [connection.endCalls] cancels. done must be called at the
+// end of the call.
+func (c *connection) call(ctx context.Context) (limited context.Context, done func()) {
+	limited, cancel := context.WithCancelCause(ctx)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.calls == nil {
+		c.calls = map[*context.CancelCauseFunc]struct{}{}
+	}
+	c.calls[&cancel] = struct{}{}
+	return limited, func() {
+		c.mu.Lock()
+		delete(c.calls, &cancel)
+		c.mu.Unlock()
+		cancel(nil)
+	}
+}
+
+// endCalls cancels the contexts of the unary calls in progress.
+func (c *connection) endCalls(cause error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for cancel := range c.calls {
+		(*cancel)(cause)
+	}
 }
 
 // shutOut records that the connection's caller is shut out now, and returns since when it has been.

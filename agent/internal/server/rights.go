@@ -24,10 +24,11 @@ import (
 )
 
 // defaultRightsInterval is how often the rights of watchers are checked again. Those of other callers
-// are checked when the call begins, and again when it has waited for its turns.
+// are checked when the call begins, and again when it has waited for its turns; a call in progress ends
+// if its caller is shut out altogether.
 const defaultRightsInterval = 5 * time.Second
 
-// endedRightsError is the cause that ends a watch stream. It wraps the error that the caller
+// endedRightsError is the cause that ends a watch stream, or a call of a caller that was shut out. It wraps the error that the caller
 // receives.
 type endedRightsError struct{ error }
 
@@ -98,8 +99,25 @@ func (s *Server) entitledToMany(ctx context.Context, rule authz.Rule, since call
 	return s.onboarded(ctx, c)
 }
 
-// shutOutGrace is how long a connection stays open whose caller is shut out. Meanwhile its streams end
-// and its calls are refused with the reason. Then its client has to connect again, with a new
+// endWhenShutOut ends a unary call in progress when its caller is found to be shut out: what it has not
+// done yet, it may not do any more.
+func (s *Server) endWhenShutOut(ctx context.Context, request any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	p, _ := peer.FromContext(ctx)
+	of, remote := p.AuthInfo.(connectionInfo)
+	if !remote {
+		return handler(ctx, request)
+	}
+	ctx, done := of.connection.call(ctx)
+	defer done()
+	response, err := handler(ctx, request)
+	if ended, shutOut := errors.AsType[*endedRightsError](context.Cause(ctx)); shutOut && err != nil {
+		return nil, ended.error
+	}
+	return response, err
+}
+
+// shutOutGrace is how long a connection stays open whose caller is shut out. Meanwhile its calls and
+// streams end, and further ones are refused, with the reason. Then its client has to connect again, with a new
 // certificate if it has one.
 const shutOutGrace = 10 * time.Second
 
@@ -137,6 +155,7 @@ func (s *Server) closeIfShutOut(ctx context.Context, c *connection, info connect
 		c.readmit()
 		return
 	}
+	c.endCalls(&endedRightsError{err})
 	if now := s.config.Clock.Now(); now.Sub(c.shutOut(now)) >= shutOutGrace {
 		s.config.Log.Info("a connection is closed: its caller may not use the agent any more",
 			"identity", by.limitedAs, "address", c.RemoteAddr().String(), "cause", grpcstatus.Convert(err).Message())

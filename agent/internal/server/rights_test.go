@@ -333,6 +333,33 @@ func TestAConnectionIsClosedSoonAfterItsCallerIsShutOut(t *testing.T) {
 	}
 }
 
+// A call may take minutes. What it has not done when its caller is shut out is not done.
+func TestACallInProgressEndsWhenItsCallerIsShutOut(t *testing.T) {
+	policy := &atomic.Pointer[authz.Policy]{}
+	f := start(t, withRights(t, policy.Load, clocktesting.NewFakePassiveClock(time.Now())), func(f *fixture, _ *server.Config) {
+		f.engine.block = make(chan struct{})
+	})
+	create := func(c *client.Client, cluster *agentv1alpha1.ClusterRef) chan error {
+		ended := make(chan error, 1)
+		go func() {
+			_, err := c.Claims.CreateClaim(f.ctx(), &agentv1alpha1.CreateClaimRequest{
+				Cluster: cluster, ClaimId: "claim", Holder: "karpenter", Candidates: []string{"fleet/small"},
+			})
+			ended <- err
+		}()
+		return ended
+	}
+	otherRef, otherURI := tenant(0)
+	denied, other := create(f.cluster(), spokeRef), create(f.as(otherURI), otherRef)
+	require.Eventually(t, func() bool { return f.engine.creating.Load() == 2 }, patience, time.Millisecond)
+	policy.Store(policyOf(t, "deny:\n- id: "+spokeURI+"\n"))
+	err := <-denied
+	require.True(t, agenterrors.IsUnauthenticated(err), "%v", err)
+	require.Contains(t, err.Error(), "the policy denies the client certificate")
+	close(f.engine.block)
+	require.NoError(t, <-other, "others are not concerned")
+}
+
 // A caller that may come back has not been shut out for long.
 func TestAConnectionOutlivesAShortDenial(t *testing.T) {
 	policy, looks, now := &atomic.Pointer[authz.Policy]{}, &atomic.Int64{}, clocktesting.NewFakePassiveClock(time.Now())
