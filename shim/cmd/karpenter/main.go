@@ -240,7 +240,8 @@ func run(ctx context.Context) error {
 		Cluster: cluster, Recorder: op.EventRecorder, Unclaimed: finder, Timeout: opts.AgentTimeout, Clock: op.Clock,
 	})
 	core := controllers.NewControllers(
-		ctx, op.Manager, op.Clock, registration.PlanningClient(failed.Client(static.Client(op.GetClient()))), op.EventRecorder,
+		ctx, op.Manager, op.Clock, registration.PlanningClient(failed.Client(static.Client(op.GetClient()))),
+		registration.CoreRecorder(op.EventRecorder),
 		decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
 	)
