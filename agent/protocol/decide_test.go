@@ -558,7 +558,11 @@ func TestAMachineWhoseInstanceIsLostBeforeItsNodeJoinsIsGivenUp(t *testing.T) {
 	node(s.Machines[0])
 	assert.NotContains(t, kinds(Decide(s)), Fail, "its Node has joined: Karpenter or a MachineHealthCheck decides")
 	assert.NotContains(t, kinds(Decide(lost("AWSMachine", "InstanceStopped", "0 of 2 completed"))), Fail, "it may be started again")
-	assert.NotContains(t, kinds(Decide(lost("AzureMachine", "Failed", "ERROR CODE: ZonalAllocationFailed"))), Fail, "the report is older than the instance")
+	s = lost("AzureMachine", "Failed", "ERROR CODE: ZonalAllocationFailed")
+	assert.NotContains(t, kinds(Decide(s)), Fail, "the report is older than the instance")
+	s = terminated()
+	s.Failure.Reasons = []string{"InstanceTerminated"}
+	assert.Contains(t, kinds(Decide(s)), Fail, "a reason that is also listed means the same")
 }
 
 func TestAFailureHasAClass(t *testing.T) {

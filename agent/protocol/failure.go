@@ -46,7 +46,7 @@ func (f FailurePolicy) of(kind, reason, message string) failures.Verdict {
 	switch {
 	case reason == "":
 	case slices.Contains(f.Reasons, reason), slices.Contains(f.Reasons, kind+"/"+reason):
-		return failures.Verdict{Class: failures.GivenUp}
+		return failures.Verdict{Class: failures.GivenUp, Gone: f.Known && failures.Of(kind, reason, message).Gone}
 	case f.Known:
 		return failures.Of(kind, reason, message)
 	}

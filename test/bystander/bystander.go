@@ -10,11 +10,12 @@ import (
 
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	toolscache "k8s.io/client-go/tools/cache"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
-	"github.com/karpenter-capi/karpenter-capi/test/informers"
 	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
@@ -23,65 +24,60 @@ import (
 type Bystander struct {
 	stop func()
 
-	mu   sync.Mutex
-	seen []string
+	mu    sync.Mutex
+	seen  []string
+	known map[types.UID]bool
 }
 
 // Watch observes the environment's spoke until ctx is done or [Bystander.Stop] is called.
 func Watch(ctx context.Context, w *testenv.Env) (*Bystander, error) {
-	watches, err := cache.New(w.Sandbox.SpokeConfig(), cache.Options{Scheme: testenv.Scheme()})
+	informers, err := cache.New(w.Sandbox.SpokeConfig(), cache.Options{Scheme: testenv.Scheme()})
 	if err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	var watching sync.WaitGroup
-	watching.Go(func() { _ = watches.Start(ctx) }) // it only fails if it is started twice
-	b := &Bystander{stop: func() {
+	watching.Go(func() { _ = informers.Start(ctx) })
+	b := &Bystander{known: map[types.UID]bool{}, stop: func() {
 		cancel()
 		watching.Wait()
 	}}
 	for _, kind := range []client.Object{&corev1.Node{}, &karpenterv1.NodeClaim{}, &corev1.Pod{}} {
-		if err := b.follow(ctx, watches, kind); err != nil {
+		if err := b.follow(ctx, informers, kind); err != nil {
 			b.stop()
-			return nil, err
+			return nil, fmt.Errorf("watching %T: %w", kind, err)
 		}
 	}
 	return b, nil
 }
 
-// follow observes the objects of a kind that exist now.
-func (b *Bystander) follow(ctx context.Context, watches cache.Cache, kind client.Object) error {
-	began, last := false, map[client.ObjectKey]client.Object{}
-	see := func(now client.Object) {
-		b.mu.Lock()
-		defer b.mu.Unlock()
-		key := client.ObjectKeyFromObject(now)
-		before, known := last[key]
-		switch {
-		case known && before.GetUID() != now.GetUID():
-			b.tell(before, "was deleted, and made again")
-			delete(last, key)
-		case known:
-			b.changed(before, now)
-			last[key] = now
-		case !began:
-			last[key] = now
-		}
-	}
-	gone := func(object client.Object) {
-		b.mu.Lock()
-		defer b.mu.Unlock()
-		if before, known := last[client.ObjectKeyFromObject(object)]; known {
-			b.tell(before, "was deleted")
-			delete(last, client.ObjectKeyFromObject(object))
-		}
-	}
-	if err := informers.Follow(ctx, watches, kind, see, gone); err != nil {
+func (b *Bystander) follow(ctx context.Context, informers cache.Cache, kind client.Object) error {
+	informer, err := informers.GetInformer(ctx, kind)
+	if err != nil {
 		return err
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	began = true
+	registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerDetailedFuncs{
+		AddFunc: func(object any, existed bool) {
+			if o, ok := object.(client.Object); ok && existed {
+				b.mu.Lock()
+				defer b.mu.Unlock()
+				b.known[o.GetUID()] = true
+			}
+		},
+		UpdateFunc: func(before, now any) { b.changed(before, now) },
+		DeleteFunc: func(object any) {
+			if last, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
+				object = last.Obj
+			}
+			b.tell(object, "was deleted")
+		},
+	})
+	if err != nil {
+		return err
+	}
+	if !toolscache.WaitForCacheSync(ctx.Done(), registration.HasSynced) {
+		return context.Cause(ctx)
+	}
 	return nil
 }
 
@@ -95,13 +91,29 @@ func (b *Bystander) Incidents() []string {
 	return slices.Clone(b.seen)
 }
 
-func (b *Bystander) tell(o client.Object, what string) {
-	b.seen = append(b.seen, fmt.Sprintf("%s %T %s %s", time.Now().Format(time.TimeOnly), o, o.GetName(), what))
+func (b *Bystander) tell(object any, what string) {
+	o, ok := object.(client.Object)
+	if !ok {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.known[o.GetUID()] {
+		b.seen = append(b.seen, fmt.Sprintf("%s %T %s %s", time.Now().Format(time.TimeOnly), o, o.GetName(), what))
+	}
 }
 
-func (b *Bystander) changed(before, now client.Object) {
-	if before.GetDeletionTimestamp().IsZero() && !now.GetDeletionTimestamp().IsZero() {
-		b.tell(now, "is being deleted")
+func (b *Bystander) changed(before, now any) {
+	was, isObject := before.(client.Object)
+	is, _ := now.(client.Object)
+	if !isObject {
+		return
+	}
+	switch {
+	case was.GetUID() != is.GetUID():
+		b.tell(was, "was deleted, and made again")
+	case was.GetDeletionTimestamp().IsZero() && !is.GetDeletionTimestamp().IsZero():
+		b.tell(is, "is being deleted")
 	}
 	node, isNode := now.(*corev1.Node)
 	old, _ := before.(*corev1.Node)

@@ -92,10 +92,9 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	a := &Agent{log: c.Log}
 	scope := hub.NewScope(o.Namespaces, o.ClusterNames())
 	var corrected *hub.Clock
-	ticking := clock.WithTicker(clock.RealClock{})
 	if c.Clock == nil {
 		corrected = hub.NewClock(clock.RealClock{}, c.Log.WithName("clock"))
-		c.Clock, ticking = corrected, corrected
+		c.Clock = corrected
 	}
 	var err error
 	budget := storage.New(storage.Limits{
@@ -211,7 +210,8 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	}
 	var shownClusters *fleet.Fleet
 	keeper = spokes.New(spokes.Config{
-		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: ticking, Log: c.Log.WithName("spokes"),
+		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: clock.RealClock{}, HubTime: c.Clock,
+		Log:          c.Log.WithName("spokes"),
 		Changed:      func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
 		AgentVersion: version.Version(), APIVersion: server.APIVersion, Recorder: a.manager.GetEventRecorder("capi-agent"),
 	})
@@ -312,7 +312,8 @@ func (a *Agent) followPolicy(c *Config, watches *contact.Watches) error {
 			Parse: func(content []byte) (*authz.Policy, error) { return authz.ParsePolicy(content, o.TrustDomain) },
 			// Denials must survive the deletion of the ConfigMap.
 			Lasting: true,
-			// Nothing is served while it cannot be followed: denials would have no effect.
+			// While it cannot be followed, denials would have no effect: nothing is served until the API server
+			// has answered for it again. What has changed meanwhile is then read within half a minute.
 			WatchFailed: watches.FailedAs(policyKind),
 		})
 		if err != nil {

@@ -342,7 +342,11 @@ func (s *Scaler) read(name types.NamespacedName, use func(*cluster) error) error
 		c.view = fresh
 	}
 	c.settle(s.config.Clock.Now())
-	return use(c)
+	err := use(c)
+	if len(c.view.groups)+len(c.view.claims)+len(c.recent)+len(c.dismissed) == 0 {
+		s.ForgetCluster(name) // callers may name Clusters that do not exist
+	}
+	return err
 }
 
 // refused returns the error for a group that does not take claims.

@@ -31,14 +31,15 @@ type Watches struct {
 }
 
 // NewWatches returns a Watches without any failure. Nothing can be served without the needed kinds,
-// which are named by the type of their objects, such as *v1beta2.Machine, or as in [Watches.FailedAs]. Failures of other kinds are
-// only logged and counted.
+// which are named by the type of their objects, such as *v1beta2.Machine, or as in [Watches.FailedAs].
+// Failures of other kinds are only logged and counted.
 func NewWatches(needed []string, log logr.Logger) *Watches {
 	return &Watches{
 		needed: needed, log: log, failed: map[string]bool{}, seldom: map[string]*rate.Sometimes{},
 		errors: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_watch_errors_total",
-			Help: "Number of times that the hub's API server refused or failed to list or watch a kind for the agent's caches, by the type of its objects, or policy or price list.",
+			Help: "Number of times that the hub's API server refused or failed to list or watch a kind for the agent's caches, by the type of " +
+				"its objects, or policy or price list.",
 		}, []string{"kind"}),
 	}
 }

@@ -119,9 +119,20 @@ func TestAnItemCanComeBeforeItsOwnersOtherOnes(t *testing.T) {
 		turns.Push("a", item)
 	}
 	turns.PushFirst("b", 10)
-	turns.PushFirst("a", 3)
-	require.Equal(t, 5, turns.Len())
-	require.Equal(t, []int{3, 10, 0, 1, 2}, []int{turns.Pop(), turns.Pop(), turns.Pop(), turns.Pop(), turns.Pop()})
+	for item := range 3 {
+		turns.PushFirst("a", 3+item)
+	}
+	turns.Remove("a", 4)
+	turns.Remove("a", 1)
+	turns.PushFirst("a", 6)
+	var popped []int
+	for turns.Len() > 0 {
+		popped = append(popped, turns.Pop())
+	}
+	require.Equal(t, []int{3, 10, 5, 6, 0, 2}, popped)
+	turns.Push("a", 7)
+	turns.PushFirst("a", 8)
+	require.Equal(t, []int{8, 7}, []int{turns.Pop(), turns.Pop()})
 }
 
 func TestAnItemThatWaitsNoMoreTakesNoTurn(t *testing.T) {

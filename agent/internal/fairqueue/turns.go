@@ -8,6 +8,8 @@ import "slices"
 type Turns[O, I comparable] struct {
 	// waiting has the items of each owner that has any, in order.
 	waiting map[O][]I
+	// first is how many of an owner's items, at the beginning, are to come before its other ones.
+	first map[O]int
 	// next has the keys of waiting, in the order of their turns.
 	next []O
 	len  int
@@ -25,12 +27,29 @@ func (t *Turns[O, I]) Push(owner O, item I) {
 	t.len++
 }
 
-// PushFirst adds an item that comes before its owner's other ones.
+// PushFirst adds an item that comes before its owner's other ones, and after those that were added by
+// PushFirst earlier.
 func (t *Turns[O, I]) PushFirst(owner O, item I) {
 	t.Push(owner, item)
-	items := t.waiting[owner]
+	items := t.waiting[owner][t.first[owner]:]
 	copy(items[1:], items)
 	items[0] = item
+	if t.first == nil {
+		t.first = map[O]int{}
+	}
+	t.first[owner]++
+}
+
+// removed records that the item of an owner at the given position is gone.
+func (t *Turns[O, I]) removed(owner O, at int) {
+	t.len--
+	switch first := t.first[owner]; {
+	case at >= first:
+	case first == 1:
+		delete(t.first, owner)
+	default:
+		t.first[owner]--
+	}
 }
 
 // Len returns how many items wait.
@@ -53,7 +72,7 @@ func (t *Turns[O, I]) Pop() I {
 	} else {
 		delete(t.waiting, owner)
 	}
-	t.len--
+	t.removed(owner, 0)
 	return item
 }
 
@@ -70,5 +89,5 @@ func (t *Turns[O, I]) Remove(owner O, item I) {
 		turn := slices.Index(t.next, owner)
 		t.next = slices.Delete(t.next, turn, turn+1)
 	}
-	t.len--
+	t.removed(owner, at)
 }

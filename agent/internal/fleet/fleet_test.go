@@ -215,9 +215,13 @@ func TestChangesAreShown(t *testing.T) {
 	f.fleet.Changed(f.name("spoke"))
 	f.until("a shim that was silent", func(c *agentv1alpha1.Cluster) bool { return c.GetShim() != nil && !c.GetShim().GetConnected() })
 
-	require.NoError(t, plane.Client.Delete(t.Context(), &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "spoke"}}))
+	f.gone.Clear() // it was not there at first
+	f.fleet.Changed(f.name("spoke"))
+	f.clock.Step(fleet.Interval)
+	f.until("what it is", func(c *agentv1alpha1.Cluster) bool { return c != nil })
 	_, gone := f.gone.Load(f.name("spoke"))
 	require.False(t, gone)
+	require.NoError(t, plane.Client.Delete(t.Context(), &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "spoke"}}))
 	f.until("its end", func(c *agentv1alpha1.Cluster) bool { return c == nil })
 	require.Eventually(t, func() bool { _, gone := f.gone.Load(f.name("spoke")); return gone }, patience, 5*time.Millisecond)
 }

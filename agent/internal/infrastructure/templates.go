@@ -105,6 +105,9 @@ func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObje
 		from = t.Cache
 	}
 	err = from.Get(ctx, key, template)
+	if _, ended := errors.AsType[*cache.ErrResourceNotCached](err); ended { // meanwhile, see unwatch
+		err = t.Reader.Get(ctx, key, template)
+	}
 	switch {
 	case apierrors.IsNotFound(err):
 		return nil, fmt.Errorf("%w: %s %s does not exist", ErrUnusable, ref.Kind, key)

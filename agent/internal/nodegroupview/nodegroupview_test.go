@@ -29,6 +29,7 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -76,6 +77,7 @@ type fixture struct {
 
 	namespace string
 	manager   manager.Manager
+	templates cache.Cache
 	cluster   types.NamespacedName
 	cache     *watchcache.Cache[*agentv1alpha1.NodeGroup]
 	held      *watchcache.Cache[nodegroup.NodeGroup]
@@ -128,7 +130,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	caches.ReaderFailOnMissingInformer = true
 	templates, err := hub.AddCache(mgr, caches)
 	require.NoError(t, err)
-	f.manager = mgr
+	f.manager, f.templates = mgr, templates
 	c, err := nodegroupview.New(nodegroupview.Config{
 		Cache: f.cache, Held: f.held, Templates: templates, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
 		Settings:    capacity.Settings{SyncedLabels: []*regexp.Regexp{regexp.MustCompile(`^synced\.example\.com/`)}},
@@ -418,6 +420,8 @@ func TestAGroupKeepsItsDescriptionWhileItsTemplateCannotBeRead(t *testing.T) {
 	f.until("small", func(g *agentv1alpha1.NodeGroup) bool {
 		return g.GetCapacity()["cpu"] == "8" && len(g.GetProblems()) == 0
 	})
+	err := f.templates.Get(t.Context(), client.ObjectKeyFromObject(template), template)
+	require.ErrorAs(t, err, new(*cache.ErrResourceNotCached), "the version that is read no longer is not watched")
 }
 
 func TestProblemsAreReportedOnceEachAndCounted(t *testing.T) {

@@ -16,7 +16,7 @@ import (
 const maxDeletedNodes = 5000
 
 // maxNodeName bounds a node's name and provider ID, in bytes. An object's name has at most 253, and names of
-// template nodes consist of a group's and a suffix.
+// template nodes consist of a group's name and a suffix.
 const maxNodeName = 1 << 10
 
 // nodeFields are the needed fields of an ExternalGrpcNode. Its labels and annotations are not decoded.

@@ -24,7 +24,7 @@ import (
 )
 
 // defaultRightsInterval is how often the rights of watchers are checked again. Those of other callers
-// are checked when the call begins, and again when it has waited for its turns; a call in progress ends
+// are checked when the call begins, and again when it has waited for its turns. A call in progress ends
 // if its caller is shut out altogether.
 const defaultRightsInterval = 5 * time.Second
 
@@ -101,10 +101,11 @@ func (s *Server) entitledToMany(ctx context.Context, rule authz.Rule, since call
 
 // endWhenShutOut ends a unary call in progress when its caller is found to be shut out: what it has not
 // done yet, it may not do any more.
-func (s *Server) endWhenShutOut(ctx context.Context, request any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+func (s *Server) endWhenShutOut(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	p, _ := peer.FromContext(ctx)
-	of, remote := p.AuthInfo.(connectionInfo)
-	if !remote {
+	of, accepted := p.AuthInfo.(connectionInfo)
+	// A method that asks about the onboarding itself may know of one that the caches do not show yet.
+	if !accepted || authz.Methods[info.FullMethod].AsksOnboarding {
 		return handler(ctx, request)
 	}
 	ctx, done := of.connection.call(ctx)

@@ -72,7 +72,7 @@ func (s *Spokes) Report(ctx context.Context, cluster *clusterv1.Cluster, report 
 
 // reportDue reports whether a report is to be written, and records it as written.
 func (s *Spokes) reportDue(key types.NamespacedName, report Report) (bool, error) {
-	now := s.Clock.Now()
+	now, interval := s.Clock.Now(), report.interval()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	last, known := s.reports[key]
@@ -83,7 +83,7 @@ func (s *Spokes) reportDue(key types.NamespacedName, report Report) (bool, error
 	case known && !same && now.Before(last.next):
 		return false, &TooSoonError{RetryAfter: last.next.Sub(now)}
 	}
-	s.reports[key] = reported{report, now, now.Add(report.interval())}
+	s.reports[key] = reported{report, now, now.Add(interval)}
 	return true, nil
 }
 

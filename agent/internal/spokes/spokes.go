@@ -79,7 +79,10 @@ type Config struct {
 	AgentVersion, APIVersion string
 	// Recorder records events on Spokes. Nil records none.
 	Recorder events.EventRecorder
-	// Clock provides the time. All agents of a hub write it to the same Spokes, so they must agree on it. REQUIRED.
+	// HubTime is the time that is written to Spokes and compared with theirs. All agents of a hub must
+	// agree on it. Nil means Clock.
+	HubTime clock.PassiveClock
+	// Clock measures intervals. REQUIRED.
 	Clock clock.WithTicker
 	// Log receives a line if Spokes cannot be written. Zero discards it.
 	Log logr.Logger
@@ -119,6 +122,9 @@ func New(c Config) *Spokes {
 	}
 	if c.Changed == nil {
 		c.Changed = func(types.NamespacedName) {}
+	}
+	if c.HubTime == nil {
+		c.HubTime = c.Clock
 	}
 	return &Spokes{
 		Config: c, noted: map[types.NamespacedName]note{}, reports: map[types.NamespacedName]reported{},
@@ -207,7 +213,7 @@ func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboardi
 		if err := s.adopt(cluster, spoke); err != nil {
 			return err
 		}
-		spoke.Spec.Enrollment = &v1alpha1.Enrollment{Onboarding: onboarding, PublicKey: publicKey, Time: metav1.NewTime(s.Clock.Now())}
+		spoke.Spec.Enrollment = &v1alpha1.Enrollment{Onboarding: onboarding, PublicKey: publicKey, Time: metav1.NewTime(s.HubTime.Now())}
 		// The update fails if another actor has changed the Spoke.
 		return wrapped(s.Client.Update(ctx, spoke))
 	})
@@ -306,7 +312,7 @@ func (s *Spokes) Note(ctx context.Context, cluster *clusterv1.Cluster, contact C
 	}
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
-	err := retry.OnError(retry.DefaultRetry, retryable, func() error { return s.write(ctx, cluster, contact, now) })
+	err := retry.OnError(retry.DefaultRetry, retryable, func() error { return s.write(ctx, cluster, contact, s.HubTime.Now()) })
 	if err != nil {
 		s.failedToNote(key)
 	}
@@ -635,7 +641,7 @@ func Remove(
 }
 
 func (s *Spokes) lookAt(ctx context.Context, spoke *v1alpha1.Spoke) error {
-	now := s.Clock.Now()
+	now := s.HubTime.Now()
 	last := spoke.Status.LastSyncTime
 	switch connected := meta.FindStatusCondition(spoke.Status.Conditions, v1alpha1.ConnectedCondition); {
 	case connected != nil && connected.Status != metav1.ConditionTrue:

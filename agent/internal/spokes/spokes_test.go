@@ -342,3 +342,19 @@ func TestALargeReportIsFollowedByTheNextOneMuchLater(t *testing.T) {
 	report(small, 0)
 	require.Equal(t, int32(1), w.spoke().Status.MoreNodePools)
 }
+
+// All agents write to the same Spokes, whatever the clocks of their machines.
+func TestAnAgentWithAnotherClockSilencesNoShim(t *testing.T) {
+	w := newWorld(t, "a")
+	agent := func(ahead time.Duration) *spokes.Spokes {
+		return spokes.New(spokes.Config{
+			Client: w.hub, Clock: clocktesting.NewFakeClock(w.now.Now().Add(ahead)), HubTime: w.now, Serves: func(types.NamespacedName) bool { return true },
+		})
+	}
+	first, second := agent(0), agent(time.Hour)
+	w.note(first, spokes.Contact{SpokeID: "id"})
+	require.NoError(t, second.Look(t.Context()))
+	require.True(t, meta.IsStatusConditionTrue(w.spoke().Status.Conditions, v1alpha1.ConnectedCondition))
+	w.note(second, spokes.Contact{SpokeID: "id", Version: "another"})
+	require.WithinDuration(t, w.now.Now(), w.spoke().Status.LastSyncTime.Time, time.Second)
+}

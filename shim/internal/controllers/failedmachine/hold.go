@@ -71,8 +71,9 @@ func (s holdingStatus) Patch(ctx context.Context, object client.Object, patch cl
 			return err
 		}
 		if held != "" {
-			return apierrors.NewTooManyRequests(
-				fmt.Sprintf("NodePool %s has no failed registration until the agent reports whether the machine of NodeClaim %s will join", nodePool.Name, held), 1)
+			return apierrors.NewTooManyRequests(fmt.Sprintf(
+				"NodePool %s has no failed registration until the agent reports whether the machine of NodeClaim %s will join", nodePool.Name, held,
+			), 1)
 		}
 	}
 	return s.SubResourceWriter.Patch(ctx, object, patch, options...)
@@ -87,7 +88,10 @@ func (h *holding) held(ctx context.Context, nodePool string) (string, error) {
 	for i := range nodeClaims.Items {
 		nodeClaim := &nodeClaims.Items[i]
 		registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered)
-		if registered != nil && h.controller.Clock.Since(registered.LastTransitionTime.Time) >= registrationTimeout && h.controller.holds(nodeClaim) {
+		if !nodeClaim.DeletionTimestamp.IsZero() || registered == nil {
+			continue
+		}
+		if h.controller.Clock.Since(registered.LastTransitionTime.Time) >= registrationTimeout && h.controller.holds(nodeClaim) {
 			return nodeClaim.Name, nil
 		}
 	}

@@ -4,7 +4,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/awslabs/operatorpkg/status"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -60,63 +59,81 @@ func TestCoreDoesNotGiveUpWhatWaitsForItsMachineAfterATimeWithoutALeader(t *test
 	}
 }
 
-// Nothing has failed: nobody looked.
-func TestANodePoolStaysHealthyAfterATimeWithoutALeader(t *testing.T) {
-	e := setUp(t, manual())
-	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodePoolName, UID: "pool"}}
+// leaderlessPool returns a NodePool with two launched NodeClaims after 20 minutes in which nothing ran.
+func (e *env) leaderlessPool() (nodePool *karpv1.NodePool, nodeClaims []*karpv1.NodeClaim) {
+	e.t.Helper()
+	nodePool = &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodePoolName, UID: "pool"}}
 	e.Create(nodePool)
 	owned := func(nc *karpv1.NodeClaim) {
 		nc.OwnerReferences = []metav1.OwnerReference{{APIVersion: "karpenter.sh/v1", Kind: "NodePool", Name: nodePool.Name, UID: nodePool.UID}}
 	}
-	nodeClaims := []*karpv1.NodeClaim{e.Launched("first", unregistered, owned), e.Launched("second", unregistered, owned)}
 	core := e.core()
-	for _, nodeClaim := range nodeClaims {
+	for _, name := range []string{"first", "second"} {
+		nodeClaim := e.Launched(name, unregistered, owned)
 		_, err := core.Reconcile(e.Context(), nodeClaim)
-		require.NoError(t, err)
+		require.NoError(e.t, err)
 		e.Get(nodeClaim)
+		nodeClaims = append(nodeClaims, nodeClaim)
 	}
 	e.clock.Step(20 * time.Minute)
+	return nodePool, nodeClaims
+}
 
-	health := func() *status.Condition {
-		e.Get(nodePool)
-		return nodePool.StatusConditions().Get(karpv1.ConditionTypeNodeRegistrationHealthy)
-	}
-	core = e.core()
+// unhealthy reports whether the NodePool's NodeClaims have failed to register.
+func (e *env) unhealthy(nodePool *karpv1.NodePool) bool {
+	e.t.Helper()
+	e.Get(nodePool)
+	return nodePool.StatusConditions().Get(karpv1.ConditionTypeNodeRegistrationHealthy).IsFalse()
+}
+
+// pause lets the agent wait for nothing.
+func (e *env) pause() {
+	e.t.Helper()
+	e.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "the MachineDeployment is paused", time.Time{})
+	e.Eventually(func() bool {
+		group, _ := e.NodeGroups.Get("default/a")
+		return !group.GetAvailability().GetAvailable()
+	}, "the mirror shows it")
+}
+
+// Nothing has failed: nobody looked.
+func TestANodePoolStaysHealthyAfterATimeWithoutALeader(t *testing.T) {
+	e := setUp(t, manual())
+	nodePool, nodeClaims := e.leaderlessPool()
+	core := e.core()
 	for range 3 {
 		for _, nodeClaim := range nodeClaims {
 			_, err := core.Reconcile(e.Context(), nodeClaim.DeepCopy())
 			require.True(t, apierrors.IsTooManyRequests(err), err)
 			require.True(t, e.Exists(nodeClaim))
 		}
-		require.False(t, health().IsFalse())
+		require.False(t, e.unhealthy(nodePool))
 	}
+}
 
-	// The agent has nothing to wait for.
-	e.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "the MachineDeployment is paused", time.Time{})
-	e.Eventually(func() bool {
-		group, _ := e.NodeGroups.Get("default/a")
-		return !group.GetAvailability().GetAvailable()
-	}, "the mirror shows it")
+// One that is being deleted is not held, and holds nothing.
+func TestANodePoolIsUnhealthyOnceItsNodeClaimsHaveFailed(t *testing.T) {
+	e := setUp(t, manual())
+	nodePool, nodeClaims := e.leaderlessPool()
+	e.pause()
 	for _, nodeClaim := range nodeClaims {
 		e.reconcile(nodeClaim)
 	}
 	e.clock.Step(time.Minute)
+	core := e.core()
 	for _, nodeClaim := range nodeClaims {
 		_, err := core.Reconcile(e.Context(), nodeClaim.DeepCopy())
 		require.NoError(t, err)
 		require.False(t, e.Exists(nodeClaim))
+		e.reconcile(nodeClaim)
 	}
-	require.True(t, health().IsFalse(), "now they have failed")
+	require.True(t, e.unhealthy(nodePool))
 }
 
 func TestCoreGivesUpWhatTheAgentDoesNotWaitForAMinuteLater(t *testing.T) {
 	e := setUp(t, manual())
 	nodeClaim := e.leaderless()
-	e.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "the MachineDeployment is paused", time.Time{})
-	e.Eventually(func() bool {
-		group, _ := e.NodeGroups.Get("default/a")
-		return !group.GetAvailability().GetAvailable()
-	}, "the mirror shows it")
+	e.pause()
 	core := e.core()
 	e.reconcile(nodeClaim)
 	_, err := core.Reconcile(e.Context(), nodeClaim.DeepCopy())

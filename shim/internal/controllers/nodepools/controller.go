@@ -32,6 +32,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/events"
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -94,9 +95,10 @@ type Controller struct {
 	// kept is when the hub was last seen without the NodePoolSet of an object that is published no
 	// longer, by the object's key.
 	kept map[string]time.Time
-	// reported is the last report that the agent accepted, at reportedAt.
-	reported   *agentv1alpha1.ReportNodePoolsRequest
-	reportedAt time.Time
+	// reported is the last report that the agent accepted, at reportedAt. The next one is not sent before
+	// nextReport.
+	reported               *agentv1alpha1.ReportNodePoolsRequest
+	reportedAt, nextReport time.Time
 	// unserved is true once it was logged that the agent does not serve this.
 	unserved bool
 }
@@ -146,12 +148,16 @@ func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconc
 // report sends the report if it is news. A failed call is repeated with what is current at the next
 // interval: the hub shows an older status meanwhile, and nothing depends on it.
 func (c *Controller) report(ctx context.Context, report *agentv1alpha1.ReportNodePoolsRequest) {
-	if proto.Equal(report, c.reported) && c.Clock.Since(c.reportedAt) < repeatInterval {
+	now := c.Clock.Now()
+	if now.Before(c.nextReport) || proto.Equal(report, c.reported) && now.Sub(c.reportedAt) < repeatInterval {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
 	if _, err := c.Agent.ReportNodePools(ctx, report); err != nil {
+		if delay, told := agenterrors.RetryDelay(err); told {
+			c.nextReport = now.Add(delay)
+		}
 		log.FromContext(ctx).V(1).Info("the status of the NodePools is not reported", "cause", err.Error())
 		return
 	}
