@@ -151,6 +151,13 @@ var attacks = []attack{
 		holds: listsHeld,
 	},
 	{
+		name:  "missing machines",
+		about: "200 at a time: a Machine that does not exist, which the agent then asks the hub about, and lists of claims and Machines",
+		run:   missingMachines,
+		must:  []string{codes.NotFound.String(), ok}, may: []string{refused, late, cut, canceled},
+		holds: listsHeld,
+	},
+	{
 		name:  "streams",
 		about: "hundreds of watches of all claims, Machines and node groups, held, or opened and closed over and over",
 		run:   streams,
@@ -570,6 +577,31 @@ func listFlood(ctx context.Context, a *attacker) error {
 	several(ctx, 200, func(ctx context.Context, _ int) {
 		if a.call(ctx, conn, agentv1alpha1.ClaimService_ListClaims_FullMethodName, request) == codes.OK {
 			a.ready()
+		}
+	})
+	return nil
+}
+
+// missingMachines is mostly calls for which the agent has to ask the hub, and a few of those whose turns all
+// callers share.
+func missingMachines(ctx context.Context, a *attacker) error {
+	conn, err := a.connect(a.identity)
+	if err != nil {
+		return err
+	}
+	get := encode(&agentv1alpha1.GetMachineRequest{Cluster: a.Cluster, Name: "there-is-none"})
+	list := encode(&agentv1alpha1.ListMachinesRequest{Cluster: a.Cluster})
+	claims := encode(&agentv1alpha1.ListClaimsRequest{Cluster: a.Cluster, Holder: holder})
+	several(ctx, 200, func(ctx context.Context, i int) {
+		switch i {
+		case 0:
+			a.call(ctx, conn, agentv1alpha1.MachineService_ListMachines_FullMethodName, list)
+		case 1:
+			a.call(ctx, conn, agentv1alpha1.ClaimService_ListClaims_FullMethodName, claims)
+		default:
+			if a.call(ctx, conn, agentv1alpha1.MachineService_GetMachine_FullMethodName, get) == codes.NotFound {
+				a.ready()
+			}
 		}
 	})
 	return nil

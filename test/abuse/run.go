@@ -40,6 +40,8 @@ const (
 	// etcdSlack is how much more etcd may grow during an attack than at rest for other reasons: Cluster
 	// API, and partly filled pages. Without rest to compare with, it also covers the trickle.
 	etcdSlack = 32 * mebibyte
+	// roundWithin is the shim's --agent-timeout, which bounds a single call of a round.
+	roundWithin = 10 * time.Second
 	// endedClaims is --max-ended-claims-per-cluster. What agents create within a second may exceed
 	// it (docs/claims.md).
 	endedClaims, endedSlack = 10000, 500
@@ -111,7 +113,7 @@ type Row struct {
 
 // Latencies summarises the durations of the victim's calls.
 type Latencies struct {
-	CreateP50, CreateP99, ReleaseP99, ConnectMax time.Duration
+	CreateP50, CreateP99, ReleaseP99, ConnectMax, RoundMax time.Duration
 }
 
 // Ratio returns by what factor the 99th percentile of the victim's calls grew during the attack, of
@@ -352,7 +354,7 @@ func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 func latencies(s samples) Latencies {
 	return Latencies{
 		CreateP50: percentile(s.create, 50), CreateP99: percentile(s.create, 99), ReleaseP99: percentile(s.release, 99),
-		ConnectMax: percentile(s.connect, 100),
+		ConnectMax: percentile(s.connect, 100), RoundMax: percentile(s.round, 100),
 	}
 }
 
@@ -425,6 +427,9 @@ func (r *run) evaluate(a *attack, row *Row) {
 	}
 	if !r.Untimed && row.Ratio() > slowdown {
 		row.wrong("the victim's slowest hundredth of calls took %.2f times as long as at rest; at most %.1f", row.Ratio(), slowdown)
+	}
+	if !r.Untimed && row.Under.RoundMax > roundWithin {
+		row.wrong("a round of the victim's shim took %s; at most %s", millis(row.Under.RoundMax), millis(roundWithin))
 	}
 	if row.MemoryPeak > row.MemoryBound {
 		row.wrong("the agent had %s of memory; at most %s", bytesOf(row.MemoryPeak), bytesOf(row.MemoryBound))

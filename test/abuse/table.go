@@ -30,7 +30,7 @@ func (r *Report) Good() bool { return len(r.Rows) > 0 && lo.EveryBy(r.Rows, (*Ro
 
 var header = []string{
 	"tenants", "calls", "connections", "sent", "create p50", "under attack", "p99", "under attack", "release p99", "under attack", "ratio",
-	"new connection", "under attack", "memory", "peak", "bound", "etcd at rest", "under attack", "bound", "",
+	"new connection", "under attack", "shim's round", "under attack", "memory", "peak", "bound", "etcd at rest", "under attack", "bound", "",
 }
 
 func (r *Row) cells() []string {
@@ -38,6 +38,7 @@ func (r *Row) cells() []string {
 		strconv.Itoa(r.Tenants), strconv.FormatInt(r.Calls, 10), strconv.FormatInt(r.Connections, 10), bytesOf(r.Bytes),
 		millis(r.Idle.CreateP50), millis(r.Under.CreateP50), millis(r.Idle.CreateP99), millis(r.Under.CreateP99),
 		millis(r.Idle.ReleaseP99), millis(r.Under.ReleaseP99), fmt.Sprintf("%.2f", r.Ratio()), millis(r.Idle.ConnectMax), millis(r.Under.ConnectMax),
+		millis(r.Idle.RoundMax), millis(r.Under.RoundMax),
 		bytesOf(r.MemoryBefore), bytesOf(r.MemoryPeak), bytesOf(r.MemoryBound), bytesOf(r.EtcdAtRest), bytesOf(r.Etcd), bytesOf(r.EtcdBound),
 		lo.Ternary(r.Good(), "PASS", "FAIL"),
 	}

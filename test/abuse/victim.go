@@ -30,8 +30,9 @@ const (
 	// intervals.
 	interval = 250 * time.Millisecond
 	lifetime = 8
-	// dialEvery is the number of claims between two new connections.
-	dialEvery = 8
+	// dialEvery is the number of claims between two new connections, and syncEvery that between two
+	// rounds of a shim.
+	dialEvery, syncEvery = 8, 4
 	// callTimeout bounds a call of the victim, and its attempts to reconnect. It exceeds a shim's
 	// timeout, because the machine may be busy. The duration of calls is judged separately.
 	callTimeout = time.Minute
@@ -44,12 +45,16 @@ type samples struct {
 	create, release []time.Duration
 	// connect is the time from the start of a new connection to the first answer on it.
 	connect []time.Duration
+	// round is the time of what a shim does every ten seconds: it lists its claims and node groups, and
+	// reports which of the claims have owners.
+	round []time.Duration
 }
 
 func (s *samples) add(other samples) {
 	s.create = append(s.create, other.create...)
 	s.release = append(s.release, other.release...)
 	s.connect = append(s.connect, other.connect...)
+	s.round = append(s.round, other.round...)
 }
 
 // victim is the tenant under attack.
@@ -127,6 +132,22 @@ func (v *victim) claims(ctx context.Context) ([]*agentv1alpha1.Claim, error) {
 	return r.GetClaims(), err
 }
 
+// round makes the calls of a shim's round.
+func (v *victim) round(ctx context.Context) error {
+	listed, err := v.agent.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: victimCluster(), Holder: holder})
+	if err != nil {
+		return err
+	}
+	if _, err := v.agent.NodeGroups.ListNodeGroups(ctx, &agentv1alpha1.ListNodeGroupsRequest{Cluster: victimCluster()}); err != nil {
+		return err
+	}
+	_, err = v.agent.Claims.SyncClaims(ctx, &agentv1alpha1.SyncClaimsRequest{
+		Cluster: victimCluster(), Holder: holder, Token: listed.GetToken(),
+		LiveClaimIds: lo.Map(listed.GetClaims(), func(c *agentv1alpha1.Claim, _ int) string { return c.GetClaimId() }),
+	})
+	return err
+}
+
 // connect makes a call on a new connection, and retries like a shim.
 func (v *victim) connect(ctx context.Context) error {
 	c, err := connectVictim(v.env)
@@ -188,6 +209,9 @@ func (v *victim) trickle(ctx context.Context, n int) (samples, error) {
 			case <-ctx.Done():
 			}
 		})
+		if i%syncEvery == 0 {
+			calls.Go(func() { timed(&taken.round, "round", func() error { return v.round(ctx) }) })
+		}
 		if i%dialEvery == 0 {
 			calls.Go(func() { timed(&taken.connect, "new connection", func() error { return v.connect(ctx) }) })
 		}

@@ -13,6 +13,7 @@ import (
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -28,7 +29,10 @@ import (
 // Releases of the charts as they were before their last change, with the values that they were tested with
 // then, are upgraded by the command of docs/install.md.
 func TestChartsAreUpgradedFromTheCommitBefore(t *testing.T) {
-	earlier := earlierCharts(t)
+	earlier, missing := earlierCharts(t)
+	if missing != "" {
+		t.Skip(missing)
+	}
 	h := ownHub(t)
 	h.namespaces(t, "team-a", "team-b", "billing", "monitoring")
 	for _, u := range []struct {
@@ -84,7 +88,8 @@ func (h *hub) manifest(t *testing.T, r release) map[string]*unstructured.Unstruc
 
 // earlierCharts returns a folder with the charts as they were before the last change: at HEAD if something is
 // not committed, else before the last commit that changed them, or at the revision that the environment names.
-func earlierCharts(t *testing.T) string {
+// missing says why there are none.
+func earlierCharts(t *testing.T) (folder, missing string) {
 	t.Helper()
 	git := func(args ...string) (string, error) {
 		command := exec.CommandContext(t.Context(), "git", args...)
@@ -93,7 +98,7 @@ func earlierCharts(t *testing.T) string {
 		return strings.TrimSpace(string(out)), err
 	}
 	if _, err := git("rev-parse", "--git-dir"); err != nil {
-		t.Skipf("there is no history here: %v", err)
+		return "", fmt.Sprintf("there is no history here: %v", err)
 	}
 	name := "HEAD"
 	if _, err := git("diff", "--quiet", "HEAD", "--", "deploy/charts"); err == nil {
@@ -104,18 +109,19 @@ func earlierCharts(t *testing.T) string {
 	name = cmp.Or(os.Getenv("SKEW_FROM"), name)
 	revision, err := git("rev-parse", "--verify", name+"^{commit}")
 	if err != nil {
-		t.Skipf("the revision %s is not in this history, which may be shallow: %v", name, err)
+		return "", fmt.Sprintf("the revision %s is not in this history, which may be shallow: %v", name, err)
 	}
 	dir := t.TempDir()
 	_, err = git("archive", "--format=tar", "--output="+filepath.Join(dir, "charts.tar"), revision, "deploy/charts")
 	require.NoError(t, err)
 	out, err := exec.CommandContext(t.Context(), "tar", "-C", dir, "-xf", filepath.Join(dir, "charts.tar")).CombinedOutput()
 	require.NoError(t, err, string(out))
-	return filepath.Join(dir, "deploy", "charts")
+	return filepath.Join(dir, "deploy", "charts"), ""
 }
 
-// The agent runs as the chart's service account, with the arguments of the chart's Deployment: it needs no
-// right that its chart does not grant, and its chart's admission policies let it work.
+// A release is installed, upgraded and removed. In between, the agent runs as the chart's service account, with
+// the arguments of the chart's Deployment: it needs no right that its chart does not grant, and its chart's
+// admission policies let it work.
 func TestTheAgentRunsWithTheRightsOfItsChart(t *testing.T) {
 	h := ownHub(t)
 	require.NoError(t, h.installClusterAPI(root(t)))
@@ -127,7 +133,14 @@ func TestTheAgentRunsWithTheRightsOfItsChart(t *testing.T) {
 		"--set-json", fmt.Sprintf(`extraArgs=["--listen-address=127.0.0.1:%d","--listen-unix-socket=%s","--unix-socket-role=cluster",`+
 			`"--unix-socket-clusters=fleet/production"]`, freePort(t), socket),
 	}
-	h.install(t, r, chartPath(t, charts[0]), settings...)
+	first := chartPath(t, charts[0])
+	if earlier, missing := earlierCharts(t); missing == "" {
+		first = filepath.Join(earlier, charts[0].name)
+	} else {
+		t.Log("it begins with the present chart: " + missing)
+	}
+	h.install(t, r, first, settings...)
+	h.helm(t, append(h.command("upgrade", r, chartPath(t, charts[0])), settings...)...)
 	cluster := &clusterv1.Cluster{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "production"},
 		Spec:       clusterv1.ClusterSpec{ClusterNetwork: clusterv1.ClusterNetwork{ServiceDomain: "cluster.local"}},
@@ -181,6 +194,36 @@ func TestTheAgentRunsWithTheRightsOfItsChart(t *testing.T) {
 		"--set-json", `policy={"deny":[{"id":"spiffe://karpenter-capi/cluster/fleet/production","issuedBefore":"2100-01-01T00:00:00Z"}]}`)...)
 	eventually(t, func(c *assert.CollectT) { require.Contains(c, pod.log(), "denials: 1") })
 	pod.stop()
+
+	// As docs/uninstall.md has it.
+	for _, policy := range []string{"node-groups", "scale"} {
+		binding := &admissionregistrationv1.ValidatingAdmissionPolicyBinding{
+			ObjectMeta: metav1.ObjectMeta{Name: policy + "." + r.name + "." + r.namespace},
+		}
+		require.NoError(t, h.admin.Delete(t.Context(), binding))
+	}
+	removal := exec.CommandContext(t.Context(), filepath.Join(root(t), "bin/capi-agent"), "uninstall", "--kubeconfig", h.kubeconfig)
+	out, err := removal.CombinedOutput()
+	require.NoError(t, err, string(out))
+	require.Contains(t, string(out), "nothing of the agent is left")
+	md := &clusterv1.MachineDeployment{}
+	require.NoError(t, h.admin.Get(t.Context(), client.ObjectKeyFromObject(group), md))
+	require.EqualValues(t, 0, *md.Spec.Replicas)
+	require.NotContains(t, md.Annotations, agentv1.LedgerAnnotation)
+	installed := h.manifest(t, r)
+	h.uninstall(t, r)
+	for key, object := range installed {
+		err := h.admin.Get(t.Context(), client.ObjectKeyFromObject(object), object)
+		if object.GetKind() == "CustomResourceDefinition" {
+			require.NoError(t, err, key)
+			continue
+		}
+		if err == nil { // a finalizer, or the garbage collector, which does not run here
+			require.NotNil(t, object.GetDeletionTimestamp(), key)
+			continue
+		}
+		require.True(t, apierrors.IsNotFound(err), "%s: %v", key, err)
+	}
 }
 
 // certificate returns a folder with a certificate, its key and its authority.
