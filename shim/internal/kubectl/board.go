@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubectl/explain"
 )
@@ -92,15 +93,18 @@ func (b *board) reach(j *timeline, s stage, stated time.Time) bool {
 	if !j.at[s].IsZero() {
 		return false
 	}
-	if stated.IsZero() || b.now().Sub(stated) < 2*time.Second { // objects state whole seconds
+	if stated.IsZero() || !stated.Equal(reached) && b.now().Sub(stated) < 2*time.Second { // objects state whole seconds
 		stated = b.now()
 	}
 	j.at[s] = stated
 	return true
 }
 
+// reached is the time of a stage that was reached before anybody looked, if no object states when.
+var reached = time.Unix(0, 0)
+
 func (j *timeline) took(s stage) string {
-	if j.at[s].IsZero() || j.at[stageCreated].IsZero() {
+	if j.at[s].IsZero() || j.at[s].Equal(reached) || j.at[stageCreated].IsZero() {
 		return ""
 	}
 	return fmt.Sprintf("%.1fs", max(j.at[s].Sub(j.at[stageCreated]).Seconds(), 0))
@@ -159,6 +163,15 @@ func (b *board) seeClaim(c *agentv1alpha1.Claim) []change {
 	}
 	j.name = cmp.Or(j.name, c.GetDisplayName(), c.GetClaimId())
 	var changes []change
+	var bound, provisioned time.Time
+	for _, event := range c.GetHistory() {
+		if event.GetReason() == claimreasons.Bound {
+			bound = event.GetTime().AsTime()
+		}
+	}
+	if j.claim == "" && !bound.IsZero() {
+		provisioned = reached
+	}
 	if before := j.claim; before != phase {
 		why := lo.Ternary(c.GetReason() == phase, "", c.GetReason())
 		changes = append(changes, change{"Claim", j.name, phase + " on " + c.GetNodeGroupId() + prefix(": ", why)})
@@ -168,9 +181,9 @@ func (b *board) seeClaim(c *agentv1alpha1.Claim) []change {
 	if m == nil {
 		return changes
 	}
-	b.reach(j, stageBound, time.Time{})
+	b.reach(j, stageBound, bound)
 	if m.GetProviderId() != "" {
-		if j.infrastructure = ""; b.reach(j, stageProvisioned, time.Time{}) {
+		if j.infrastructure = ""; b.reach(j, stageProvisioned, provisioned) {
 			changes = append(changes, change{kindMachine, m.GetName(), "has its provider ID " + m.GetProviderId()})
 		}
 	} else if says := joined(m.GetInfrastructureReason(), m.GetInfrastructureMessage()); says != j.infrastructure {
@@ -183,6 +196,14 @@ func (b *board) seeClaim(c *agentv1alpha1.Claim) []change {
 		j.node = m.GetNodeName()
 	}
 	return changes
+}
+
+// claimGone drops a claim whose NodeClaim was never seen.
+func (b *board) claimGone(id string) []change {
+	if j := b.timelines[types.UID(id)]; j != nil && j.at[stageCreated].IsZero() {
+		delete(b.timelines, types.UID(id))
+	}
+	return nil
 }
 
 func (b *board) seeGroup(g *agentv1alpha1.NodeGroup) []change {
@@ -352,8 +373,12 @@ func (j *timeline) outcome() string {
 // forget drops NodeClaims that have been gone for long.
 func (b *board) forget() {
 	maps.DeleteFunc(b.timelines, func(_ types.UID, j *timeline) bool {
+		ended := j.claim == explain.ClaimPhase(agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED)
+		if j.at[stageCreated].IsZero() && ended {
+			return true // its NodeClaim was never seen
+		}
 		gone := j.at[stageGone]
-		return !gone.IsZero() && b.now().Sub(gone) > goneFor && (j.claim == "" || j.claim == "Ended")
+		return !gone.IsZero() && b.now().Sub(gone) > goneFor && (j.claim == "" || ended)
 	})
 }
 

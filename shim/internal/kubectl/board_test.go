@@ -7,12 +7,15 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/awslabs/operatorpkg/status"
 	"github.com/stretchr/testify/assert"
+	"google.golang.org/protobuf/types/known/timestamppb"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubectl/explain"
 )
@@ -130,4 +133,44 @@ func TestAnExplanationIsWrappedBelowItsColumn(t *testing.T) {
 Next:
   - kubectl describe machine workers-1
 `, out.String())
+}
+
+// The command is usually started long after most NodeClaims.
+func TestDurationsAreThoseOfTheNodeClaim(t *testing.T) {
+	c := &clock{at: time.Date(2026, 5, 4, 12, 0, 0, 0, time.UTC)}
+	b := newBoard(c.now)
+	created := c.at
+	n := &karpv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: "a", UID: "uid-a", CreationTimestamp: metav1.NewTime(created)}}
+	for _, step := range []struct {
+		condition string
+		after     time.Duration
+	}{{karpv1.ConditionTypeLaunched, time.Second}, {karpv1.ConditionTypeRegistered, 58 * time.Second}, {karpv1.ConditionTypeInitialized, time.Minute}} {
+		n.Status.Conditions = append(n.Status.Conditions, status.Condition{
+			Type: step.condition, Status: metav1.ConditionTrue, LastTransitionTime: metav1.NewTime(created.Add(step.after)),
+		})
+	}
+	c.at = c.at.Add(24 * time.Hour)
+	b.seeNodeClaim(n)
+	b.seeClaim(&agentv1alpha1.Claim{
+		ClaimId: "uid-a", DisplayName: "a", Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, NodeGroupId: "team-a/workers",
+		History: []*agentv1alpha1.ClaimEvent{{Reason: claimreasons.Bound, Time: timestamppb.New(created.Add(3 * time.Second))}},
+		Machine: &agentv1alpha1.Machine{Name: "machine-of-a", ProviderId: "sim://a", NodeName: "node-a"},
+	})
+	frame := strings.Join(b.frame(0, 0), "\n")
+	assert.Regexp(t, `a +Bound +machine-of-a +node-a +1\.0s +3\.0s +- +58\.0s +60\.0s +in use`, frame)
+}
+
+func TestClaimsWithoutANodeClaimGo(t *testing.T) {
+	b, _ := filled()
+	claim := func(id string, phase agentv1alpha1.ClaimPhase) *agentv1alpha1.Claim {
+		return &agentv1alpha1.Claim{ClaimId: id, DisplayName: id, Phase: phase, NodeGroupId: "team-a/workers"}
+	}
+	for _, id := range []string{"ended", "removed"} {
+		b.seeClaim(claim(id, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND))
+	}
+	assert.Len(t, b.timelines, 2)
+	b.seeClaim(claim("ended", agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED))
+	b.forget()
+	b.claimGone("removed")
+	assert.Empty(t, b.timelines)
 }

@@ -8,6 +8,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
 // RemediedError is an error with what to do about it.
@@ -54,12 +56,23 @@ func spokeProblem(err error, what string) error {
 	return problem(err, "See whether --kubeconfig and --context name the spoke, and whether its API server can be reached.")
 }
 
+// remedies are what to do about the reasons for which an agent that runs does not answer.
+var remedies = map[agenterrors.Reason]string{
+	agenterrors.ReasonClusterPaused:  "Wait until the Cluster has been moved, or unpause it (spec.paused), and try again.",
+	agenterrors.ReasonNotSynced:      "Try again soon. If it stays: kubectl --context <hub> -n capi-agent-system logs deployment/capi-agent",
+	agenterrors.ReasonShuttingDown:   "Try again.",
+	agenterrors.ReasonHubUnreachable: "See why the agent cannot reach its API server: kubectl --context <hub> -n capi-agent-system logs deployment/capi-agent",
+}
+
 // agentProblem explains an error of a call to the agent.
 func agentProblem(err error, agent *Agent) error {
 	message := status.Convert(err).Message()
 	address := agent.Address
 	switch status.Code(err) {
 	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled:
+		if remedy, known := remedies[agenterrors.ReasonOf(err)]; known {
+			return problem(fmt.Errorf("the agent at %s cannot answer now: %s", address, message), remedy)
+		}
 		if strings.Contains(message, "handshake failed") || strings.Contains(message, "certificate") {
 			return problem(fmt.Errorf("the agent at %s and this client do not accept each other's certificates: %s", address, message),
 				"See whether the certificate has expired, and whether the agent's certificate has the name that is expected (--server-name).")

@@ -223,6 +223,10 @@ func (r *reading) chain(ctx context.Context) error {
 			}
 		}
 	}
+	if r.nodeClaimName == "" && r.s.NodeClaim == nil && r.s.Entry != explain.Machine && r.machineName != "" {
+		// Only Nodes that are registered have an owner. Without an answer, the rest of the story is told.
+		_, _ = r.followMachine(ctx)
+	}
 	if r.nodeClaimName != "" && r.s.NodeClaim == nil && r.s.Gone == "" {
 		nodeClaim, err := r.nodeClaim(ctx, r.nodeClaimName)
 		if err != nil {
@@ -262,6 +266,21 @@ func (r *reading) fromPod(ctx context.Context, pod *corev1.Pod) error {
 
 // fromMachine reads the Machine that the user named, and what it refers to.
 func (r *reading) fromMachine(ctx context.Context) error {
+	machine, err := r.followMachine(ctx)
+	if err != nil {
+		return err
+	}
+	if machine == nil {
+		return problem(fmt.Errorf("the agent reports no Machine %s in a node group of the Cluster", r.machineName),
+			"Only MachineDeployments with the label node.cluster.x-k8s.io/karpenter-member are node groups: kubectl capi groups.")
+	}
+	r.nodeName = machine.GetNodeName()
+	return nil
+}
+
+// followMachine reads a Machine, its claim, and which NodeClaim that is of. It returns nil if there is
+// none, and an error if neither the agent nor the hub could be asked.
+func (r *reading) followMachine(ctx context.Context) (*agentv1alpha1.Machine, error) {
 	if machine := r.machine(ctx, r.machineName); machine != nil {
 		r.s.Agent.Machine = machine
 	}
@@ -269,25 +288,22 @@ func (r *reading) fromMachine(ctx context.Context) error {
 	if r.s.Agent.Err != nil {
 		hub, cluster, err := r.hub(ctx)
 		if err != nil {
-			return cmp.Or(r.s.Agent.Err, err)
+			return nil, cmp.Or(r.s.Agent.Err, err)
 		}
 		if machine, err = hub.machine(ctx, cluster, r.machineName); err != nil {
-			return err
+			return nil, err
 		}
 		r.s.Hub.Machine = machine
 	}
-	if machine == nil {
-		return problem(fmt.Errorf("the agent reports no Machine %s in a node group of the Cluster", r.machineName),
-			"Only MachineDeployments with the label node.cluster.x-k8s.io/karpenter-member are node groups: kubectl capi groups.")
-	}
-	r.nodeName = machine.GetNodeName()
 	if machine.GetClaimId() == "" {
-		return nil
+		return machine, nil
 	}
 	claim := r.claim(ctx, machine.GetClaimId())
 	r.s.Agent.Claim = claim
-	r.nodeClaimName = claim.GetDisplayName()
-	return nil
+	if claim.GetHolder() == v1alpha1.Holder {
+		r.nodeClaimName = claim.GetDisplayName()
+	}
+	return machine, nil
 }
 
 // machine asks the agent for a Machine. It returns nil if there is none, or if the agent cannot be
@@ -473,6 +489,13 @@ func (r *reading) fromHub(ctx context.Context) {
 			return
 		}
 		machine = r.s.Hub.Machine
+	}
+	if id := machine.GetClaimId(); r.s.Agent.Err != nil && r.s.Hub.Claim == nil && id != "" {
+		if r.s.Hub.Claim, err = hub.claim(ctx, cluster, id); err != nil {
+			r.s.Hub.Err = err
+			return
+		}
+		claim = r.s.Hub.Claim
 	}
 	_, group, _ := strings.Cut(cmp.Or(claim.GetNodeGroupId(), machine.GetNodeGroupId()), "/")
 	r.s.Hub.Notes, r.s.Hub.Err = hub.notes(ctx, cluster.GetNamespace(), name, group)

@@ -19,6 +19,7 @@ import (
 
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
 const (
@@ -74,7 +75,7 @@ func (a *Access) top(ctx context.Context, out io.Writer) error {
 	defer stop()
 
 	shown := &shown{board: newBoard(time.Now), out: out}
-	groups, claims := agent.MirrorNodeGroups(agent.Cluster), agent.MirrorClaims(agent.Cluster, "")
+	groups, claims := agent.MirrorNodeGroups(agent.Cluster), agent.MirrorClaims(agent.Cluster, v1alpha1.Holder)
 	work.Go(func() { _ = spoke.Start(running) })
 	for _, mirror := range []func(context.Context) error{groups.Run, claims.Run} {
 		work.Go(func() { _ = mirror(running) })
@@ -102,7 +103,7 @@ func (a *Access) top(ctx context.Context, out io.Writer) error {
 		follow(running, groups, shown, b.seeGroup, b.groupGone)
 	})
 	work.Go(func() {
-		follow(running, claims, shown, b.seeClaim, func(string) []change { return nil })
+		follow(running, claims, shown, b.seeClaim, b.claimGone)
 	})
 	ticker := time.NewTicker(redrawEvery)
 	defer ticker.Stop()

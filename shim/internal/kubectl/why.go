@@ -14,7 +14,6 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubectl/explain"
 )
 
@@ -47,7 +46,7 @@ func whyCommand(access *Access) *cobra.Command {
 					namespace, name = in, pod
 				}
 			}
-			instancetype.Reservations()
+			access.setUpCore(cmd.Context())
 			situation, err := access.Situation(cmd.Context(), kind, namespace, name)
 			if err != nil {
 				return err

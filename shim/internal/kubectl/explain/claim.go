@@ -101,6 +101,8 @@ func (t *story) noClaim(machine *agentv1alpha1.Machine) {
 	switch {
 	case nodeClaim == nil && machine == nil:
 		return
+	case nodeClaim == nil && machine.GetClaimId() != "":
+		t.add(Step{Object: objectClaim, Name: machine.GetClaimId(), State: Unknown, Message: "was not read"})
 	case nodeClaim == nil && machine.GetOwner() == agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR:
 		t.add(Step{Object: objectClaim, State: OK, Message: "there is none: the machine belongs to the user (it is part of the floor)"})
 		t.conclude(OK, "The machine belongs to the user: it is part of the floor, which Karpenter neither creates nor removes.",

@@ -323,6 +323,23 @@ func TestAPodWithoutANodeClaim(t *testing.T) {
 			}),
 			state: explain.Blocked, verdict: "its taint gpu:NoSchedule is not among those of NodePool default",
 		},
+		"a taint that is gone before pods run": {
+			s: at(pod(), func(s *explain.Situation) {
+				s.Agent.Groups[0].Taints = []*agentv1alpha1.Taint{{Key: "agent", Effect: "NoSchedule"}}
+				s.NodePools[0].Spec.Template.Spec.StartupTaints = []corev1.Taint{{Key: "agent", Effect: corev1.TaintEffectNoSchedule}}
+			}),
+			state: explain.Waiting, verdict: "Node group team-a/workers fits the pod and has room",
+		},
+		"limits that are reached, in order": {
+			s: at(pod(), func(s *explain.Situation) {
+				s.NodePools[0].Spec.Limits = karpv1.Limits{}
+				s.NodePools[0].Status.Resources = corev1.ResourceList{}
+				for _, name := range []corev1.ResourceName{"memory", "cpu", "pods", "example.com/gpu"} {
+					s.NodePools[0].Spec.Limits[name], s.NodePools[0].Status.Resources[name] = resource.MustParse("8"), resource.MustParse("8")
+				}
+			}),
+			state: explain.Blocked, verdict: "its limit of 8 cpu is reached",
+		},
 		"a taint that the pod does not tolerate": {
 			s: at(pod(), func(s *explain.Situation) {
 				s.NodePools[0].Spec.Template.Spec.Taints = []corev1.Taint{{Key: "gpu", Effect: corev1.TaintEffectNoSchedule}}
@@ -599,6 +616,16 @@ func TestMachinesAndNodesWithoutANodeClaim(t *testing.T) {
 		"a Node with Karpenter's taint": {
 			s:     of(explain.Node, floor, node(taint(karpv1.UnregisteredTaintKey, corev1.TaintEffectNoExecute))),
 			state: explain.Blocked, verdict: "joined with Karpenter's taint", next: "karpenter.sh/unregistered-",
+		},
+		"the same, if the agent cannot be asked": {
+			s: situation(explain.Node, "node-1", agentIsLost, node(taint(karpv1.UnregisteredTaintKey, corev1.TaintEffectNoExecute),
+				notReady)),
+			state: explain.Blocked, verdict: "Node node-1 is not ready",
+		},
+		"a Node with Karpenter's taint whose claim was not read": {
+			s: situation(explain.Node, "node-1", agentIsLost, node(taint(karpv1.UnregisteredTaintKey, corev1.TaintEffectNoExecute)),
+				func(s *explain.Situation) { s.Hub = explain.Hub{Asked: true, Machine: machine(hasJoined)} }),
+			state: explain.OK, step: "Claim was not read",
 		},
 		"a Node of the control plane": {
 			s:     situation(explain.Node, "node-1", node(func(n *corev1.Node) { n.Annotations = nil })),

@@ -103,12 +103,17 @@ func misfit(pod *corev1.Pod, pool *karpv1.NodePool, group *instancetype.Group) s
 	if err := group.Requirements.Intersects(wanted); err != nil {
 		return "its labels do not match the requirements: " + brief(err)
 	}
+	var lasting scheduling.Taints
 	for _, taint := range group.Taints {
-		if !slices.ContainsFunc(template.Spec.Taints, func(t corev1.Taint) bool { return t.MatchTaint(&taint) && t.Value == taint.Value }) {
+		same := func(t corev1.Taint) bool { return t.MatchTaint(&taint) && t.Value == taint.Value }
+		switch {
+		case slices.ContainsFunc(template.Spec.Taints, same):
+			lasting = append(lasting, taint)
+		case !slices.ContainsFunc(template.Spec.StartupTaints, same): // which go before pods run
 			return fmt.Sprintf("its taint %s is not among those of NodePool %s", taint.ToString(), pool.Name)
 		}
 	}
-	if err := scheduling.Taints(group.Taints).ToleratesPod(pod); err != nil {
+	if err := lasting.ToleratesPod(pod); err != nil {
 		return "the pod does not tolerate its taints: " + brief(err)
 	}
 	requests := resources.RequestsForPods(pod)
@@ -307,7 +312,8 @@ func (t *story) nodePool(pool *karpv1.NodePool) (state State, message string, ne
 	case conditions.Get(karpv1.ConditionTypeValidationSucceeded).IsFalse():
 		return Blocked, "it is invalid: " + conditions.Get(karpv1.ConditionTypeValidationSucceeded).Message, []string{describe}
 	}
-	for name, limit := range pool.Spec.Limits {
+	for _, name := range slices.Sorted(maps.Keys(pool.Spec.Limits)) {
+		limit := pool.Spec.Limits[name]
 		if used := pool.Status.Resources[name]; used.Cmp(limit) >= 0 {
 			return Blocked, fmt.Sprintf("its limit of %s %s is reached (%s in use)", limit.String(), name, used.String()),
 				[]string{"Raise spec.limits of NodePool " + pool.Name + "."}

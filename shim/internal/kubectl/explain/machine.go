@@ -132,7 +132,7 @@ func (t *story) node() {
 		step.State, step.Message = Blocked, fmt.Sprintf("has the provider ID %s, and its Machine %s", node.Spec.ProviderID, machine.GetProviderId())
 		t.settle(Blocked, fmt.Sprintf("The provider IDs of Node %s and of its Machine differ, so that they are never matched.", node.Name),
 			"Correct the cloud provider's or the kubelet's --provider-id of this node group.")
-	case has(node, karpv1.UnregisteredTaintKey) && claim == nil && t.s.NodeClaim == nil:
+	case has(node, karpv1.UnregisteredTaintKey) && claim == nil && machine.GetClaimId() == "" && t.s.NodeClaim == nil && !t.hidden():
 		step.State, step.Message = Blocked, "has the taint karpenter.sh/unregistered, and no NodeClaim"
 		t.conclude(Blocked, "The Node joined with Karpenter's taint, and its Machine has no claim: no pods run there. "+
 			"A spare is soon claimed or removed. If the Machine is part of the floor, Karpenter removes the taint within a minute.",
