@@ -19,6 +19,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -99,6 +100,7 @@ type Config struct {
 type Controller struct {
 	Config
 
+	begin   sync.Once // the first round
 	asked   chan event.GenericEvent
 	verdict atomic.Pointer[verdict] // nil before the first answer
 	turned  chan struct{}
@@ -152,6 +154,8 @@ func (c *Controller) setVerdict(refused error) {
 // new token.
 func (c *Controller) Reconcile(ctx context.Context) (reconciler.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
+	// An alert on the age could not see that no round has ever succeeded.
+	c.begin.Do(func() { lastSuccess.Set(float64(c.Clock.Now().Unix()), nil) })
 	if err := c.sync(ctx); err != nil {
 		errorsTotal.Inc(nil)
 		return reconciler.Result{}, fmt.Errorf("syncing claims: %w", err)

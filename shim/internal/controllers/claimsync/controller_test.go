@@ -17,6 +17,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/clock"
+	clocktesting "k8s.io/utils/clock/testing"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/config"
@@ -164,6 +165,24 @@ func TestTheAgentBeingAwayIsAnErrorAndTheNextRoundTakesANewToken(t *testing.T) {
 	before := w.Agent.Calls("ListClaims")
 	sync(t, w, c)
 	assert.Equal(t, before+1, w.Agent.Calls("ListClaims"))
+}
+
+// A process that starts while every set is refused has no success to count from.
+func TestTheAgeOfTheLastSetCountsFromTheFirstAttempt(t *testing.T) {
+	const metric = "karpenter_capi_claim_sync_last_success_timestamp_seconds"
+	clk := clocktesting.NewFakeClock(time.Unix(1_900_000_000, 0))
+	w, c := setUp(t)
+	c.Clock = clk
+	w.Disconnect()
+	for range 2 {
+		_, err := c.Reconcile(w.Context())
+		require.Error(t, err)
+		assert.InDelta(t, 1_900_000_000, shimtest.Metric(t, metric, nil), 0)
+		clk.Step(time.Minute)
+	}
+	w.Reconnect()
+	sync(t, w, c)
+	assert.InDelta(t, 1_900_000_120, shimtest.Metric(t, metric, nil), 0)
 }
 
 func TestNodeClaimsWithoutAClaimAreCounted(t *testing.T) {

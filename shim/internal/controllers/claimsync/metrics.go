@@ -12,7 +12,7 @@ const subsystem = "capi"
 var (
 	lastSuccess = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
 		Namespace: metrics.Namespace, Subsystem: subsystem, Name: "claim_sync_last_success_timestamp_seconds",
-		Help: "Time at which the agent last accepted the live set, in seconds since 1970.",
+		Help: "Time at which the agent last accepted the live set, in seconds since 1970. Until it accepts one, the time of the first attempt.",
 	}, nil, opmetrics.Alpha)
 	errorsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 		Namespace: metrics.Namespace, Subsystem: subsystem, Name: "claim_sync_errors_total",
