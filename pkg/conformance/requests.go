@@ -61,7 +61,7 @@ var requestCases = []testCase{
 				require.Equal(s, agenterrors.ReasonPermissionDenied, agenterrors.ReasonOf(err), method)
 				missing := call(s.bounded(), s.Stranger(), method, valid(method, absent))
 				require.True(s, agenterrors.IsPermissionDenied(missing), "%s: %v", method, missing)
-				require.Equal(s, anonymous(err, s.Cluster()), anonymous(missing, absent), "%s tells which Clusters exist", method)
+				require.Equal(s, anonymous(err, s.Cluster(), absent), anonymous(missing, s.Cluster(), absent), "%s tells which Clusters exist", method)
 			}
 		},
 	},
@@ -94,9 +94,13 @@ func (s *suite) nowhere() *agentv1alpha1.ClusterRef {
 	return clusters[0]
 }
 
-// anonymous returns the message of err without the Cluster's name.
-func anonymous(err error, cluster *agentv1alpha1.ClusterRef) string {
-	return strings.ReplaceAll(innermost(err).Message(), cluster.GetName(), "…")
+// anonymous returns the message of err without the Clusters' names. A name may also be a word of the message.
+func anonymous(err error, clusters ...*agentv1alpha1.ClusterRef) string {
+	message := innermost(err).Message()
+	for _, cluster := range clusters {
+		message = strings.ReplaceAll(message, cluster.GetName(), "…")
+	}
+	return message
 }
 
 // innermost returns the status as received, without what the client has wrapped around it.

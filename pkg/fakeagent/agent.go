@@ -277,7 +277,7 @@ func (a *Agent) RemoveCluster(cluster *agentv1alpha1.ClusterRef) {
 }
 
 // SetPaused pauses or unpauses a Cluster, as is done to move it to another hub. While it is paused,
-// nothing is concluded from missing objects, and releases are rejected.
+// nothing is concluded from missing objects, its node groups take no claims, and releases are rejected.
 func (a *Agent) SetPaused(cluster *agentv1alpha1.ClusterRef, paused bool) {
 	a.edit(func() {
 		if paused {
@@ -286,6 +286,11 @@ func (a *Agent) SetPaused(cluster *agentv1alpha1.ClusterRef, paused bool) {
 			delete(a.paused, keyOf(cluster))
 		}
 		a.touchCluster(keyOf(cluster))
+		for _, g := range a.groups {
+			if g.cluster == keyOf(cluster) {
+				a.touch(g)
+			}
+		}
 	})
 }
 

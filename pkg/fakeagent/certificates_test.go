@@ -4,6 +4,7 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/rsa"
 	"crypto/x509"
 	"encoding/pem"
 	"testing"
@@ -48,6 +49,13 @@ func TestAnOnboardedClusterGetsCertificates(t *testing.T) {
 	_, err = certificate.Verify(x509.VerifyOptions{Roots: roots, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
 	require.NoError(t, err)
 
+	weak, err := rsa.GenerateKey(rand.Reader, 1024)
+	require.NoError(t, err)
+	request.SigningRequest, err = x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, weak)
+	require.NoError(t, err)
+	_, err = own.Issuer.IssueCertificate(t.Context(), request)
+	assert.True(t, agenterrors.IsInvalidArgument(err), "%v", err)
+	assert.ErrorContains(t, err, "has an RSA key of 1024 bits")
 	request.SigningRequest = []byte("nonsense")
 	_, err = own.Issuer.IssueCertificate(t.Context(), request)
 	assert.True(t, agenterrors.IsInvalidArgument(err), "%v", err)

@@ -115,7 +115,7 @@ func (a *Agent) NodeReports(cluster *agentv1alpha1.ClusterRef) []*agentv1alpha1.
 }
 
 // choose returns the first available candidate, or an error with the reason of each candidate.
-func (a *Agent) choose(cluster clusterKey, candidates []string) (*group, error) {
+func (a *Agent) choose(cluster clusterKey, holder string, candidates []string) (*group, error) {
 	now := a.now()
 	rejections := make([]agenterrors.Rejection, 0, len(candidates))
 	for _, id := range candidates {
@@ -128,7 +128,7 @@ func (a *Agent) choose(cluster clusterKey, candidates []string) (*group, error) 
 			})
 			continue
 		}
-		availability := g.availability(now)
+		availability := a.availability(g, holder)
 		if availability.GetAvailable() {
 			return g, nil
 		}

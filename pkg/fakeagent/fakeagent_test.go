@@ -299,6 +299,45 @@ func TestBlockedGroupsSayWhy(t *testing.T) {
 	require.NoError(t, create(t, agent, "a-claim"))
 }
 
+// What blocks a group has nothing to do with its description.
+func TestAnUpdatedMachineDeploymentStaysBlocked(t *testing.T) {
+	agent := start(t)
+	deployment := fakeagent.MachineDeployment{Name: "described", Annotations: map[string]string{
+		"cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size": "5",
+	}}
+	id := agent.AddMachineDeployment(deployment)
+	reason := func() agentv1alpha1.UnavailableReason { return agent.NodeGroup(id).GetAvailability().GetReason() }
+	agent.Block(id, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, "the quota is used up", time.Time{})
+	deployment.Annotations["capacity.cluster-autoscaler.kubernetes.io/labels"] = "kubernetes.io/arch=arm64"
+	agent.UpdateMachineDeployment(deployment)
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, reason())
+	require.Equal(t, "arm64", agent.NodeGroup(id).GetArchitecture())
+	agent.Unblock(id)
+
+	deployment.Annotations["cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size"] = "many"
+	agent.UpdateMachineDeployment(deployment)
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID, reason())
+	deployment.Annotations["cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size"] = "6"
+	agent.UpdateMachineDeployment(deployment)
+	require.True(t, agent.NodeGroup(id).GetAvailability().GetAvailable(), "the mistake is corrected")
+}
+
+func TestAGroupOfOneHolderIsReserved(t *testing.T) {
+	agent := start(t)
+	id := agent.AddMachineDeployment(fakeagent.MachineDeployment{
+		Name: "reserved", Annotations: map[string]string{"agent.karpenter.cluster.x-k8s.io/holder": "other"},
+	})
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED, agent.NodeGroup(id).GetAvailability().GetReason())
+	claim := func(holder string) error {
+		_, err := agent.Client().Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+			Cluster: fakeagent.DefaultCluster(), ClaimId: "of-" + holder, Holder: holder, Candidates: []string{id},
+		})
+		return err
+	}
+	require.True(t, agenterrors.IsRefused(claim("karpenter")))
+	require.NoError(t, claim("other"))
+}
+
 func TestUsersScaleTheirOwnMachines(t *testing.T) {
 	agent := start(t)
 	require.NoError(t, create(t, agent, "a-claim"))
@@ -602,7 +641,10 @@ func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {
 	paused(err)
 	_, err = c.Machines.ListMachines(t.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: ref})
 	paused(err)
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, agent.NodeGroup(workers).GetAvailability().GetReason())
+	require.True(t, agenterrors.IsRefused(create(t, agent, "another-claim")))
 	agent.SetPaused(ref, false)
+	require.True(t, agent.NodeGroup(workers).GetAvailability().GetAvailable())
 	_, err = c.Claims.ReleaseClaim(t.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: ref, ClaimId: "a-claim"})
 	require.NoError(t, err)
 }

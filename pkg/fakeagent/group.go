@@ -199,8 +199,21 @@ func (g *group) replicas() int32 {
 	return int32(len(g.machines))
 }
 
-// availability reports whether a claim would currently be accepted.
-func (g *group) availability(now time.Time) *agentv1alpha1.Availability {
+// availability reports whether a claim of the holder would currently be accepted. The empty holder stands
+// for every holder but the group's own.
+func (a *Agent) availability(g *group, holder string) *agentv1alpha1.Availability {
+	now := a.now()
+	if _, paused := a.paused[g.cluster]; paused {
+		return &agentv1alpha1.Availability{
+			Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, Message: "the Cluster is paused",
+		}
+	}
+	if only := g.described.GetHolder(); only != "" && only != holder {
+		return &agentv1alpha1.Availability{
+			Reason:  agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED,
+			Message: fmt.Sprintf("the node group accepts only claims of the holder %q (annotation %s of the MachineDeployment)", only, annotationHolder),
+		}
+	}
 	if g.blocked != nil && (g.blocked.GetRetryAt() == nil || now.Before(g.blocked.GetRetryAt().AsTime())) {
 		return g.blocked
 	}
@@ -257,10 +270,10 @@ func (g *group) rejection(availability *agentv1alpha1.Availability) agenterrors.
 	return r
 }
 
-func (g *group) render(now time.Time) *agentv1alpha1.NodeGroup {
+func (a *Agent) renderGroup(g *group) *agentv1alpha1.NodeGroup {
 	object := proto.CloneOf(g.described)
 	object.Replicas = g.replicas()
 	object.FloorReplicas = int32(g.owned())
-	object.Availability = g.availability(now)
+	object.Availability = a.availability(g, "")
 	return object
 }

@@ -22,6 +22,8 @@ const (
 	// annotationPrice takes precedence over the price of [annotationCapacity].
 	annotationPrice    = "cluster.x-k8s.io/machine-current-price"
 	annotationCapacity = "capacity.cluster-autoscaler.kubernetes.io/"
+	// annotationHolder names the only holder whose claims the group takes.
+	annotationHolder = "agent.karpenter.cluster.x-k8s.io/holder"
 )
 
 // capacityResources maps the suffix of an annotation, after [annotationCapacity], to its resource.
@@ -43,8 +45,8 @@ type MachineDeployment struct {
 	Cluster *agentv1alpha1.ClusterRef
 	// Labels are the labels of the MachineDeployment itself.
 	Labels map[string]string
-	// Annotations may contain the min and max size, the price, and the capacity annotations cpu,
-	// memory, maxPods, ephemeral-disk, labels and taints. An unusable value appears in the node
+	// Annotations may contain the min and max size, the price, the holder, and the capacity annotations
+	// cpu, memory, maxPods, ephemeral-disk, labels and taints. An unusable value appears in the node
 	// group's problems and is otherwise ignored.
 	Annotations map[string]string
 	// Replicas is the number of replicas. Nil means none for a new group, and no change for an
@@ -81,7 +83,11 @@ func (a *Agent) UpdateMachineDeployment(deployment MachineDeployment) {
 		group.Problems = described.GetProblems()
 		group.Price = described.GetPrice()
 		group.Sources = described.GetSources()
-		group.Availability = described.GetAvailability()
+		group.Architecture, group.Holder = described.GetArchitecture(), described.GetHolder()
+		invalid := agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID
+		if described.GetAvailability() != nil || group.GetAvailability().GetReason() == invalid {
+			group.Availability = described.GetAvailability() // else what blocks it has nothing to do with its description
+		}
 		if deployment.Replicas != nil {
 			group.Replicas = *deployment.Replicas
 		}
@@ -103,6 +109,7 @@ func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
 		Replicas:          ptr.Deref(d.Replicas, 0),
 		KubernetesVersion: d.Version,
 		Sources:           map[string]*agentv1alpha1.ValueSource{},
+		Holder:            d.Annotations[annotationHolder],
 	}
 	if group.GetCluster() == nil {
 		group.Cluster = DefaultCluster()

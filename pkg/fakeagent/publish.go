@@ -33,12 +33,11 @@ func (a *Agent) touchMachine(m *machine) {
 
 // publish makes changes visible to callers. a.mu must be held.
 func (a *Agent) publish() {
-	now := a.now()
 	for g := range a.changed.groups {
 		a.touchCluster(g.cluster)
 		switch a.groups[g.id] {
 		case g:
-			a.groupView.put(g.cluster, g.id, g.render(now))
+			a.groupView.put(g.cluster, g.id, a.renderGroup(g))
 		case nil:
 			a.groupView.remove(g.cluster, g.id)
 		}

@@ -2,9 +2,14 @@ package fakeagent
 
 import (
 	"context"
+	"crypto/ecdsa"
+	"crypto/ed25519"
+	"crypto/elliptic"
+	"crypto/rsa"
 	"crypto/x509"
 	"fmt"
 	"net/url"
+	"slices"
 	"time"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -44,6 +49,9 @@ func (s certificateService) IssueCertificate(
 	}
 	signing, err := x509.ParseCertificateRequest(request.GetSigningRequest())
 	if err == nil {
+		err = checkKey(signing)
+	}
+	if err == nil {
 		err = signing.CheckSignature()
 	}
 	if err != nil {
@@ -66,4 +74,25 @@ func (s certificateService) IssueCertificate(
 		CertificateChain: chain, ServerAuthorities: a.authority.PEM(),
 		NotAfter: timestamppb.New(now.Add(issuedLifetime)), RenewAt: timestamppb.New(now.Add(issuedLifetime / 2)),
 	}, nil
+}
+
+// minRSABits and maxRSABits are the sizes of RSA keys that the agent accepts.
+const minRSABits, maxRSABits = 2048, 4096
+
+// checkKey returns why the agent does not certify the key of a request.
+func checkKey(request *x509.CertificateRequest) error {
+	switch key := request.PublicKey.(type) {
+	case *ecdsa.PublicKey:
+		if !slices.Contains([]elliptic.Curve{elliptic.P256(), elliptic.P384(), elliptic.P521()}, key.Curve) {
+			return fmt.Errorf("has a key on the curve %s; use P-256", key.Curve.Params().Name)
+		}
+	case ed25519.PublicKey:
+	case *rsa.PublicKey:
+		if bits := key.N.BitLen(); bits < minRSABits || bits > maxRSABits {
+			return fmt.Errorf("has an RSA key of %d bits; use %d to %d, or ECDSA P-256", bits, minRSABits, maxRSABits)
+		}
+	default:
+		return fmt.Errorf("has a key of the kind %s; use ECDSA P-256", request.PublicKeyAlgorithm)
+	}
+	return nil
 }

@@ -40,11 +40,13 @@ func (s claimService) CreateClaim(
 		return nil, agenterrors.ClusterNotFound(request.GetCluster())
 	}
 	if c, ok := a.claims[cluster][request.GetClaimId()]; ok {
+		if c.phase != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+			if err := a.actable(ctx, cluster, c.holder); err != nil {
+				return nil, err
+			}
+		}
 		if !c.live() {
 			return nil, agenterrors.ClaimEnded(c.render())
-		}
-		if err := a.actable(ctx, cluster, c.holder); err != nil {
-			return nil, err
 		}
 		return &agentv1alpha1.CreateClaimResponse{Claim: c.render()}, nil
 	}
@@ -54,7 +56,7 @@ func (s claimService) CreateClaim(
 	if request.GetAdoptMachine() != "" {
 		return a.createAdopting(cluster, request)
 	}
-	g, err := a.choose(cluster, request.GetCandidates())
+	g, err := a.choose(cluster, request.GetHolder(), request.GetCandidates())
 	if err != nil {
 		return nil, err
 	}
@@ -105,7 +107,7 @@ func (a *Agent) createAdopting(
 			NodeGroup: id, Reason: agenterrors.ReasonNodeGroupNotFound, Message: "does not exist in this cluster or has not opted in",
 		})
 	}
-	if availability := g.availability(a.now()); !availability.GetAvailable() {
+	if availability := a.availability(g, request.GetHolder()); !availability.GetAvailable() {
 		// A lack of room for another machine does not prevent an adoption.
 		if rejection := g.rejection(availability); rejection.Reason == agenterrors.ReasonNotOpen {
 			return nil, agenterrors.Rejected(a.now(), rejection)
@@ -338,6 +340,11 @@ func (s claimService) SyncClaims(
 	set.noteNodes(request.GetNodes())
 	if reports {
 		a.noteShim(ctx, cluster, set)
+	}
+	for _, c := range set.claims {
+		if set.has(c) {
+			a.ownerIsBack(c)
+		}
 	}
 	for _, c := range set.orphans(t.Sequence) {
 		if why := set.keeps(c); why != "" {

@@ -134,8 +134,8 @@ func (s clusterService) WatchClusters(
 				Removed: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: name},
 			}})
 		},
-		synced: func(marker *agentv1alpha1.Synced) error {
-			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Synced{Synced: marker}})
+		synced: func(*agentv1alpha1.Synced) error { // it has no generation
+			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Synced{Synced: &agentv1alpha1.Synced{}}})
 		},
 		heartbeat: func(marker *agentv1alpha1.Heartbeat) error {
 			return stream.Send(&response{Event: &agentv1alpha1.WatchClustersResponse_Heartbeat{Heartbeat: marker}})

@@ -113,3 +113,14 @@ func (a *Agent) keep(c *claim, why string) {
 	c.happened(a.now(), claimreasons.OwnerMissing, why)
 	a.touchClaim(c)
 }
+
+// ownerIsBack ends what [Agent.keep] has recorded.
+func (a *Agent) ownerIsBack(c *claim) {
+	if c.reason != claimreasons.OwnerMissing {
+		return
+	}
+	const why = "its owner is in the live set again"
+	c.reason, c.message = claimreasons.Bound, why
+	c.happened(a.now(), claimreasons.Bound, why)
+	a.touchClaim(c)
+}

@@ -228,6 +228,30 @@ func TestAnotherPolicyThanTheChartsNeedsNull(t *testing.T) {
 	}
 }
 
+// The API server refuses the names of Services and of Jobs' pods' labels that have more than 63 characters.
+func TestNamesAreNotTooLong(t *testing.T) {
+	for _, c := range charts {
+		long := strings.Repeat("a", 60)
+		for _, settings := range [][]string{{"--set", "fullnameOverride=" + long}, {"--set", "nameOverride=" + long}} {
+			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "everything-values.yaml"), settings...)
+			require.NotEmpty(t, objects)
+			for _, o := range objects {
+				if lo.Contains([]string{"Service", "Job"}, o.GetKind()) {
+					require.LessOrEqual(t, len(o.GetName()), 63, o.GetName())
+				}
+				for key, value := range o.GetLabels() {
+					require.LessOrEqual(t, len(value), 63, key)
+				}
+			}
+		}
+	}
+	planned := render(t, charts[1], filepath.Join(chartPath(t, charts[1]), "ci", "defaults-values.yaml"),
+		"--set", "planAdoption=true,fullnameOverride="+strings.Repeat("a", 60))
+	jobs := of[batchv1.Job](t, planned, "Job")
+	require.Len(t, jobs, 1)
+	require.LessOrEqual(t, len(jobs[0].Name), 60, "the number of the revision has room")
+}
+
 // A policy that omits a destination would cut the shim off.
 func TestTheShimsNetworkPolicyLetsItCallWhatItCalls(t *testing.T) {
 	objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/defaults-values.yaml"),

@@ -152,8 +152,15 @@ func (s *Scenario) compile() (*compiled, error) {
 	}
 	s.nodePoolSets(c, out, clusters)
 	s.identities(c, out, domain)
+	methods := map[string]int{}
 	for i, one := range s.Calls {
-		out.calls = append(out.calls, one.compile(c, fmt.Sprintf("calls[%d]", i)))
+		field := fmt.Sprintf("calls[%d]", i)
+		if first, again := methods[one.Method]; again {
+			c.wrong(field+".method", "calls[%d] is about %s, too; write both into one entry", first, one.Method)
+		} else {
+			methods[one.Method] = i
+		}
+		out.calls = append(out.calls, one.compile(c, field))
 	}
 	for i, one := range s.Outages {
 		out.outages = append(out.outages, one.compile(c, fmt.Sprintf("outages[%d]", i)))

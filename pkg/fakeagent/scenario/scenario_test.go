@@ -245,6 +245,7 @@ func TestStepsThatDoNotHappen(t *testing.T) {
 
 func TestMistakesAreNamed(t *testing.T) {
 	for want, text := range map[string]string{
+		"calls[1].method: calls[0] is about ReleaseClaim, too": "calls:\n- {method: ReleaseClaim, delay: 1s}\n- {method: ReleaseClaim, delay: 2s}\n",
 		"not YAML":                                                     "nodeGroups: [",
 		"not a scenario":                                               "- a\n",
 		`unknown field "nodeGroup"`:                                    "nodeGroup: []\n",

@@ -2,13 +2,14 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
+{{/* Services have it with a suffix of up to nine characters, and a Service's name has at most 63. */}}
 {{- define "capi-agent.fullname" -}}
 {{- if .Values.fullnameOverride }}
-{{- .Values.fullnameOverride | trunc 63 | trimSuffix "-" }}
+{{- .Values.fullnameOverride | trunc 54 | trimSuffix "-" }}
 {{- else if contains (include "capi-agent.name" .) .Release.Name }}
-{{- .Release.Name | trunc 63 | trimSuffix "-" }}
+{{- .Release.Name | trunc 54 | trimSuffix "-" }}
 {{- else }}
-{{- printf "%s-%s" .Release.Name (include "capi-agent.name" .) | trunc 63 | trimSuffix "-" }}
+{{- printf "%s-%s" .Release.Name (include "capi-agent.name" .) | trunc 54 | trimSuffix "-" }}
 {{- end }}
 {{- end }}
 
