@@ -87,7 +87,7 @@ func TestAnAgentThatCannotFollowTheHubServesNothing(t *testing.T) {
 			t.Parallel()
 			namespace := plane.Namespace(t)
 			plane.Create(t, capitest.NewCluster(namespace, "spoke"))
-			config, registry := rest.CopyConfig(hub), prometheus.NewRegistry()
+			config, registry := rest.CopyConfig(plane.Config), prometheus.NewRegistry() // only the gate refuses
 			g := &gate{watches: map[string][]io.Closer{}}
 			config.Wrap(func(next http.RoundTripper) http.RoundTripper {
 				return roundTrip(func(request *http.Request) (*http.Response, error) { return g.send(request, next) })
