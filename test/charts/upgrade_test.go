@@ -202,10 +202,13 @@ func TestTheAgentRunsWithTheRightsOfItsChart(t *testing.T) {
 		}
 		require.NoError(t, h.admin.Delete(t.Context(), binding))
 	}
-	removal := exec.CommandContext(t.Context(), filepath.Join(root(t), "bin/capi-agent"), "uninstall", "--kubeconfig", h.kubeconfig)
-	out, err := removal.CombinedOutput()
-	require.NoError(t, err, string(out))
-	require.Contains(t, string(out), "nothing of the agent is left")
+	// The API server needs a few seconds to apply that.
+	eventually(t, func(c *assert.CollectT) {
+		removal := exec.CommandContext(t.Context(), filepath.Join(root(t), "bin/capi-agent"), "uninstall", "--kubeconfig", h.kubeconfig)
+		out, err := removal.CombinedOutput()
+		require.NoError(c, err, string(out))
+		require.Contains(c, string(out), "nothing of the agent is left")
+	})
 	md := &clusterv1.MachineDeployment{}
 	require.NoError(t, h.admin.Get(t.Context(), client.ObjectKeyFromObject(group), md))
 	require.EqualValues(t, 0, *md.Spec.Replicas)
