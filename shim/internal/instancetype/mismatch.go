@@ -9,6 +9,7 @@ import (
 
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/karpenter/pkg/scheduling"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -99,6 +100,30 @@ func withoutZone(groups []*Group, zones ZoneUse) []string {
 			"spread over zones, or choose one, get no Node: %s", Enumerate(without), Enumerate(zones.Observed), giveZone)}
 	}
 	return nil
+}
+
+// UnplannedPods returns a problem of groups that all have no zone, if there are pods, of these names, that must
+// spread over zones or choose one. It is "" if a group has a zone, or if there are no such pods.
+func UnplannedPods(groups []*Group, pods []string) string {
+	if len(pods) == 0 || !Zoneless(groups) {
+		return ""
+	}
+	ids := lo.Map(groups, func(g *Group, _ int) string { return g.ID })
+	return fmt.Sprintf("%s: no zone, like all node groups of the class, and Karpenter launches nothing from them for pods that must spread over "+
+		"zones or choose one, such as %s: %s", Enumerate(ids), Enumerate(pods), giveZone)
+}
+
+// Zoneless reports whether there are groups, and none of them has a zone.
+func Zoneless(groups []*Group) bool {
+	return len(groups) > 0 && !slices.ContainsFunc(groups, func(g *Group) bool { return g.Zone != ZoneNone })
+}
+
+// NeedsZone reports whether the scheduler needs to know the zone of a pod's Node.
+func NeedsZone(pod *corev1.Pod) bool {
+	spreads := slices.ContainsFunc(pod.Spec.TopologySpreadConstraints, func(c corev1.TopologySpreadConstraint) bool {
+		return c.TopologyKey == corev1.LabelTopologyZone && c.WhenUnsatisfiable == corev1.DoNotSchedule
+	})
+	return spreads || scheduling.NewStrictPodRequirements(pod).Has(corev1.LabelTopologyZone)
 }
 
 // differentPrices names groups that Karpenter cannot tell apart and that have different prices. It

@@ -38,12 +38,14 @@ import (
 	"sigs.k8s.io/karpenter/pkg/events"
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+	podutils "sigs.k8s.io/karpenter/pkg/utils/pod"
 
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 )
 
 const (
@@ -66,8 +68,11 @@ const (
 	// longestMessage is the maximum number of characters of a condition's message, below the API
 	// server's limit (32,768).
 	longestMessage = 8000
-	// certificateLook is how often the client certificate is checked.
-	certificateLook = time.Minute
+	// anotherLook is how often the client certificate and the pods without a Node are checked.
+	anotherLook = time.Minute
+	// unplannedAfter is how long a pod must have waited before it shows that node groups need zones: most
+	// have their Node by then.
+	unplannedAfter = 2 * time.Minute
 )
 
 // Reasons of the conditions.
@@ -168,8 +173,12 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 		}
 	}
 	stored := nodeClass.DeepCopy()
-	c.describe(nodeClass)
-	again := reconcile.Result{RequeueAfter: c.lookAgain()}
+	pods, err := c.unplanned(ctx)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	c.describe(nodeClass, pods)
+	again := reconcile.Result{RequeueAfter: c.lookAgain(nodeClass)}
 	if equality.Semantic.DeepEqual(stored.Status, nodeClass.Status) {
 		return again, nil
 	}
@@ -200,12 +209,13 @@ func (c *Controller) graceEnds() time.Duration {
 }
 
 // lookAgain returns when a condition may turn without any event, or zero if none can.
-func (c *Controller) lookAgain() time.Duration {
+func (c *Controller) lookAgain(nodeClass *v1alpha1.ClusterAPINodeClass) time.Duration {
 	grace := c.graceEnds()
-	if _, found := c.Certificate.Warning(); !found {
+	_, certified := c.Certificate.Warning()
+	if !certified && !c.zoneless(nodeClass) {
 		return grace
 	}
-	return min(cmp.Or(grace, certificateLook), certificateLook)
+	return min(cmp.Or(grace, anotherLook), anotherLook)
 }
 
 func (c *Controller) silentSince(state agentclient.State) time.Time {
@@ -241,8 +251,31 @@ func retryConflict(err error) (reconcile.Result, error) {
 	return reconcile.Result{}, client.IgnoreNotFound(err)
 }
 
-// describe sets the status.
-func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
+// zoneless reports whether a node class has node groups, and none of them has a zone.
+func (c *Controller) zoneless(nodeClass *v1alpha1.ClusterAPINodeClass) bool {
+	snapshot := c.Catalogue.Snapshot()
+	if snapshot == nil {
+		return false
+	}
+	class, found := snapshot.Class(nodeClass.Name)
+	return found && instancetype.Zoneless(class.Groups)
+}
+
+// unplanned returns the names of the pods that have been waiting for a Node in some zone for a while.
+func (c *Controller) unplanned(ctx context.Context) ([]string, error) {
+	waiting := &corev1.PodList{}
+	if err := c.Kube.List(ctx, waiting, client.MatchingFields{"spec.nodeName": ""}, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, fmt.Errorf("listing the pods without a Node: %w", err)
+	}
+	return lo.FilterMap(waiting.Items, func(p corev1.Pod, _ int) (string, bool) {
+		scheduled, found := lo.Find(p.Status.Conditions, func(c corev1.PodCondition) bool { return c.Type == corev1.PodScheduled })
+		waits := found && scheduled.Status == corev1.ConditionFalse && c.Clock.Since(scheduled.LastTransitionTime.Time) >= unplannedAfter
+		return p.Namespace + "/" + p.Name, waits && podutils.IsProvisionable(&p) && instancetype.NeedsZone(&p)
+	}), nil
+}
+
+// describe sets the status. The pods are those of [Controller.unplanned].
+func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass, pods []string) {
 	conditions := nodeClass.StatusConditions(status.WithClock(c.Clock))
 	c.describeConnection(conditions)
 	c.describeCertificate(conditions)
@@ -267,7 +300,11 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	nodeClass.Status.Selected = slices.Clone(class.Selected)
 	nodeClass.Status.InstanceTypes = int32(class.InstanceTypeNames())
 	nodeClass.Status.Zones = int32(class.Zones())
-	nodeClass.Status.Problems = int32(len(class.Problems))
+	problems := class.Problems
+	if problem := instancetype.UnplannedPods(class.Groups, pods); problem != "" {
+		problems = append(slices.Clip(problems), problem)
+	}
+	nodeClass.Status.Problems = int32(len(problems))
 	switch {
 	case class.SelectorError != nil:
 		conditions.SetFalse(v1alpha1.ConditionNodeGroupsFound, reasonSelectorInvalid, lo.Ellipsis(class.SelectorError.Error(), longestMessage))
@@ -276,10 +313,10 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	default:
 		conditions.SetTrue(v1alpha1.ConditionNodeGroupsFound)
 	}
-	if len(class.Problems) > 0 {
-		shown := lo.Map(lo.Slice(class.Problems, 0, shownProblems), func(problem string, _ int) string { return lo.Ellipsis(problem, longestProblem) })
+	if len(problems) > 0 {
+		shown := lo.Map(lo.Slice(problems, 0, shownProblems), func(problem string, _ int) string { return lo.Ellipsis(problem, longestProblem) })
 		message := strings.Join(shown, "; ")
-		if more := len(class.Problems) - shownProblems; more > 0 {
+		if more := len(problems) - shownProblems; more > 0 {
 			message += fmt.Sprintf("; and %d more", more)
 		}
 		conditions.SetFalse(v1alpha1.ConditionNodeGroupsValid, reasonProblems, message)

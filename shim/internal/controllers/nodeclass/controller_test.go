@@ -8,10 +8,12 @@ import (
 	"time"
 
 	"github.com/awslabs/operatorpkg/status"
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	grpcstatus "google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -205,7 +207,7 @@ func TestProblemsAreShownAndDoNotCostReadiness(t *testing.T) {
 }
 
 func TestASilentAgentCostsReadinessAfterTheGracePeriod(t *testing.T) {
-	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a", Zone: "z1"})
 	require.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue())
 
 	e.connection.state = agentclient.State{Synced: true, Since: e.clock.Now(), LastError: grpcstatus.Error(codes.Unavailable, "connection refused")}
@@ -234,7 +236,7 @@ func TestASilentAgentCostsReadinessAfterTheGracePeriod(t *testing.T) {
 }
 
 func TestACertificateThatEndsIsACondition(t *testing.T) {
-	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a", Zone: "z1"})
 	nodeClass := e.reconcile(shimtest.NodeClassName)
 	assert.True(t, condition(nodeClass, v1alpha1.ConditionAgentCertificateValid).IsUnknown(), "the agent is called without one")
 	assert.Zero(t, e.again)
@@ -311,6 +313,48 @@ func TestTheSelectorOfThePresentGenerationCounts(t *testing.T) {
 	_, err := e.controller.Reconcile(e.Context(), nodeClass)
 	require.NoError(t, err)
 	assert.True(t, condition(nodeClass, v1alpha1.ConditionNodeGroupsFound).IsUnknown(), "the catalogue has not seen it yet")
+}
+
+// Core plans no such pod, and says so on the pod alone.
+func TestPodsThatNeedAZoneShowThatNodeGroupsHaveNone(t *testing.T) {
+	for name, c := range map[string]struct {
+		zone  string
+		spec  corev1.PodSpec
+		waits time.Duration
+		told  bool
+	}{
+		"it must spread":             {spec: spreading(corev1.DoNotSchedule), waits: 3 * time.Minute, told: true},
+		"it chooses a zone":          {spec: corev1.PodSpec{NodeSelector: map[string]string{corev1.LabelTopologyZone: "a"}}, waits: 3 * time.Minute, told: true},
+		"it prefers to spread":       {spec: spreading(corev1.ScheduleAnyway), waits: 3 * time.Minute},
+		"it has just come":           {spec: spreading(corev1.DoNotSchedule), waits: time.Minute},
+		"the node groups have zones": {zone: "a", spec: spreading(corev1.DoNotSchedule), waits: 3 * time.Minute},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a", Zone: c.zone}, &agentv1alpha1.NodeGroup{Name: "b", Zone: c.zone})
+			e.Create(&corev1.Pod{
+				ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web"}, Spec: c.spec,
+				Status: corev1.PodStatus{Conditions: []corev1.PodCondition{{
+					Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable,
+					LastTransitionTime: metav1.NewTime(e.clock.Now().Add(-c.waits)),
+				}}},
+			})
+			nodeClass := e.reconcile(shimtest.NodeClassName)
+			valid := condition(nodeClass, v1alpha1.ConditionNodeGroupsValid)
+			assert.Equal(t, c.told, valid.IsFalse(), valid.Message)
+			assert.Equal(t, lo.Ternary(c.zone == "", time.Minute, 0), e.again, "it looks again where that matters")
+			if c.told {
+				assert.Contains(t, valid.Message, "default/a, default/b: no zone")
+				assert.Contains(t, valid.Message, "such as shop/web: set spec.template.spec.failureDomain")
+				assert.EqualValues(t, 1, nodeClass.Status.Problems)
+			}
+		})
+	}
+}
+
+func spreading(otherwise corev1.UnsatisfiableConstraintAction) corev1.PodSpec {
+	return corev1.PodSpec{TopologySpreadConstraints: []corev1.TopologySpreadConstraint{{
+		MaxSkew: 1, TopologyKey: corev1.LabelTopologyZone, WhenUnsatisfiable: otherwise,
+	}}}
 }
 
 func TestANodeClassStaysWhileNodeClaimsReferToIt(t *testing.T) {
