@@ -82,7 +82,7 @@ func (f FailurePolicy) See(m *clusterv1.Machine) string {
 func (s *Snapshot) final(m *clusterv1.Machine) (why string, class failures.Class, left time.Duration) {
 	reason, message := s.trouble(m)
 	verdict := s.Failure.of(m.Spec.InfrastructureRef.Kind, reason, message)
-	if m.Spec.ProviderID != "" && !(verdict.Gone && s.nodeless(m)) {
+	if m.Spec.ProviderID != "" && (!verdict.Gone || !s.nodeless(m)) {
 		return "", failures.Transient, 0
 	}
 	if verdict.Class == failures.Transient {

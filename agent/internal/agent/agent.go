@@ -100,11 +100,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	budget := storage.New(storage.Limits{
 		Bytes: o.MaxClaimBytesPerCluster.Value(), AllBytes: o.MaxAllClaimBytes.Value(), AllEnded: o.MaxAllEndedClaims,
 	})
-	needed := slices.Collect(maps.Keys(followed()))
-	if c.followsPolicy() {
-		needed = append(needed, policyKind)
-	}
-	watches := contact.NewWatches(needed, c.Log.WithName("hub"))
+	watches := contact.NewWatches(c.needed(), c.Log.WithName("hub"))
 	if a.manager, err = newManager(c, scope, corrected, budget, watches); err != nil {
 		return nil, err
 	}
@@ -163,11 +159,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	prices, err := a.followPrices(c, watches)
-	if err != nil {
-		return nil, err
-	}
-	templates, err := templateCache(a.manager, scope, watches)
+	templates, prices, err := a.descriptions(c, scope, watches)
 	if err != nil {
 		return nil, err
 	}
@@ -219,11 +211,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	scaler := autoscaler.New(autoscaler.Config{Engine: budgeted, Groups: held, Claims: shownClaims})
 	shownClusters = fleet.New(fleet.Config{
 		Cache: clusters, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Spokes: keeper, Scope: scope,
-		Gone: func(cluster types.NamespacedName) {
-			engine.ForgetCluster(cluster)
-			nodes.ForgetCluster(cluster)
-			scaler.ForgetCluster(cluster)
-		},
+		Gone: forgetting(engine, nodes, scaler),
 	})
 	if err := shownClusters.SetupWithManager(a.manager); err != nil {
 		return nil, err
@@ -269,6 +257,18 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	return a, nil
 }
 
+// forgetting returns a function that lets all of them forget a Cluster.
+func forgetting(all ...interface {
+	ForgetCluster(cluster types.NamespacedName)
+},
+) func(types.NamespacedName) {
+	return func(cluster types.NamespacedName) {
+		for _, each := range all {
+			each.ForgetCluster(cluster)
+		}
+	}
+}
+
 // publishing sets up the publication of NodePools. It returns nil if it is not configured.
 func (a *Agent) publishing(c Config, scope hub.Scope, keeper *spokes.Spokes) (*server.NodePools, error) {
 	if !c.Options.PublishNodePools {
@@ -293,6 +293,15 @@ const policyKind = "policy"
 // followsPolicy reports whether the policy is read from a ConfigMap.
 func (c Config) followsPolicy() bool {
 	return c.Policy == nil && c.Options.PolicyFile == "" && c.Options.Policy != ""
+}
+
+// needed names the kinds without which nothing is served.
+func (c Config) needed() []string {
+	kinds := slices.Collect(maps.Keys(followed()))
+	if c.followsPolicy() {
+		kinds = append(kinds, policyKind)
+	}
+	return kinds
 }
 
 // followPolicy sets c.Policy to the policy that the options name, unless c.Policy is already set.
@@ -339,6 +348,17 @@ func shareOfHub(o *options.Options) limits.Options {
 	l := o.Limits
 	l.HubRequestsPerSecond, l.HubRequestBurst = float64(o.KubeAPIQPS)/2, o.KubeAPIBurst
 	return l
+}
+
+// descriptions returns what describes node groups in addition to their MachineDeployments. There may be no
+// price list.
+func (a *Agent) descriptions(c Config, scope hub.Scope, watches *contact.Watches) (cache.Cache, *pricelist.Follower, error) {
+	prices, err := a.followPrices(c, watches)
+	if err != nil {
+		return nil, nil, err
+	}
+	templates, err := templateCache(a.manager, scope, watches)
+	return templates, prices, err
 }
 
 // followPrices sets up the price list. It returns nil if none is configured.

@@ -23,7 +23,7 @@ func TestOnlyNodesOfMachinesAreKeptAndOnlyWhileTheClusterExists(t *testing.T) {
 	machine.Namespace, machine.Name = "fleet", "a"
 	machine.Spec.ClusterName, machine.Spec.ProviderID = "spoke", "test://a"
 	n, err := New(Config{Client: fake.NewClientBuilder().WithScheme(scheme).WithObjects(machine).
-		WithIndex(machine, hub.ByCluster, func(o client.Object) []string { return []string{o.(*clusterv1.Machine).Spec.ClusterName} }).Build()})
+		WithIndex(machine, hub.ByCluster, func(client.Object) []string { return []string{"spoke"} }).Build()})
 	require.NoError(t, err)
 	spoke := types.NamespacedName{Namespace: "fleet", Name: "spoke"}
 	nodes := []Node{{ProviderID: "test://a", Unregistered: true}}

@@ -251,8 +251,8 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 		switch {
 		case over:
 			i.server.closures.tell(identity, func() {
-				i.server.config.Log.Info("a connection is closed: its caller keeps calling although its calls are refused, or sends too many frames; further ones of "+
-					"this identity are logged once a minute at most", "identity", identity)
+				i.server.config.Log.Info("a connection is closed: its caller keeps calling although its calls are refused, or sends too many frames; "+
+					"further ones of this identity are logged once a minute at most", "identity", identity)
 			})
 		case pause > 0:
 			seldom.Do(func() {

@@ -33,7 +33,7 @@ type Report struct {
 
 // interval returns how long the next report has to wait after this one.
 func (r Report) interval() time.Duration {
-	encoded, err := json.Marshal(r)
+	encoded, err := json.Marshal(v1alpha1.SpokeStatus{NodePools: r.NodePools, MoreNodePools: r.MoreNodePools, Published: r.Published})
 	if err != nil {
 		return reportInterval // it cannot be written either
 	}
