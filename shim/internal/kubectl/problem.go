@@ -56,12 +56,15 @@ func spokeProblem(err error, what string) error {
 	return problem(err, "See whether --kubeconfig and --context name the spoke, and whether its API server can be reached.")
 }
 
+// agentLog shows the agent's log.
+const agentLog = "kubectl --context <hub> -n capi-agent-system logs deployment/capi-agent"
+
 // remedies are what to do about the reasons for which an agent that runs does not answer.
 var remedies = map[agenterrors.Reason]string{
 	agenterrors.ReasonClusterPaused:  "Wait until the Cluster has been moved, or unpause it (spec.paused), and try again.",
-	agenterrors.ReasonNotSynced:      "Try again soon. If it stays: kubectl --context <hub> -n capi-agent-system logs deployment/capi-agent",
+	agenterrors.ReasonNotSynced:      "Try again soon. If it stays: " + agentLog,
 	agenterrors.ReasonShuttingDown:   "Try again.",
-	agenterrors.ReasonHubUnreachable: "See why the agent cannot reach its API server: kubectl --context <hub> -n capi-agent-system logs deployment/capi-agent",
+	agenterrors.ReasonHubUnreachable: "See why the agent cannot reach its API server: " + agentLog,
 }
 
 // agentProblem explains an error of a call to the agent.

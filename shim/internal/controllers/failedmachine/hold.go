@@ -82,7 +82,7 @@ func (s holdingStatus) Patch(ctx context.Context, object client.Object, patch cl
 // held returns a NodeClaim of the NodePool that core would have given up, but for the hold, or "".
 func (h *holding) held(ctx context.Context, nodePool string) (string, error) {
 	var nodeClaims karpv1.NodeClaimList
-	if err := h.Client.List(ctx, &nodeClaims, client.MatchingLabels{karpv1.NodePoolLabelKey: nodePool}); err != nil {
+	if err := h.List(ctx, &nodeClaims, client.MatchingLabels{karpv1.NodePoolLabelKey: nodePool}); err != nil {
 		return "", fmt.Errorf("listing the NodeClaims of NodePool %s: %w", nodePool, err)
 	}
 	for i := range nodeClaims.Items {

@@ -324,7 +324,7 @@ func TestPodsThatNeedAZoneShowThatNodeGroupsHaveNone(t *testing.T) {
 		told  bool
 	}{
 		"it must spread":             {spec: spreading(corev1.DoNotSchedule), waits: 3 * time.Minute, told: true},
-		"it chooses a zone":          {spec: corev1.PodSpec{NodeSelector: map[string]string{corev1.LabelTopologyZone: "a"}}, waits: 3 * time.Minute, told: true},
+		"it chooses a zone":          {spec: choosing("a"), waits: 3 * time.Minute, told: true},
 		"it prefers to spread":       {spec: spreading(corev1.ScheduleAnyway), waits: 3 * time.Minute},
 		"it has just come":           {spec: spreading(corev1.DoNotSchedule), waits: time.Minute},
 		"the node groups have zones": {zone: "a", spec: spreading(corev1.DoNotSchedule), waits: 3 * time.Minute},
@@ -349,6 +349,10 @@ func TestPodsThatNeedAZoneShowThatNodeGroupsHaveNone(t *testing.T) {
 			}
 		})
 	}
+}
+
+func choosing(zone string) corev1.PodSpec {
+	return corev1.PodSpec{NodeSelector: map[string]string{corev1.LabelTopologyZone: zone}}
 }
 
 func spreading(otherwise corev1.UnsatisfiableConstraintAction) corev1.PodSpec {
