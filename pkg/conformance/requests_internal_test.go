@@ -11,7 +11,8 @@ import (
 
 // The name of a Cluster may be a word of the message.
 func TestMessagesThatDifferInTheClusterAloneAreTheSame(t *testing.T) {
-	existing, absent := &agentv1alpha1.ClusterRef{Namespace: "fleet", Name: "call"}, &agentv1alpha1.ClusterRef{Namespace: "fleet", Name: "no-such-cluster"}
+	existing := &agentv1alpha1.ClusterRef{Namespace: "fleet", Name: "call"}
+	absent := &agentv1alpha1.ClusterRef{Namespace: "fleet", Name: "no-such-cluster"}
 	for _, format := range []func(cluster *agentv1alpha1.ClusterRef) error{
 		func(*agentv1alpha1.ClusterRef) error {
 			return agenterrors.PermissionDenied("this identity may not call this method for this Cluster")

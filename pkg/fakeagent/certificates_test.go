@@ -55,7 +55,7 @@ func TestAnOnboardedClusterGetsCertificates(t *testing.T) {
 	require.NoError(t, err)
 	_, err = own.Issuer.IssueCertificate(t.Context(), request)
 	assert.True(t, agenterrors.IsInvalidArgument(err), "%v", err)
-	assert.ErrorContains(t, err, "has an RSA key of 1024 bits")
+	require.ErrorContains(t, err, "has an RSA key of 1024 bits")
 	request.SigningRequest = []byte("nonsense")
 	_, err = own.Issuer.IssueCertificate(t.Context(), request)
 	assert.True(t, agenterrors.IsInvalidArgument(err), "%v", err)
