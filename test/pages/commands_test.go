@@ -131,8 +131,8 @@ var foreignFlags = []string{
 	"--scale-down-unready-time", "--scale-down-utilization-threshold", "--scan-interval", "--skip-nodes-with-local-storage",
 	"--skip-nodes-with-system-pods", "--startup-taint", // cluster-autoscaler
 	"--exclude-resources",                // Velero
-	"--force-conflicts", "--server-side", // kubectl
-	"--kube-context", "--reset-then-reuse-values", "--reuse-values", "--set", "--take-ownership", "--values", // Helm
+	"--force-conflicts", "--overwrite", "--server-side", // kubectl
+	"--create-namespace", "--kube-context", "--reset-then-reuse-values", "--reuse-values", "--set", "--take-ownership", "--values", // Helm
 	"--node-labels", "--register-with-taints", // kubelet
 	"--node-provisioner",      // KAITO
 	"--hub-only", "--version", // the sandbox; of every command
