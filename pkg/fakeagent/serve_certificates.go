@@ -2,19 +2,15 @@ package fakeagent
 
 import (
 	"context"
-	"crypto/ecdsa"
-	"crypto/ed25519"
-	"crypto/elliptic"
-	"crypto/rsa"
 	"crypto/x509"
 	"fmt"
 	"net/url"
-	"slices"
 	"time"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -47,13 +43,7 @@ func (s certificateService) IssueCertificate(
 	if a.onboardings[cluster] == "" {
 		return nil, agenterrors.CertificatesNotIssued("the Cluster is not onboarded")
 	}
-	signing, err := x509.ParseCertificateRequest(request.GetSigningRequest())
-	if err == nil {
-		err = checkKey(signing)
-	}
-	if err == nil {
-		err = signing.CheckSignature()
-	}
+	key, err := certificates.ParseRequest(request.GetSigningRequest())
 	if err != nil {
 		return nil, agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "signing_request", Description: err.Error()})
 	}
@@ -64,7 +54,7 @@ func (s certificateService) IssueCertificate(
 		}
 	}
 	id := &url.URL{Scheme: "spiffe", Host: a.settings.trustDomain, Path: fmt.Sprintf("/cluster/%s/%s", cluster, a.onboardings[cluster])}
-	chain, err := a.authority.sign(signing.PublicKey, &x509.Certificate{
+	chain, err := a.authority.sign(key, &x509.Certificate{
 		NotBefore: now, NotAfter: now.Add(issuedLifetime), ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, URIs: []*url.URL{id},
 	})
 	if err != nil {
@@ -74,25 +64,4 @@ func (s certificateService) IssueCertificate(
 		CertificateChain: chain, ServerAuthorities: a.authority.PEM(),
 		NotAfter: timestamppb.New(now.Add(issuedLifetime)), RenewAt: timestamppb.New(now.Add(issuedLifetime / 2)),
 	}, nil
-}
-
-// minRSABits and maxRSABits are the sizes of RSA keys that the agent accepts.
-const minRSABits, maxRSABits = 2048, 4096
-
-// checkKey returns why the agent does not certify the key of a request.
-func checkKey(request *x509.CertificateRequest) error {
-	switch key := request.PublicKey.(type) {
-	case *ecdsa.PublicKey:
-		if !slices.Contains([]elliptic.Curve{elliptic.P256(), elliptic.P384(), elliptic.P521()}, key.Curve) {
-			return fmt.Errorf("has a key on the curve %s; use P-256", key.Curve.Params().Name)
-		}
-	case ed25519.PublicKey:
-	case *rsa.PublicKey:
-		if bits := key.N.BitLen(); bits < minRSABits || bits > maxRSABits {
-			return fmt.Errorf("has an RSA key of %d bits; use %d to %d, or ECDSA P-256", bits, minRSABits, maxRSABits)
-		}
-	default:
-		return fmt.Errorf("has a key of the kind %s; use ECDSA P-256", request.PublicKeyAlgorithm)
-	}
-	return nil
 }

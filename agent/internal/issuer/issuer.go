@@ -6,20 +6,16 @@ import (
 	"bytes"
 	"crypto"
 	"crypto/ecdsa"
-	"crypto/ed25519"
 	"crypto/elliptic"
 	"crypto/rand"
-	"crypto/rsa"
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/hex"
 	"encoding/pem"
-	"errors"
 	"fmt"
 	"math/big"
 	"net/url"
-	"slices"
 	"time"
 
 	"github.com/go-logr/logr"
@@ -33,12 +29,7 @@ import (
 const (
 	// backdated is how far the validity of certificates begins in the past, because the clocks of a
 	// hub's agents differ.
-	backdated = 2 * time.Minute
-	// minRSABits is the minimum size of an RSA key according to NIST SP 800-57 for the years up to
-	// 2030.
-	minRSABits = 2048
-	// maxRSABits limits the cost of verifying a signature.
-	maxRSABits = 4096
+	backdated  = 2 * time.Minute
 	serialBits = 127
 )
 
@@ -269,40 +260,6 @@ func Sign(
 		RenewAt: now.Add(end.Sub(now) / 2).Truncate(time.Second),
 		Serial:  serial.Text(16),
 	}, nil
-}
-
-// ParseRequest returns the public key of a PKCS #10 signing request. The request's signature proves
-// that the sender has the private key. An error states what is wrong with the request.
-func ParseRequest(der []byte) (crypto.PublicKey, error) {
-	request, err := x509.ParseCertificateRequest(der)
-	if err != nil {
-		return nil, errors.New("is not a PKCS #10 signing request in DER; `openssl req -new -outform DER` makes one")
-	}
-	// The key is checked before the signature, because the cost of verifying it grows with the key.
-	if err := checkKey(request); err != nil {
-		return nil, err
-	}
-	if err := request.CheckSignature(); err != nil {
-		return nil, errors.New("is not signed with its own key")
-	}
-	return request.PublicKey, nil
-}
-
-func checkKey(request *x509.CertificateRequest) error {
-	switch key := request.PublicKey.(type) {
-	case *ecdsa.PublicKey:
-		if !slices.Contains([]elliptic.Curve{elliptic.P256(), elliptic.P384(), elliptic.P521()}, key.Curve) {
-			return fmt.Errorf("has a key on the curve %s; use P-256", key.Curve.Params().Name)
-		}
-	case ed25519.PublicKey:
-	case *rsa.PublicKey:
-		if bits := key.N.BitLen(); bits < minRSABits || bits > maxRSABits {
-			return fmt.Errorf("has an RSA key of %d bits; use %d to %d, or ECDSA P-256", bits, minRSABits, maxRSABits)
-		}
-	default:
-		return fmt.Errorf("has a key of the kind %s; use ECDSA P-256", request.PublicKeyAlgorithm)
-	}
-	return nil
 }
 
 // Fingerprint returns the SHA-256 hash of a public key in hexadecimal digits.

@@ -25,6 +25,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -125,7 +126,7 @@ func (s *certificateService) issue(
 	if c.Onboarding == nil {
 		return nil, agenterrors.CertificatesNotIssued("the caller has no certificate that could be renewed")
 	}
-	key, err := issuer.ParseRequest(request.GetSigningRequest())
+	key, err := certificates.ParseRequest(request.GetSigningRequest())
 	if err != nil {
 		return nil, agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "signing_request", Description: err.Error()})
 	}
