@@ -173,9 +173,12 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 		}
 	}
 	stored := nodeClass.DeepCopy()
-	pods, err := c.unplanned(ctx)
-	if err != nil {
-		return reconcile.Result{}, err
+	var pods []string
+	if c.zoneless(nodeClass) {
+		var err error
+		if pods, err = c.unplanned(ctx); err != nil {
+			return reconcile.Result{}, err
+		}
 	}
 	c.describe(nodeClass, pods)
 	again := reconcile.Result{RequeueAfter: c.lookAgain(nodeClass)}
@@ -274,7 +277,8 @@ func (c *Controller) unplanned(ctx context.Context) ([]string, error) {
 	}), nil
 }
 
-// describe sets the status. The pods are those of [Controller.unplanned].
+// describe sets the status. The pods are those of [Controller.unplanned], which only matter to a node
+// class without zones.
 func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass, pods []string) {
 	conditions := nodeClass.StatusConditions(status.WithClock(c.Clock))
 	c.describeConnection(conditions)
