@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/peer"
 	grpcstatus "google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/util/cache"
+	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
@@ -68,21 +69,21 @@ func sourceOf(conn net.Conn) string {
 	return host.String()
 }
 
-// seldom limits what is logged about each identity: it may connect as often as it likes.
-type seldom struct{ told *cache.Expiring }
+// seldom limits how often something is logged about each identity, however often it connects.
+type seldom struct{ logged *cache.Expiring }
 
-// seldomAgain is after how long an identity is told of again.
-const seldomAgain = time.Minute
+// seldomInterval is the minimum time between two log lines about one identity.
+const seldomInterval = time.Minute
 
-func newSeldom() seldom { return seldom{cache.NewExpiring()} }
+func newSeldom(c clock.Clock) seldom { return seldom{cache.NewExpiringWithClock(c)} }
 
-// tell calls log unless it was called for the identity within [seldomAgain].
-func (s seldom) tell(identity string, log func()) {
-	if _, told := s.told.Get(identity); told {
+// log calls write, unless it did so for the identity within the last [seldomInterval].
+func (s seldom) log(identity string, write func()) {
+	if _, logged := s.logged.Get(identity); logged {
 		return
 	}
-	s.told.Set(identity, true, seldomAgain)
-	log()
+	s.logged.Set(identity, true, seldomInterval)
+	write()
 }
 
 // connection is an accepted connection, below TLS.
@@ -228,7 +229,7 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 	identity := i.server.callerOn(info).limitedAs
 	ended, err := i.server.limits.Connect(identity)
 	if err != nil {
-		i.server.refusals.tell(identity, func() {
+		i.server.refusals.log(identity, func() {
 			i.server.config.Log.Info("a connection is refused; further ones of this identity are logged once a minute at most",
 				"identity", identity, "address", raw.RemoteAddr().String(), "cause", err.Error())
 		})
@@ -250,7 +251,7 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 		pause, over := i.server.limits.Pause(identity)
 		switch {
 		case over:
-			i.server.closures.tell(identity, func() {
+			i.server.closures.log(identity, func() {
 				i.server.config.Log.Info("a connection is closed: its caller keeps calling although its calls are refused, or sends too many frames; "+
 					"further ones of this identity are logged once a minute at most", "identity", identity)
 			})

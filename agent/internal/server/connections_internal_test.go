@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/net/http2"
+	clocktesting "k8s.io/utils/clock/testing"
 )
 
 // Keepalive does not detect a client that sends but never reads.
@@ -95,12 +96,21 @@ func TestTheSourceOfAConnectionIsAHostOrAnIPv6Network(t *testing.T) {
 	}
 }
 
-func TestAnIdentityIsToldOfOnceAMinute(t *testing.T) {
-	s, told := newSeldom(), []string{}
-	for range 1000 {
-		for _, identity := range []string{"a", "b"} {
-			s.tell(identity, func() { told = append(told, identity) })
+func TestAnIdentityIsLoggedOnceAMinute(t *testing.T) {
+	clk := clocktesting.NewFakeClock(time.Now())
+	s, logged := newSeldom(clk), []string{}
+	connect := func() {
+		for range 1000 {
+			for _, identity := range []string{"a", "b"} {
+				s.log(identity, func() { logged = append(logged, identity) })
+			}
 		}
 	}
-	require.Equal(t, []string{"a", "b"}, told)
+	connect()
+	clk.Step(seldomInterval - time.Nanosecond)
+	connect()
+	require.Equal(t, []string{"a", "b"}, logged)
+	clk.Step(time.Nanosecond)
+	connect()
+	require.Equal(t, []string{"a", "b", "a", "b"}, logged)
 }

@@ -182,7 +182,7 @@ func New(c Config) (*Server, error) {
 	s := &Server{
 		config: c, id: uuid.NewString(), health: health.NewServer(), codec: newCodec(), stopped: make(chan struct{}),
 		remote:   openConnections{all: map[*connection]connectionInfo{}},
-		refusals: newSeldom(), closures: newSeldom(),
+		refusals: newSeldom(clock.RealClock{}), closures: newSeldom(clock.RealClock{}),
 		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout}, certificateRequests: newCertificateRequests(),
 	}
 	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {
