@@ -155,7 +155,7 @@ func TestNothingIsKeptOfClustersThatAreGone(t *testing.T) {
 	count(clusterKey)
 	clk.Step(time.Hour)
 	count(types.NamespacedName{Namespace: namespace, Name: "other"})
-	assert.Len(t, e.numbers, 1, "nobody has asked for those of the other one for long")
+	assert.Len(t, e.numbers, 1, "the numbers of a Cluster that was not asked about for an hour are dropped")
 }
 
 // A holder that does not report Nodes changes nothing: the shim's report stays.

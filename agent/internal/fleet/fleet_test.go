@@ -84,7 +84,7 @@ type fixture struct {
 	shims      *shims
 	clock      *clocktesting.FakeClock
 	fleet      *fleet.Fleet
-	gone       sync.Map // the Clusters of which Gone was called
+	gone       sync.Map // the Clusters that Gone was called for
 }
 
 func newCache[M proto.Message]() *watchcache.Cache[M] {

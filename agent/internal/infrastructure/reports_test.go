@@ -19,7 +19,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// slow is a hub that answers reads of objects once it is told to.
+// slow is a hub that blocks reads of infrastructure objects until answer is closed.
 type slow struct {
 	objects
 

@@ -28,8 +28,8 @@ import (
 // if its caller is shut out altogether.
 const defaultRightsInterval = 5 * time.Second
 
-// endedRightsError is the cause that ends a watch stream, or a call of a caller that was shut out. It wraps the error that the caller
-// receives.
+// endedRightsError is the cause that ends a watch stream, or a call of a caller that was shut out. It
+// wraps the error that the caller receives.
 type endedRightsError struct{ error }
 
 func (e *endedRightsError) Unwrap() error { return e.error }
@@ -118,8 +118,8 @@ func (s *Server) endWhenShutOut(ctx context.Context, request any, info *grpc.Una
 }
 
 // shutOutGrace is how long a connection stays open whose caller is shut out. Meanwhile its calls and
-// streams end, and further ones are refused, with the reason. Then its client has to connect again, with a new
-// certificate if it has one.
+// streams end, and further ones are refused, with the reason. Then its client has to connect again,
+// with a new certificate if it has one.
 const shutOutGrace = 10 * time.Second
 
 // shutOut returns an error, with the reason, if a caller may not use the agent at all, and nil

@@ -224,7 +224,8 @@ func (r *reading) chain(ctx context.Context) error {
 		}
 	}
 	if r.nodeClaimName == "" && r.s.NodeClaim == nil && r.s.Entry != explain.Machine && r.machineName != "" {
-		// Only Nodes that are registered have an owner. Without an answer, the rest of the story is told.
+		// Nodes have an owner only once they are registered. If the Machine cannot be read, the output
+		// has everything else.
 		_, _ = r.followMachine(ctx)
 	}
 	if r.nodeClaimName != "" && r.s.NodeClaim == nil && r.s.Gone == "" {

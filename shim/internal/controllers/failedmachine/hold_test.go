@@ -96,7 +96,7 @@ func (e *env) pause() {
 	}, "the mirror shows it")
 }
 
-// Nothing has failed: nobody looked.
+// Without a leader, nothing was checked, so nothing has failed.
 func TestANodePoolStaysHealthyAfterATimeWithoutALeader(t *testing.T) {
 	e := setUp(t, manual())
 	nodePool, nodeClaims := e.leaderlessPool()
