@@ -102,21 +102,17 @@ func (h *Hub) kind(path string) *kind {
 // request waits until the call may send a request to the hub's API server. It may be called
 // concurrently for one call. The error is that of the context.
 func (c *Call) request(ctx context.Context, of *kind, cost int) error {
-	if c.caller.hubRate.WaitN(ctx, min(cost, c.caller.hubRate.Burst())) != nil {
-		// The limiter fails at once if the request's turn would come after the deadline. The queue
-		// ahead is at most the number of requests that the caller may have in flight.
-		<-ctx.Done()
-		return ctx.Err()
-	}
-	if err := of.callers.wait(ctx, c.caller, cost, c.awaited); err != nil {
-		return err
+	for _, t := range []*turns{&c.caller.hub, &of.callers} {
+		if err := t.wait(ctx, c.caller, cost, c.awaited); err != nil {
+			return err
+		}
 	}
 	c.hubRequests.Add(1)
 	return nil
 }
 
-// turns limit the rate of all callers together. Callers take turns: a caller's next request comes
-// after those of other callers that wait.
+// turns limit a rate, that of one caller or of all callers together. Callers take turns: a caller's next
+// request comes after those of other callers that wait.
 type turns struct {
 	rate *rate.Limiter
 

@@ -69,10 +69,11 @@ type crowd struct {
 type identityKey struct{}
 
 // newCrowd returns so many callers of a hub, each with 16 calls that request Machines until the test
-// ends. They wait for their turns when it returns. It must be called in a bubble.
+// ends. They wait for their turns when it returns. No caller's own rate keeps it from its turns, even if
+// it got the burst of all callers alone. It must be called in a bubble.
 func newCrowd(t *testing.T, callers int, perSecond float64, burst int) *crowd {
 	t.Helper()
-	l, _, _ := limiter(t, func(o *limits.Options) { o.HubRequestsPerSecond, o.HubRequestBurst = perSecond/2, burst })
+	l, _, _ := limiter(t, func(o *limits.Options) { o.HubRequestsPerSecond, o.HubRequestBurst = perSecond, 16+burst })
 	c := &crowd{limiter: l}
 	c.ask = hubOf(perSecond, burst, func(ctx context.Context) {
 		identity, _ := ctx.Value(identityKey{}).(string)
@@ -177,6 +178,27 @@ func TestRequestsOfACallThatOthersWaitForComeBeforeItsCallersOtherOnes(t *testin
 			})
 		})
 	}
+}
+
+// A caller's own rate holds up the requests of a list no longer than one of its others.
+func TestRequestsOfACallThatOthersWaitForComeFirstInItsCallersOwnRate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, _, _ := limiter(t, func(o *limits.Options) { o.HubRequestsPerSecond, o.HubRequestBurst = 1, 1 })
+		ask := hubOf(1000, 1000, func(context.Context) {})
+		others, cancel := context.WithCancel(t.Context())
+		t.Cleanup(cancel)
+		for range 8 {
+			as := limits.NewContext(others, begin(t, l, "a", false))
+			go func() { _ = ask(as, "machines") }() // it ends with the context
+		}
+		synctest.Wait()
+		call := begin(t, l, "a", false)
+		require.NoError(t, call.List(t.Context(), true))
+		defer call.End()
+		start := time.Now()
+		require.ErrorIs(t, ask(limits.NewContext(t.Context(), call), "machines"), http.ErrServerClosed)
+		require.LessOrEqual(t, time.Since(start), time.Second)
+	})
 }
 
 // The agent's own rate is that of the callers and of itself together.

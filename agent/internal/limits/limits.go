@@ -222,7 +222,8 @@ func (s shared) acquire(ctx context.Context, n int64) error {
 func checksInAll() int64 { return max(1, int64(runtime.GOMAXPROCS(0)/2)) }
 
 type caller struct {
-	rate, hubRate                        *rate.Limiter
+	rate                                 *rate.Limiter
+	hub                                  turns // of its requests to the hub, among themselves
 	refusals, frames, traces             *rate.Limiter
 	slowSince                            time.Time // zero unless its connections are read slowly
 	lightCalls, unpaidFrames             int
@@ -351,7 +352,7 @@ func (l *Limiter) caller(identity string) *caller {
 		l.forget(l.clock.Now())
 		c = &caller{
 			rate:     rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
-			hubRate:  rate.NewLimiter(rate.Limit(l.HubRequestsPerSecond), l.HubRequestBurst),
+			hub:      turns{rate: rate.NewLimiter(rate.Limit(l.HubRequestsPerSecond), l.HubRequestBurst)},
 			refusals: rate.NewLimiter(refusalsPerSecond, refusalBurst),
 			frames:   rate.NewLimiter(rate.Limit(l.framesPerSecond()), l.frameBurst()),
 			traces:   rate.NewLimiter(tracesPerSecond, traceBurst),
@@ -520,7 +521,7 @@ func (l *Limiter) forget(now time.Time) {
 	}
 	for identity, c := range l.callers {
 		if c.calls+c.watches+c.connections == 0 && c.unread == 0 &&
-			c.rate.TokensAt(now) >= float64(l.CallBurst) && c.hubRate.TokensAt(now) >= float64(l.HubRequestBurst) &&
+			c.rate.TokensAt(now) >= float64(l.CallBurst) && c.hub.rate.TokensAt(now) >= float64(l.HubRequestBurst) &&
 			c.refusals.TokensAt(now) >= refusalBurst && c.frames.TokensAt(now) >= float64(l.frameBurst()) && c.traces.TokensAt(now) >= traceBurst {
 			delete(l.callers, identity)
 		}

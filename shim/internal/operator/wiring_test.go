@@ -82,6 +82,8 @@ func TestWhatCoresMainMakesAndPassesIsMadeAndPassed(t *testing.T) {
 		want := lo.Map(args, func(arg string, _ int) string { return names.Replace(arg) })
 		if function == "controllers.NewControllers" {
 			require.Equal(t, "op.GetClient()", want[3])
+			require.Equal(t, "op.EventRecorder", want[4])
+			want[4] = "registration.CoreRecorder(op.EventRecorder)"
 			want[3] = "registration.PlanningClient(failed.Client(static.Client(op.GetClient())))"
 			want = append(want, "controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue))")
 		}
