@@ -768,7 +768,7 @@ func TestABlockedMachineSetIsExplainedOnTheClaim(t *testing.T) {
 	}}
 	d := Decide(s)
 	require.Equal(t, []ActionKind{Explain}, kinds(d))
-	const why = "MachineSet small-a makes no Machines: the control plane is upgrading; KubeadmBootstrapTemplate does not exist"
+	const why = "MachineSet small-a creates no Machines: the control plane is upgrading; KubeadmBootstrapTemplate does not exist"
 	assert.Equal(t, why, d.Actions[0].Event.Message)
 
 	entered := v1alpha1.Event{Time: metav1.NewTime(s.Now), Reason: ReasonWaitingForMachine, Message: "entered"}

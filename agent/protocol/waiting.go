@@ -156,7 +156,7 @@ func (s *Snapshot) explainTrouble(d *Decision, c *v1alpha1.MachineClaim, m *clus
 func (s *Snapshot) blocked() string {
 	for _, set := range s.Sets {
 		if reasons := Blocked(set); reasons != "" {
-			return Line(fmt.Sprintf("MachineSet %s makes no Machines: %s", set.Name, reasons))
+			return Line(fmt.Sprintf("MachineSet %s creates no Machines: %s", set.Name, reasons))
 		}
 	}
 	return ""

@@ -372,7 +372,7 @@ func TestAClaimOfAPausedGroupDoesNotFail(t *testing.T) {
 	s := waits(5 * time.Minute)
 	group := s.Group
 	s.Group = group.With(&eligibility.Refusal{Reason: eligibility.Paused})
-	assert.Empty(t, kinds(Decide(s)), "Cluster API makes no Machines then")
+	assert.Empty(t, kinds(Decide(s)), "Cluster API creates no Machines then")
 	s.Now, s.Group = s.Now.Add(time.Hour), group
 	assert.Equal(t, []ActionKind{WaitAnew, WaitAnew}, kinds(Decide(s)), "and has its time once it is not paused any more")
 }

@@ -56,10 +56,10 @@ func (s *liveSet) foreign() error {
 	if s.spoke == "" || s.spoke == s.known || s.matched || s.own || !s.others && s.known == "" {
 		return nil
 	}
-	return agenterrors.SpokeMismatch("spoke_id: the call comes from another cluster than the one that made the claims or sent the last set")
+	return agenterrors.SpokeMismatch("spoke_id: the call comes from another cluster than the one that created the claims or sent the last set")
 }
 
-// speaksFor reports whether the set's cluster made the claim.
+// speaksFor reports whether the set's cluster created the claim.
 func (s *liveSet) speaksFor(c *claim) bool {
 	if c.spoke != "" || s.has(c) {
 		return s.has(c) || c.spoke == s.spoke

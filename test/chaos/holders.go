@@ -34,7 +34,7 @@ const (
 // claim is a claim as its holder knows it.
 type claim struct {
 	id string
-	// wanted is true from before the first call that makes the claim until before the first call
+	// wanted is true from before the first call that creates the claim until before the first call
 	// that releases it.
 	wanted bool
 	// accepted is set once an agent has accepted the claim.
@@ -184,7 +184,7 @@ func (h *holders) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest)
 			return "", nil
 		}
 		if final {
-			// A call whose answer was lost may have made the claim, so an unwanted claim must be
+			// A call whose answer was lost may have created the claim, so an unwanted claim must be
 			// released.
 			return "", h.release(ctx, k.id, false)
 		}

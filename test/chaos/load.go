@@ -13,7 +13,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// load is a number of callers that make claims, keep them for a while, and release them,
+// load is a number of callers that create claims, keep them for a while, and release them,
 // repeatedly.
 type load struct {
 	r       *run

@@ -104,7 +104,7 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	inSandbox(t, sandbox.Options{Name: "e2e-class", TopologyVersion: versionBefore})
 	leaveAsFound(t)
 	const pods = 3
-	// Cluster API makes no Machine for a pinned group once the control plane has another version,
+	// Cluster API creates no Machine for a pinned group once the control plane has another version,
 	// unless the group is annotated beforehand.
 	const stuck, grows = "crowd", "rolled"
 	strategies := map[string]clusterv1.MachineDeploymentRolloutStrategyType{

@@ -205,7 +205,7 @@ type ClaimRequest struct {
 	Adopt string
 }
 
-// Claim makes the claims, all at once, and returns the duration of each call.
+// Claim creates the claims, all at once, and returns the duration of each call.
 func (s *Env) Claim(ctx context.Context, requested []ClaimRequest) ([]time.Duration, error) {
 	return AtOnce(ctx, requested, func(ctx context.Context, w ClaimRequest) error {
 		_, err := s.Agent.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{

@@ -98,7 +98,7 @@ func TestTheHubsQuotaOfClaimsIsSaidToBeUsedUp(t *testing.T) {
 	requireTooMany(t, err, BoundQuota)
 }
 
-// A release without a tombstone has not happened, because a late call to make the claim would not
+// A release without a tombstone has not happened, because a late call to create the claim would not
 // be refused.
 func TestReleasesOfUnknownClaimsAreRefusedWhenTheyCannotBeRemembered(t *testing.T) {
 	e, _ := bounded(t, Bounds{Ended: 3})

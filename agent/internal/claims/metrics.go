@@ -97,7 +97,7 @@ func startSeries(cluster types.NamespacedName) {
 	}
 }
 
-// observeCreate counts an attempt to make a claim of an existing Cluster, and its duration if the
+// observeCreate counts an attempt to create a claim of an existing Cluster, and its duration if the
 // claim is durable.
 func observeCreate(c clock.Clock, begun time.Time, cluster types.NamespacedName, claim *v1alpha1.MachineClaim, err error) {
 	startSeries(cluster)

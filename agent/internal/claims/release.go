@@ -60,7 +60,7 @@ func (e *Engine) restoreFromLabel(ctx context.Context, key Key) (*v1alpha1.Machi
 }
 
 // Release requests the end of a claim and returns the claim. For an unknown claim it makes a
-// tombstone, so that a late call to make the claim is refused. Errors: [ErrForeignHolder],
+// tombstone, so that a late call to create the claim is refused. Errors: [ErrForeignHolder],
 // [*TooManyError], [ErrConflict], [ErrClusterPaused], for an unknown claim [ErrUnknownCluster], or
 // the API server's.
 func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alpha1.MachineClaim, error) {

@@ -27,7 +27,7 @@ const neverMade = "it was released before it was made"
 // createTombstone makes the tombstone of an unknown claim: a MachineClaim that belongs to no node
 // group. Errors: [ErrUnknownCluster] means that the Cluster does not exist, [ErrConflict] that the
 // claim exists after all, [*TooManyError] that there are too many tombstones. In the last case the
-// release has not happened, because a late call to make the claim would not be refused.
+// release has not happened, because a late call to create the claim would not be refused.
 func (e *Engine) createTombstone(ctx context.Context, key Key, why string) (*v1alpha1.MachineClaim, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, key.Cluster)
 	if err != nil {

@@ -591,7 +591,7 @@ func TestAGroupWhoseMachinesAreBlockedIsUnavailable(t *testing.T) {
 	scaling(first, blocked)
 	shown := f.until("a", func(g *agentv1alpha1.NodeGroup) bool { return !available(g) }).GetAvailability()
 	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED, shown.GetReason())
-	require.Equal(t, "Cluster API makes no Machines: the control plane is upgrading", shown.GetMessage())
+	require.Equal(t, "Cluster API creates no Machines: the control plane is upgrading", shown.GetMessage())
 	scaling(first, "Scaling up from 0 to 1 replicas")
 	f.until("a", available)
 	scaling(first, blocked)

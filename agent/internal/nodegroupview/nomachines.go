@@ -41,7 +41,7 @@ func (c *View) NoMachines(ctx context.Context, md *clusterv1.MachineDeployment) 
 	if why == "" {
 		return nil, nil
 	}
-	return &eligibility.Refusal{NodeGroup: md.Name, Reason: eligibility.MachinesBlocked, Message: "Cluster API makes no Machines: " + why}, nil
+	return &eligibility.Refusal{NodeGroup: md.Name, Reason: eligibility.MachinesBlocked, Message: "Cluster API creates no Machines: " + why}, nil
 }
 
 func deploymentOfSet(_ context.Context, set client.Object) []reconcile.Request {

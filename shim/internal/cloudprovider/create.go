@@ -203,7 +203,7 @@ func (c *CloudProvider) claim(
 	return c.send(ctx, c.request(ctx, nodeClaim, ids, maxNodeProvisionTime))
 }
 
-// spoke returns the ID of the cluster that makes the claim, or "" if it cannot be read now. The
+// spoke returns the ID of the cluster that creates the claim, or "" if it cannot be read now. The
 // next claim sync reports it.
 func (c *CloudProvider) spoke(ctx context.Context) string {
 	id, err := spoke.ID(ctx, c.Kube)

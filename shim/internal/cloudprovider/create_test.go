@@ -363,7 +363,7 @@ func TestNothingIsLaunchedForANodeClassThatIsNotReady(t *testing.T) {
 	require.NoError(t, err, "it has its claim already")
 	require.Equal(t, 1, w.Agent.Calls("CreateClaim"))
 
-	// The agent must be asked: the reply to the call that made a claim may have been lost.
+	// The agent must be asked: the reply to the call that created a claim may have been lost.
 	w.Agent.Fail("GetClaim", 100, agenterrors.NotSynced("later"))
 	_, err = w.CloudProvider.Create(w.Context(), first)
 	assertCreateError(t, err, cloudprovider.ReasonAgentUnreachable)

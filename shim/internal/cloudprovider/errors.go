@@ -46,7 +46,7 @@ const (
 	ReasonClaimFailed = "ClaimFailed"
 )
 
-// errNoCandidate means that no node group fits, and that no earlier call made a claim.
+// errNoCandidate means that no node group fits, and that no earlier call created a claim.
 var errNoCandidate = errors.New("no candidate")
 
 // maxConditionMessage keeps conditions readable. The log has the full message.

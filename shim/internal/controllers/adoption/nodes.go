@@ -260,7 +260,7 @@ func (c *Nodes) adopt(
 		}
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	log.FromContext(ctx).Info("made a NodeClaim to adopt a machine", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId(),
+	log.FromContext(ctx).Info("created a NodeClaim to adopt a machine", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId(),
 		"node-pool", nodeClaim.Labels[karpv1.NodePoolLabelKey])
 	c.Recorder.Publish(events.Event{
 		InvolvedObject: node,
