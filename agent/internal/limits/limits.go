@@ -667,21 +667,29 @@ func (c *Call) LeaveHub() {
 // Sync waits until the call, whose SyncClaims request of that many bytes has arrived, may be decoded
 // and handled. It waits for the caller's other calls first, so that a caller that keeps itself waiting
 // keeps no other caller waiting, and last for a turn. Small requests wait for one as well, and large
-// ones leave them a few. A large request that is not handled within CallTimeout is cut, whatever its
+// ones leave them a few. A request that is not handled within CallTimeout is cut, whatever its
 // deadline: others wait for it. The error is that of the context.
 func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 	if err := c.AskHub(ctx); err != nil {
 		return err
 	}
-	if bytes > smallDecoded {
-		if err := c.keepShared(ctx, c.limiter.decoded, min(int64(bytes), decodedInAll)); err != nil {
-			return err
-		}
+	cutLate := func() {
 		late := time.AfterFunc(c.limiter.CallTimeout, cut)
 		c.free = append(c.free, func() { late.Stop() })
-		if err := c.keepShared(ctx, c.limiter.largeSyncs, 1); err != nil {
+	}
+	if bytes <= smallDecoded {
+		if err := c.keepShared(ctx, c.limiter.syncs, 1); err != nil {
 			return err
 		}
+		cutLate()
+		return nil
+	}
+	if err := c.keepShared(ctx, c.limiter.decoded, min(int64(bytes), decodedInAll)); err != nil {
+		return err
+	}
+	cutLate()
+	if err := c.keepShared(ctx, c.limiter.largeSyncs, 1); err != nil {
+		return err
 	}
 	return c.keepShared(ctx, c.limiter.syncs, 1)
 }

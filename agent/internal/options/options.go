@@ -355,7 +355,7 @@ func (o *Options) addLimitFlags(flags *pflag.FlagSet) {
 		"Maximum number of calls of one identity that send requests to the hub's API server at the same time. Its other calls wait.")
 	flags.DurationVar(&o.Limits.RequestTimeout, "limit-request-timeout", o.Limits.RequestTimeout, "Time within which a request must arrive.")
 	flags.DurationVar(&o.Limits.CallTimeout, "limit-call-timeout", o.Limits.CallTimeout,
-		"Deadline of calls that have none, except for watches. A SyncClaims of more than 64 KiB is cut off this long after it may be decoded, "+
+		"Deadline of calls that have none, except for watches. A SyncClaims is cut off this long after it may be decoded, "+
 			"whatever its deadline.")
 	flags.DurationVar(&o.Limits.MaxCallTimeout, "limit-max-call-timeout", o.Limits.MaxCallTimeout, "Maximum deadline of a call.")
 	flags.DurationVar(&o.Limits.SendTimeout, "limit-send-timeout", o.Limits.SendTimeout,
