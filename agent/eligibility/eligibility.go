@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -78,7 +79,7 @@ type Refusal struct {
 type Problem struct {
 	// Field is the path of the value, for example `metadata.annotations[…]`.
 	Field string
-	// Value is the value as the user wrote it.
+	// Value is the value as the user wrote it, up to 128 characters of it.
 	Value string
 	// Message states what is wrong and what to write instead.
 	Message string
@@ -212,7 +213,7 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 		refuse(ReplicasOwned, "the topology of Cluster %s sets the replicas; remove them from spec.topology.workers", cluster.Name)
 	}
 	if why, lowered := md.Annotations[v1alpha1.ReplicasLoweredAnnotation]; lowered {
-		refuse(ReplicasLowered, "%s", why)
+		refuse(ReplicasLowered, "%s", lo.Substring(why, 0, maxWhy))
 	}
 	if md.Spec.Replicas == nil {
 		refuse(Invalid, "spec.replicas is not set yet")
@@ -227,6 +228,12 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 	}
 	return g
 }
+
+// An annotation may have 256 KiB. These are how many characters of it are shown.
+const (
+	maxValue = 128
+	maxWhy   = 1024
+)
 
 // shortestProvisioning is the minimum that a MachineDeployment or a claim may set for how long
 // claims wait.
@@ -253,7 +260,7 @@ func duration(md *clusterv1.MachineDeployment, key string, shortest time.Duratio
 	d, err := time.ParseDuration(text)
 	if err != nil || d < shortest || d > longestDuration {
 		return 0, &Problem{
-			Field: annotationField(key), Value: text,
+			Field: annotationField(key), Value: lo.Substring(text, 0, maxValue),
 			Message: fmt.Sprintf(`is not a duration from %.0fs to 168h; write one such as "30m" or "1h30m"`, shortest.Seconds()),
 		}
 	}
@@ -345,7 +352,7 @@ func size(md *clusterv1.MachineDeployment, key string) (*int32, *Problem) {
 	if err != nil || n < 0 {
 		return nil, &Problem{
 			Field:   annotationField(key),
-			Value:   text,
+			Value:   lo.Substring(text, 0, maxValue),
 			Message: "is not a size; write a whole number of machines, 0 or more",
 		}
 	}

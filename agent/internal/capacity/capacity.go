@@ -12,11 +12,14 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"iter"
+	"maps"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 
+	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -75,7 +78,7 @@ type Problem struct {
 	// Field is the path of the value in the user's object, for example
 	// `metadata.annotations[capacity.cluster-autoscaler.kubernetes.io/cpu]`.
 	Field string
-	// Value is the value as the user wrote it.
+	// Value is the value as the user wrote it. A long one is cut.
 	Value string
 	// Message states what is wrong and what to write instead.
 	Message string
@@ -109,7 +112,8 @@ type Description struct {
 	// Sources has an entry for each value, by the path of its field: `capacity.cpu`,
 	// `node_labels.team`, `zone`, ….
 	Sources map[string]Source
-	// Problems are the values that cannot be used, in a stable order.
+	// Problems are the values that cannot be used, in a stable order. If there are more than 32, a last
+	// one states how many more.
 	Problems []Problem
 }
 
@@ -153,7 +157,12 @@ func Describe(md *clusterv1.MachineDeployment, template Template, observed Obser
 	d.taints()
 	d.placement()
 	d.kind()
-	slices.SortStableFunc(d.Problems, func(a, b Problem) int { return strings.Compare(a.Field, b.Field) })
+	slices.SortFunc(d.Problems, func(a, b Problem) int {
+		return cmp.Or(strings.Compare(a.Field, b.Field), strings.Compare(a.Value, b.Value), strings.Compare(a.Message, b.Message))
+	})
+	if d.further > 0 {
+		d.Problems = append(d.Problems, Problem{Field: "metadata.annotations", Message: fmt.Sprintf("there are %d further problems; correct these first", d.further)})
+	}
 	return d.Description
 }
 
@@ -164,10 +173,56 @@ type describer struct {
 	template Template
 	observed Observation
 	settings Settings
+	// further is how many problems are not in Problems.
+	further int
 }
 
+// An annotation may have 256 KiB, and a template more. A machine has few labels, taints and resources.
+const (
+	maxEntries  = 256 // of a list or map
+	maxProblems = 32
+	maxValue    = 128 // characters of a user's value
+	maxText     = 512 // characters of a field or a message
+)
+
 func (d *describer) problem(field, value, format string, args ...any) {
-	d.Problems = append(d.Problems, Problem{Field: field, Value: value, Message: fmt.Sprintf(format, args...)})
+	if len(d.Problems) >= maxProblems {
+		d.further++
+		return
+	}
+	d.Problems = append(d.Problems, Problem{
+		Field:   lo.Substring(field, 0, maxText),
+		Value:   lo.Substring(value, 0, maxValue),
+		Message: lo.Substring(fmt.Sprintf(format, args...), 0, maxText),
+	})
+}
+
+// entries are those of an annotation that is a comma-separated list.
+func (d *describer) entries(annotation string) iter.Seq[string] {
+	return func(yield func(string) bool) {
+		n := 0
+		for entry := range strings.SplitSeq(d.md.Annotations[annotation], ",") {
+			if entry = strings.TrimSpace(entry); entry == "" {
+				continue
+			}
+			if n++; n > maxEntries {
+				d.problem(AnnotationField(annotation), "", "has more than %d entries; the others are not used", maxEntries)
+				return
+			}
+			if !yield(entry) {
+				return
+			}
+		}
+	}
+}
+
+// sortedKeys are the keys of a map, if it does not have too many. Their order decides which problems are shown.
+func sortedKeys[V any](d *describer, field string, entries map[string]V) []string {
+	if len(entries) > maxEntries {
+		d.problem(field, "", "has %d entries, and a machine has at most %d; none of them is used", len(entries), maxEntries)
+		return nil
+	}
+	return slices.Sorted(maps.Keys(entries))
 }
 
 // AnnotationField returns the Field of a [Problem] with an annotation.
@@ -182,7 +237,9 @@ func (d *describer) fromTemplate(path string) Source {
 // labels determines the labels of the Node: those of the machine template that Cluster API copies,
 // and those of the annotation.
 func (d *describer) labels() {
-	for key, value := range capilabels.GetManagedLabels(d.md.Spec.Template.Labels, d.settings.SyncedLabels...) {
+	managed := capilabels.GetManagedLabels(d.md.Spec.Template.Labels, d.settings.SyncedLabels...)
+	for _, key := range sortedKeys(d, "spec.template.metadata.labels", managed) {
+		value := managed[key]
 		if key == clusterv1.ClusterNameLabel || key == clusterv1.MachineDeploymentNameLabel {
 			continue
 		}
@@ -192,16 +249,8 @@ func (d *describer) labels() {
 		}
 		d.label(key, value, Source{FromMachineTemplate, "spec.template.metadata.labels"})
 	}
-	text, ok := d.md.Annotations[LabelsAnnotation]
-	if !ok {
-		return
-	}
 	field := AnnotationField(LabelsAnnotation)
-	for part := range strings.SplitSeq(text, ",") {
-		part = strings.TrimSpace(part)
-		if part == "" {
-			continue
-		}
+	for part := range d.entries(LabelsAnnotation) {
 		key, value, found := strings.Cut(part, "=")
 		key, value = strings.TrimSpace(key), strings.TrimSpace(value)
 		faults := append(validation.IsQualifiedName(key), validation.IsValidLabelValue(value)...)
@@ -335,11 +384,7 @@ func (d *describer) resourceName(kind string) bool {
 func (d *describer) otherResources() {
 	const instead = "write resource=quantity,resource=quantity, for example example.com/fpga=2,hugepages-2Mi=1Gi"
 	field := AnnotationField(v1alpha1.ResourcesAnnotation)
-	for part := range strings.SplitSeq(d.md.Annotations[v1alpha1.ResourcesAnnotation], ",") {
-		part = strings.TrimSpace(part)
-		if part == "" {
-			continue
-		}
+	for part := range d.entries(v1alpha1.ResourcesAnnotation) {
 		name, text, _ := strings.Cut(part, "=")
 		name, text = strings.TrimSpace(name), strings.TrimSpace(text)
 		unit, ok := ResourceUnit(corev1.ResourceName(name))
@@ -393,11 +438,7 @@ func (d *describer) driverName(annotation, name, written, instead string) bool {
 func (d *describer) attachments() {
 	const instead = "write driver=limit,driver=limit, for example ebs.csi.aws.com=25"
 	field := AnnotationField(CSIDriverAnnotation)
-	for part := range strings.SplitSeq(d.md.Annotations[CSIDriverAnnotation], ",") {
-		part = strings.TrimSpace(part)
-		if part == "" {
-			continue
-		}
+	for part := range d.entries(CSIDriverAnnotation) {
 		name, text, _ := strings.Cut(part, "=")
 		name, text = strings.TrimSpace(name), strings.TrimSpace(text)
 		if !d.driverName(CSIDriverAnnotation, name, part, instead) {
@@ -433,7 +474,8 @@ func (d *describer) templateResources() {
 	if !found {
 		return
 	}
-	for name, value := range capacity {
+	for _, name := range sortedKeys(d, field, capacity) {
+		value := capacity[name]
 		text, ok := scalar(value)
 		if !ok {
 			d.problem(field+"["+name+"]", fmt.Sprint(value), "is not a quantity")
@@ -483,11 +525,7 @@ func (d *describer) taints() {
 	for _, taint := range d.md.Spec.Template.Spec.Taints {
 		add(corev1.Taint{Key: taint.Key, Value: taint.Value, Effect: taint.Effect}, Source{FromMachineTemplate, "spec.template.spec.taints"})
 	}
-	for part := range strings.SplitSeq(d.md.Annotations[TaintsAnnotation], ",") {
-		part = strings.TrimSpace(part)
-		if part == "" {
-			continue
-		}
+	for part := range d.entries(TaintsAnnotation) {
 		taint, err := parseTaint(part)
 		if err != nil {
 			d.problem(AnnotationField(TaintsAnnotation), part, "is not a taint: %v; write key=value:NoSchedule", err)

@@ -1,6 +1,7 @@
 package capacity_test
 
 import (
+	"fmt"
 	"regexp"
 	"strings"
 	"testing"
@@ -328,4 +329,79 @@ func FuzzDescribe(f *testing.F) {
 		}), capacity.Observation{}, capacity.Settings{})
 		usable(t, d)
 	})
+}
+
+// An API server accepts annotations of 256 KiB. A description is sent to the Cluster's callers, and kept.
+func TestLargeAnnotationsAreDescribedInLittle(t *testing.T) {
+	const most = 256 << 10
+	repeated := func(entry string) string { return strings.Repeat(entry, most/len(entry)) }
+	numbered := func(format string) string {
+		var b strings.Builder
+		for i := 0; b.Len() < most-100; i++ {
+			fmt.Fprintf(&b, format, i)
+		}
+		return b.String()
+	}
+	many := map[string]any{}
+	for i := range 20000 {
+		many[fmt.Sprintf("example.com/r%d", i)] = "1"
+	}
+	for name, c := range map[string]struct {
+		annotation, value string
+		template          capacity.Template
+	}{
+		"labels that are none":       {capacity.LabelsAnnotation, repeated("=,"), capacity.Template{}},
+		"very many labels":           {capacity.LabelsAnnotation, numbered("a%d=,"), capacity.Template{}},
+		"one very long label":        {capacity.LabelsAnnotation, repeated("a"), capacity.Template{}},
+		"taints that are none":       {capacity.TaintsAnnotation, repeated(":NoExecute,"), capacity.Template{}},
+		"very many taints":           {capacity.TaintsAnnotation, numbered("a%d:NoExecute,"), capacity.Template{}},
+		"resources that are none":    {v1alpha1.ResourcesAnnotation, repeated("a,"), capacity.Template{}},
+		"very many resources":        {v1alpha1.ResourcesAnnotation, numbered("e/a%d=1,"), capacity.Template{}},
+		"drivers that are none":      {capacity.CSIDriverAnnotation, repeated("_,"), capacity.Template{}},
+		"very many drivers":          {capacity.CSIDriverAnnotation, numbered("a%d=1,"), capacity.Template{}},
+		"a very long quantity":       {capacity.CPUAnnotation, repeated("x"), capacity.Template{}},
+		"a very long resource name":  {capacity.GPUTypeAnnotation, repeated("x"), capacity.Template{}},
+		"a very long driver's name":  {capacity.DRADriverAnnotation, repeated("X"), capacity.Template{}},
+		"a template with very many":  {"", "", template(map[string]any{"capacity": many})},
+		"a template with one, badly": {"", "", template(map[string]any{"capacity": map[string]any{repeated("x"): repeated("x")}})},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := capacity.Describe(deployment(map[string]string{c.annotation: c.value}), c.template, capacity.Observation{}, capacity.Settings{})
+			require.NotEmpty(t, d.Problems)
+			require.LessOrEqual(t, len(d.Problems), 33)
+			length := 0
+			for _, p := range d.Problems {
+				length += len(p.Field) + len(p.Value) + len(p.Message)
+			}
+			require.Less(t, length, 48<<10)
+			require.LessOrEqual(t, len(d.Labels), 260)
+			require.LessOrEqual(t, len(d.Taints), 256)
+			require.LessOrEqual(t, len(d.Resources), 260)
+			require.LessOrEqual(t, len(d.AttachableVolumes), 256)
+			require.LessOrEqual(t, len(d.Sources), 270)
+		})
+	}
+	d := capacity.Describe(deployment(map[string]string{capacity.LabelsAnnotation: strings.Repeat("=,", 100)}),
+		capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+	require.Equal(t, "there are 70 further problems; correct these first", d.Problems[len(d.Problems)-1].Message, "cpu and memory are missing, too")
+}
+
+// A description that is equal is no change of the catalogue.
+func TestADescriptionIsTheSameEachTime(t *testing.T) {
+	md := deployment(map[string]string{v1alpha1.ResourcesAnnotation: "example.com/fpga=2,hugepages-2Mi=2Gi,example.com/nic=2"})
+	seen := capacity.Observation{Capacity: list("example.com/fpga", "1", "hugepages-2Mi", "1Gi", "example.com/nic", "1", "cpu", "1", "memory", "1Gi")}
+	bad := map[string]any{}
+	for i := range 50 {
+		bad[fmt.Sprintf("example.com/r%d", i)] = "x"
+	}
+	first := capacity.Describe(md, template(map[string]any{"capacity": bad}), seen, capacity.Settings{})
+	require.Len(t, first.Problems, 33)
+	for range 50 {
+		require.Equal(t, first, capacity.Describe(md, template(map[string]any{"capacity": bad}), seen, capacity.Settings{}))
+	}
+	first = capacity.Describe(md, capacity.Template{}, seen, capacity.Settings{})
+	require.Len(t, first.Problems, 3)
+	for range 50 {
+		require.Equal(t, first, capacity.Describe(md, capacity.Template{}, seen, capacity.Settings{}))
+	}
 }

@@ -1,6 +1,7 @@
 package capacity
 
 import (
+	"maps"
 	"slices"
 	"strings"
 
@@ -35,7 +36,8 @@ func tolerates(name corev1.ResourceName) bool {
 // learnedResources adds resources that Nodes reported and no other source described. It reports
 // descriptions that exceed what Nodes reported, and determines the overhead.
 func (d *describer) learnedResources() {
-	for name, shown := range d.observed.Capacity {
+	for _, name := range slices.Sorted(maps.Keys(d.observed.Capacity)) {
+		shown := d.observed.Capacity[name]
 		described, known := d.Resources[name]
 		if !known {
 			d.resource(name, shown, observedSource)

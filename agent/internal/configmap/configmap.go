@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/samber/lo"
@@ -33,6 +34,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
+// never is longer than any process runs. controller-runtime has no value for it.
+const never = 100 * 365 * 24 * time.Hour
+
 // maxNote is the maximum length of an event's text about a problem. The API server accepts 1024
 // bytes.
 const maxNote = 900
@@ -50,6 +54,9 @@ type Config[T any] struct {
 	Parse func(content []byte) (*T, error)
 	// Lasting keeps the content in use when the ConfigMap is deleted.
 	Lasting bool
+	// Patience is how long [Follower.Read] waits for the content, from its first call on. Without it, there
+	// is no content until it can be read. Zero means as long as that takes.
+	Patience time.Duration
 	// Changed is called after the content in use has changed, also to nil. It must not call the
 	// follower. It may be nil.
 	Changed func(*T)
@@ -72,6 +79,7 @@ type Follower[T any] struct {
 	first   chan struct{}
 
 	mu      sync.Mutex
+	until   time.Time // when the patience ends
 	read    bool
 	version string // of the last ConfigMap read, usable or not
 	problem string // why the last ConfigMap read cannot be used; empty if it can
@@ -102,7 +110,8 @@ func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
 	}
 	f.reader = own
 	err = builder.ControllerManagedBy(mgr).Named(lo.KebabCase(c.What)).
-		WithOptions(controller.Options{NeedLeaderElection: new(false), SkipNameValidation: new(true)}).
+		// A ConfigMap that cannot be read, for lack of a right for example, must not end the agent.
+		WithOptions(controller.Options{NeedLeaderElection: new(false), SkipNameValidation: new(true), CacheSyncTimeout: never}).
 		WatchesRawSource(source.Kind(own, &corev1.ConfigMap{}, &handler.TypedEnqueueRequestForObject[*corev1.ConfigMap]{})).
 		Complete(f)
 	if err != nil {
@@ -111,7 +120,7 @@ func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
 	// A missing ConfigMap causes no event.
 	err = mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
 		ctx = log.IntoContext(ctx, mgr.GetLogger())
-		if _, err := f.Read(ctx); err != nil && ctx.Err() == nil {
+		if err := f.firstRead(ctx); err != nil && ctx.Err() == nil {
 			log.FromContext(ctx).Error(err, "the "+c.What+" could not be read at the start")
 		}
 		return nil
@@ -138,17 +147,43 @@ func (f *Follower[T]) Problem() string {
 	return f.problem
 }
 
-// Read returns the content in use, or nil if there is none. The first call waits until it has been
-// read.
+// Read returns the content in use, or nil if there is none. Until the content has been read, it waits for
+// that, but not longer than the patience.
 func (f *Follower[T]) Read(ctx context.Context) (*T, error) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if !f.read {
-		if err := f.load(ctx); err != nil {
-			return nil, err
-		}
+	read, until := f.state()
+	if read {
+		return f.Current(), nil
+	}
+	waiting := ctx
+	if !until.IsZero() {
+		var cancel context.CancelFunc
+		waiting, cancel = context.WithDeadline(ctx, until)
+		defer cancel()
+	}
+	if err := f.firstRead(waiting); err != nil && (ctx.Err() != nil || waiting.Err() == nil) {
+		return nil, err
 	}
 	return f.Current(), nil
+}
+
+// state reports whether the content has been read, and until when a caller waits for that.
+func (f *Follower[T]) state() (read bool, until time.Time) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.until.IsZero() && f.Patience > 0 {
+		f.until = time.Now().Add(f.Patience)
+	}
+	return f.read, f.until
+}
+
+// firstRead waits until the content can be read, and reads it.
+func (f *Follower[T]) firstRead(ctx context.Context) error {
+	// The cache answers once it is synced. f.mu must not be held until then.
+	if err := f.reader.Get(ctx, f.Name, &corev1.ConfigMap{}); client.IgnoreNotFound(err) != nil {
+		return fmt.Errorf("reading the %s: %w", f.What, err)
+	}
+	_, err := f.Reconcile(ctx, reconcile.Request{})
+	return err
 }
 
 // Reconcile reads the content again.

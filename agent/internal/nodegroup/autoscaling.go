@@ -5,13 +5,12 @@ import (
 	"strings"
 	"time"
 
-	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 )
 
 // These are the annotations of a MachineDeployment that replace options of the cluster-autoscaler,
 // with the same keys that its provider for Cluster API reads. Their prefix is that of
-// [v1alpha1.MaxNodeProvisionTimeAnnotation].
+// MaxNodeProvisionTimeAnnotation in package v1alpha1.
 const (
 	autoscalingPrefix              = "cluster.x-k8s.io/autoscaling-options-"
 	UtilizationThresholdAnnotation = autoscalingPrefix + "scaledownutilizationthreshold"
@@ -30,8 +29,8 @@ type AutoscalingOptions struct {
 // Empty reports whether no option is replaced.
 func (o AutoscalingOptions) Empty() bool { return o == AutoscalingOptions{} }
 
-// autoscalingOptions reads the options from the annotations. Values that cannot be used are
-// reported and left out.
+// autoscalingOptions reads the options from the annotations, except for MaxNodeProvisionTime, which
+// claims use as well. Values that cannot be used are reported and left out.
 func autoscalingOptions(annotations map[string]string) (o AutoscalingOptions, problems []capacity.Problem) {
 	problem := func(key, message string) {
 		problems = append(problems, capacity.Problem{Field: capacity.AnnotationField(key), Value: annotations[key], Message: message})
@@ -55,9 +54,7 @@ func autoscalingOptions(annotations map[string]string) (o AutoscalingOptions, pr
 		}
 		value, err := time.ParseDuration(strings.ToLower(strings.TrimSpace(text)))
 		if err != nil || value < 0 {
-			if key != v1alpha1.MaxNodeProvisionTimeAnnotation { // package eligibility reports that one
-				problem(key, `is not a duration; write one such as "10m" or "1h30m"`)
-			}
+			problem(key, `is not a duration; write one such as "10m" or "1h30m"`)
 			return
 		}
 		*into = &value
@@ -66,6 +63,5 @@ func autoscalingOptions(annotations map[string]string) (o AutoscalingOptions, pr
 	share(GPUThresholdAnnotation, &o.GPUUtilizationThreshold)
 	duration(UnneededTimeAnnotation, &o.UnneededTime)
 	duration(UnreadyTimeAnnotation, &o.UnreadyTime)
-	duration(v1alpha1.MaxNodeProvisionTimeAnnotation, &o.MaxNodeProvisionTime)
 	return o, problems
 }

@@ -33,6 +33,11 @@ func TestOptionsOfTheClusterAutoscaler(t *testing.T) {
 	require.Contains(t, fields, "metadata.annotations["+nodegroup.GPUThresholdAnnotation+"]")
 	require.Contains(t, fields, "metadata.annotations["+nodegroup.UnreadyTimeAnnotation+"]")
 
+	for _, unusable := range []string{"0s", "5s", "8760h", "20M", "soon"} {
+		md.Annotations[v1alpha1.MaxNodeProvisionTimeAnnotation] = unusable
+		require.Nil(t, of(md).Autoscaling.MaxNodeProvisionTime, "claims do not use %s either", unusable)
+	}
+
 	delete(md.Annotations, v1alpha1.HolderAnnotation)
 	require.True(t, of(md).Autoscaling.Empty(), "they are nothing to Karpenter")
 }

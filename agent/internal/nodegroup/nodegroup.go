@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -119,6 +120,7 @@ func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 	if g.Limits.Holder == v1alpha1.ClusterAutoscaler {
 		var unusable []capacity.Problem
 		g.Autoscaling, unusable = autoscalingOptions(md.Annotations)
+		g.Autoscaling.MaxNodeProvisionTime = lo.EmptyableToPtr(g.Limits.MaxNodeProvisionTime)
 		g.Problems = append(g.Problems, unusable...)
 	}
 	g.Problems = append(g.Problems, g.Machine.Problems...)

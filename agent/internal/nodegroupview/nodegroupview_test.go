@@ -75,18 +75,19 @@ func TestMain(m *testing.M) {
 type fixture struct {
 	*testing.T
 
-	namespace string
-	manager   manager.Manager
-	templates cache.Cache
-	cluster   types.NamespacedName
-	cache     *watchcache.Cache[*agentv1alpha1.NodeGroup]
-	held      *watchcache.Cache[nodegroup.NodeGroup]
-	registry  *prometheus.Registry
-	prices    *prometheus.Registry // metrics of the price list
-	nodes     *learned.Nodes
-	clock     *clocktesting.FakePassiveClock // the clock of the observed Nodes
-	now       clock.PassiveClock             // the View's clock: by default the real one
-	config    *rest.Config                   // the account of the View
+	namespace      string
+	manager        manager.Manager
+	templates      cache.Cache
+	cluster        types.NamespacedName
+	cache          *watchcache.Cache[*agentv1alpha1.NodeGroup]
+	held           *watchcache.Cache[nodegroup.NodeGroup]
+	registry       *prometheus.Registry
+	prices         *prometheus.Registry // metrics of the price list
+	pricesPatience time.Duration        // how long groups wait for it
+	nodes          *learned.Nodes
+	clock          *clocktesting.FakePassiveClock // the clock of the observed Nodes
+	now            clock.PassiveClock             // the View's clock: by default the real one
+	config         *rest.Config                   // the account of the View
 }
 
 // start runs a View for a new namespace with one Cluster, and waits until its view is
@@ -124,6 +125,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	require.NoError(t, err)
 	prices, err := pricelist.New(mgr, pricelist.Config{
 		ConfigMap: types.NamespacedName{Namespace: f.namespace, Name: "prices"}, Recorder: mgr.GetEventRecorder("test"), Registerer: f.prices,
+		Patience: f.pricesPatience,
 	})
 	require.NoError(t, err)
 	f.nodes = nodes

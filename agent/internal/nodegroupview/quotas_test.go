@@ -13,28 +13,36 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// withoutQuotas gives the View an account that may do everything in its namespace except
-// reading ResourceQuotas.
-func withoutQuotas(f *fixture) {
-	meta := metav1.ObjectMeta{Namespace: f.namespace, Name: "agent"}
+// agentsRole returns the role of the account that limited gives the View.
+func agentsRole(f *fixture, core ...string) *rbacv1.Role {
 	all := []string{rbacv1.VerbAll}
-	role := &rbacv1.Role{ObjectMeta: meta, Rules: []rbacv1.PolicyRule{
+	return &rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "agent"}, Rules: []rbacv1.PolicyRule{
 		{APIGroups: []string{"cluster.x-k8s.io", "agent.karpenter.cluster.x-k8s.io", "events.k8s.io"}, Resources: all, Verbs: all},
-		{APIGroups: []string{""}, Resources: []string{"configmaps"}, Verbs: all},
+		{APIGroups: []string{""}, Resources: core, Verbs: all},
 	}}
-	subject := rbacv1.Subject{APIGroup: rbacv1.GroupName, Kind: rbacv1.UserKind, Name: "agent-of-" + f.namespace}
-	plane.Create(f.T, role, &rbacv1.RoleBinding{
-		ObjectMeta: meta, Subjects: []rbacv1.Subject{subject},
-		RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: role.Name},
-	})
-	f.config = rest.CopyConfig(plane.Config)
-	f.config.Impersonate = rest.ImpersonationConfig{UserName: subject.Name, Groups: []string{"system:authenticated"}}
+}
+
+// limited gives the View an account that may do in its namespace what it needs, but of the core group only
+// with these resources.
+func limited(core ...string) func(*fixture) {
+	return func(f *fixture) {
+		role := agentsRole(f, core...)
+		subject := rbacv1.Subject{APIGroup: rbacv1.GroupName, Kind: rbacv1.UserKind, Name: "agent-of-" + f.namespace}
+		plane.Create(f.T, role, &rbacv1.RoleBinding{
+			ObjectMeta: role.ObjectMeta, Subjects: []rbacv1.Subject{subject},
+			RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: role.Name},
+		})
+		f.config = rest.CopyConfig(plane.Config)
+		f.config.Impersonate = rest.ImpersonationConfig{UserName: subject.Name, Groups: []string{"system:authenticated"}}
+	}
 }
 
 func TestWithoutRightsOnQuotasGroupsAreShownAllTheSame(t *testing.T) {
-	f := start(t, withoutQuotas, func(f *fixture) {
+	f := start(t, limited("configmaps"), func(f *fixture) {
 		quota := &corev1.ResourceQuota{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "machines"}}
 		plane.Create(t, quota)
 		one := corev1.ResourceList{eligibility.MachineCount: resource.MustParse("1")}
@@ -44,4 +52,24 @@ func TestWithoutRightsOnQuotasGroupsAreShownAllTheSame(t *testing.T) {
 	})
 	require.True(t, f.until("small", shown).GetAvailability().GetAvailable())
 	require.Never(t, func() bool { return !f.group("small").GetAvailability().GetAvailable() }, time.Second, 10*time.Millisecond, "it stays so")
+}
+
+// A price list is a convenience. All Clusters need the agent.
+func TestWithoutRightsOnThePriceListPricesAreEstimated(t *testing.T) {
+	f := start(t, limited("resourcequotas"), func(f *fixture) {
+		f.pricesPatience = 100 * time.Millisecond
+		plane.Create(t, &corev1.ConfigMap{
+			ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "prices"},
+			Data:       map[string]string{pricelist.Key: "currency: EUR\nprices: [{instanceType: small, perHour: 7}]"},
+		}, capitest.NewInfrastructureTemplate(f.namespace, "small", nil),
+			capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0, described))
+	})
+	group := f.until("small", shown)
+	require.Equal(t, agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE, group.GetSources()["price"].GetKind())
+	require.Zero(t, gauge(t, f.prices, "capi_agent_price_list_usable"))
+
+	role := agentsRole(f)
+	f.change(role, func() { role.Rules = agentsRole(f, "resourcequotas", "configmaps").Rules })
+	group = f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetPrice().GetPerHour() == 7 })
+	require.Equal(t, "EUR", group.GetPrice().GetCurrency())
 }

@@ -2,8 +2,10 @@
 package pricelist
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/apimachinery/pkg/types"
@@ -19,10 +21,16 @@ import (
 // Key is the key of the ConfigMap that holds the list.
 const Key = "prices.yaml"
 
+// DefaultPatience is the default of Patience in [Config].
+const DefaultPatience = 10 * time.Second
+
 // Config configures a [Follower].
 type Config struct {
 	// ConfigMap contains the list. REQUIRED.
 	ConfigMap types.NamespacedName
+	// Patience is how long node groups wait for the list after the start of the agent. Zero means
+	// [DefaultPatience].
+	Patience time.Duration
 	// WatchFailed is called when the ConfigMap could not be followed. Nil logs it.
 	WatchFailed toolscache.WatchErrorHandlerWithContext
 	// Recorder records an event if the list cannot be used. REQUIRED.
@@ -51,6 +59,7 @@ func New(mgr manager.Manager, c Config) (*Follower, error) {
 	var err error
 	f.lists, err = configmap.New(mgr, configmap.Config[pricing.List]{
 		Name: c.ConfigMap, Key: Key, What: "price list", Recorder: c.Recorder, Registerer: c.Registerer, WatchFailed: c.WatchFailed,
+		Patience: cmp.Or(c.Patience, DefaultPatience),
 		Parse: func(content []byte) (*pricing.List, error) {
 			return pricing.ParseList("ConfigMap "+c.ConfigMap.String(), content)
 		},
@@ -73,9 +82,9 @@ func New(mgr manager.Manager, c Config) (*Follower, error) {
 // reader.
 func (f *Follower) Changes() <-chan event.TypedGenericEvent[types.NamespacedName] { return f.changes }
 
-// List returns the list in use, or nil if there is none and prices are estimated. The first call
-// waits until the list has been read, so that no listed price is estimated. A nil follower has no
-// list.
+// List returns the list in use, or nil if there is none and prices are estimated. The first calls
+// wait for the list, so that no listed price is estimated, but not for long: node groups without listed
+// prices are better than none. A nil follower has no list.
 func (f *Follower) List(ctx context.Context) (*pricing.List, error) {
 	if f == nil {
 		return nil, nil
