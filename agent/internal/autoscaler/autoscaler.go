@@ -201,6 +201,9 @@ func (s *Scaler) Groups(name types.NamespacedName) (sizes []Size, err error) {
 func (g *group) size(target int32) Size {
 	maximum := g.max()
 	debug := fmt.Sprintf("MachineDeployment %s: %d of the user, %d of other holders, %d of the cluster-autoscaler", g.ID(), g.Floor, g.others, target)
+	if g.leaving > 0 {
+		debug += fmt.Sprintf(", %d leaving", g.leaving)
+	}
 	if refusal := g.Limits.Refusal(); refusal != nil {
 		maximum = target
 		debug += fmt.Sprintf("; it accepts no claims now (%s): %s", refusal.Reason, refusal.Message)
@@ -213,7 +216,7 @@ func (g *group) max() int32 {
 	if g.Limits.Max == nil {
 		return unlimited
 	}
-	return max(*g.Limits.Max-g.Floor-g.others, 0)
+	return max(*g.Limits.Max-g.Floor-g.others-g.leaving, 0)
 }
 
 // TargetSize returns how many claims the cluster-autoscaler has on a group. Errors:

@@ -14,6 +14,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // maxIncrease is the maximum number of nodes that one call adds. By default, the cluster-autoscaler
@@ -155,7 +156,8 @@ func (n Node) describe() string {
 }
 
 // Decrease lowers the target size of a group by releasing claims that have no node: those without a
-// machine first, the newest first. delta is negative. Errors: [*InvalidError],
+// machine first, then those whose machine has no provider ID. Others come last, because the hub may not see
+// a node that is there. Of each kind, the newest come first. delta is negative. Errors: [*InvalidError],
 // [*UnknownGroupError], [*ExistingNodesError], and those of [claims.Engine.Release].
 func (s *Scaler) Decrease(ctx context.Context, name types.NamespacedName, id string, delta int32) error {
 	if delta >= 0 {
@@ -168,10 +170,14 @@ func (s *Scaler) Decrease(ctx context.Context, name types.NamespacedName, id str
 				open = append(open, claim)
 			}
 		}
-		for _, withMachine := range []bool{false, true} {
+		for _, kind := range []func(*agentv1alpha1.Machine) bool{
+			func(m *agentv1alpha1.Machine) bool { return m == nil },
+			func(m *agentv1alpha1.Machine) bool { return m != nil && m.GetProviderId() == "" },
+			func(m *agentv1alpha1.Machine) bool { return m.GetProviderId() != "" },
+		} {
 			for _, claim := range slices.Backward(g.claims) {
 				machine := claim.GetMachine()
-				if live(claim) && !c.recent[claim.GetClaimId()].released && (machine != nil) == withMachine && machine.GetNodeName() == "" {
+				if live(claim) && !c.recent[claim.GetClaimId()].released && machine.GetNodeName() == "" && kind(machine) {
 					open = append(open, claim.GetClaimId())
 				}
 			}

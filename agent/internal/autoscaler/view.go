@@ -33,8 +33,9 @@ type group struct {
 
 	// claims are the cluster-autoscaler's, oldest first, ended ones included.
 	claims []*agentv1alpha1.Claim
-	// others is how many live claims other holders have.
-	others int32
+	// others is how many live claims other holders have, and leaving how many released claims of all holders
+	// have a machine that is not gone yet. It still has its replica.
+	others, leaving int32
 }
 
 func generations(c Config, name types.NamespacedName) [2]int64 {
@@ -77,6 +78,9 @@ func look(c Config, name types.NamespacedName) (*view, error) {
 	})
 	for _, claim := range all {
 		g := v.groups[claim.GetNodeGroupId()]
+		if g != nil && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING && claim.GetMachine() != nil && !claim.GetReturned() {
+			g.leaving++
+		}
 		if claim.GetHolder() != Holder {
 			if g != nil && live(claim) {
 				g.others++

@@ -105,7 +105,8 @@ func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObje
 		from = t.Cache
 	}
 	err = from.Get(ctx, key, template)
-	if _, ended := errors.AsType[*cache.ErrResourceNotCached](err); ended { // meanwhile, see unwatch
+	_, ended := errors.AsType[*cache.ErrResourceNotCached](err) // meanwhile, see unwatch
+	if ended || from == t.Cache && apierrors.IsNotFound(err) {  // its watch may be behind that of the MachineDeployment
 		err = t.Reader.Get(ctx, key, template)
 	}
 	switch {

@@ -2,10 +2,12 @@
 // of claims: the real capacity of a machine, and what its kubelet reserves.
 //
 // For each node group it keeps the minimum capacity and the maximum overhead over the Nodes of the
-// current template in the latest report that has any, so that anything planned fits every Node. The
-// values of a Node are dropped with the first report without it. Reports that would be too large
-// omit the oldest Nodes, whose values are then dropped as well. Nothing is persisted: after a
-// restart, the next report supplies the same values again.
+// current template in the latest report that has any, so that anything planned fits every Node. Until
+// there is such a Node, those of earlier templates count that differ only in what does not change the
+// machine's size, such as the version of Kubernetes. Otherwise a group that depends on what is learned
+// could never get the first Node of a new version. The values of a Node are dropped with the first report
+// without it. Reports that would be too large omit the oldest Nodes, whose values are then dropped as well.
+// Nothing is persisted: after a restart, the next report supplies the same values again.
 package learned
 
 import (
@@ -83,8 +85,18 @@ type Nodes struct {
 // shown summarizes the Nodes of one group and one revision of its template. It is immutable, and
 // replaced as a whole.
 type shown struct {
-	revision string
+	revisions
+	// earlier means that the Nodes are of earlier revisions.
+	earlier bool
 	capacity.Observation
+}
+
+// revisions are what distinguishes templates: all of the machine, and its size alone. Both are empty if
+// there is no template.
+type revisions struct{ machine, infrastructure string }
+
+func revisionsOf(template *clusterv1.MachineSpec) revisions {
+	return revisions{nodegroup.MachineRevision(template), nodegroup.InfrastructureRevision(template)}
 }
 
 // New returns empty Nodes.
@@ -117,12 +129,12 @@ func New(c Config) (*Nodes, error) {
 // Changes returns a channel of the groups whose observations have changed. It must have one reader.
 func (n *Nodes) Changes() <-chan event.TypedGenericEvent[types.NamespacedName] { return n.changes }
 
-// Of returns the observation of a group's Nodes that were created from the given revision of its
-// template; see [nodegroup.MachineRevision]. It is shared and must not be modified.
-func (n *Nodes) Of(group types.NamespacedName, revision string) capacity.Observation {
+// Of returns the observation of a group's Nodes that were created from its template, or from an earlier one
+// with the same infrastructure template. It is shared and must not be modified.
+func (n *Nodes) Of(group types.NamespacedName, template *clusterv1.MachineSpec) capacity.Observation {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if known := n.groups[group]; known.revision == revision {
+	if known := n.groups[group]; known.infrastructure == nodegroup.InfrastructureRevision(template) {
 		return known.Observation
 	}
 	return capacity.Observation{}
@@ -150,12 +162,12 @@ func (n *Nodes) ForgetCluster(cluster types.NamespacedName) {
 
 // Report processes a report about a Cluster's Nodes. Nodes that are unregistered or report no
 // capacity are not learned from. Neither are Nodes whose Machine is not known, belongs to another
-// Cluster, or was not created from its group's current template.
+// Cluster, or was created from another infrastructure template than that of its group.
 func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes []Node) {
 	for _, group := range n.takeUntold() {
 		n.tell(ctx, group)
 	}
-	report := report{n: n, cluster: cluster, templates: map[types.NamespacedName]string{}, groups: map[types.NamespacedName]*member{}}
+	report := report{n: n, cluster: cluster, templates: map[types.NamespacedName]revisions{}, groups: map[types.NamespacedName]*member{}}
 	for i := range nodes {
 		n.unusable.Add(float64(nodes[i].Unusable))
 		if nodes[i].ProviderID == "" || nodes[i].Unregistered || len(nodes[i].Capacity) == 0 {
@@ -166,7 +178,7 @@ func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes 
 		}
 	}
 	for key, group := range report.groups {
-		if len(group.nodes) > 0 && n.learn(key, group) {
+		if n.learn(key, group) {
 			n.tell(ctx, key)
 		}
 	}
@@ -200,17 +212,18 @@ func (n *Nodes) takeUntold() []types.NamespacedName {
 	return groups
 }
 
-// member is a node group with the reported Nodes of its current template.
+// member is a node group with the reported Nodes of its current template, and of earlier ones with the same
+// infrastructure template.
 type member struct {
-	revision string // empty if there is no such node group in the Cluster
-	nodes    []*Node
+	revisions      // empty if there is no such node group in the Cluster
+	nodes, earlier []*Node
 }
 
 // report assigns the Nodes of one report to their groups. It reads each object once.
 type report struct {
 	n         *Nodes
 	cluster   types.NamespacedName
-	templates map[types.NamespacedName]string // revision by MachineSet
+	templates map[types.NamespacedName]revisions // by MachineSet
 	groups    map[types.NamespacedName]*member
 	// machines are the Cluster's Machines by provider ID; nil for an ID that several Machines have.
 	// The map is nil until it is needed.
@@ -223,22 +236,26 @@ func (r *report) add(ctx context.Context, node *Node) error {
 		return err
 	}
 	group, err := r.group(ctx, machine.Labels[clusterv1.MachineDeploymentNameLabel])
-	if err != nil || group.revision == "" {
+	if err != nil || group.revisions == (revisions{}) {
 		return err
 	}
 	owner := metav1.GetControllerOf(machine)
 	if owner == nil || owner.Kind != "MachineSet" {
 		return nil
 	}
-	revision, err := r.template(ctx, owner.Name)
-	if err != nil || revision != group.revision {
+	of, err := r.template(ctx, owner.Name)
+	switch {
+	case err != nil:
 		return err
+	case of == group.revisions:
+		group.nodes = append(group.nodes, node)
+	case of.infrastructure == group.infrastructure:
+		group.earlier = append(group.earlier, node)
 	}
-	group.nodes = append(group.nodes, node)
 	return nil
 }
 
-// group returns a node group of the Cluster. It has no revision if there is no group with that
+// group returns a node group of the Cluster. It has no revisions if there is no group with that
 // name.
 func (r *report) group(ctx context.Context, name string) (*member, error) {
 	key := types.NamespacedName{Namespace: r.cluster.Namespace, Name: name}
@@ -251,14 +268,14 @@ func (r *report) group(ctx context.Context, name string) (*member, error) {
 	}
 	group := &member{}
 	if nodegroup.IsMember(&md) && md.Spec.ClusterName == r.cluster.Name {
-		group.revision = nodegroup.MachineRevision(&md.Spec.Template.Spec)
+		group.revisions = revisionsOf(&md.Spec.Template.Spec)
 	}
 	r.groups[key] = group
 	return group, nil
 }
 
-// template returns the revision of a MachineSet's template, or "" if there is no such MachineSet.
-func (r *report) template(ctx context.Context, name string) (string, error) {
+// template returns the revisions of a MachineSet's template. They are empty if there is no such MachineSet.
+func (r *report) template(ctx context.Context, name string) (revisions, error) {
 	key := types.NamespacedName{Namespace: r.cluster.Namespace, Name: name}
 	if known, ok := r.templates[key]; ok {
 		return known, nil
@@ -266,24 +283,32 @@ func (r *report) template(ctx context.Context, name string) (string, error) {
 	var ms clusterv1.MachineSet
 	err := r.n.Client.Get(ctx, key, &ms)
 	if client.IgnoreNotFound(err) != nil {
-		return "", fmt.Errorf("reading the MachineSet: %w", err)
+		return revisions{}, fmt.Errorf("reading the MachineSet: %w", err)
 	}
-	revision := ""
+	var of revisions
 	if err == nil {
-		revision = nodegroup.MachineRevision(&ms.Spec.Template.Spec)
+		of = revisionsOf(&ms.Spec.Template.Spec)
 	}
-	r.templates[key] = revision
-	return revision, nil
+	r.templates[key] = of
+	return of, nil
 }
 
-// learn replaces the observation of a group by that of its current Nodes, and reports whether it
+// learn replaces the observation of a group by that of its reported Nodes, and reports whether it
 // changed.
 func (n *Nodes) learn(key types.NamespacedName, group *member) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	known := n.groups[key]
-	next := shown{revision: group.revision, Observation: observe(group.nodes)}
-	if known.revision == next.revision && equality.Semantic.DeepEqual(known.Observation, next.Observation) {
+	next := shown{revisions: group.revisions, earlier: len(group.nodes) == 0}
+	nodes := group.nodes
+	if next.earlier {
+		nodes = group.earlier
+	}
+	if len(nodes) == 0 || next.earlier && !known.earlier && known.revisions == next.revisions {
+		return false
+	}
+	next.Observation = observe(nodes)
+	if known.revisions == next.revisions && known.earlier == next.earlier && equality.Semantic.DeepEqual(known.Observation, next.Observation) {
 		return false
 	}
 	n.groups[key] = next

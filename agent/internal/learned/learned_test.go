@@ -24,7 +24,6 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 )
 
 var (
@@ -39,7 +38,7 @@ type fixture struct {
 	nodes    *learned.Nodes
 	registry *prometheus.Registry
 	clock    *clocktesting.FakeClock
-	revision string
+	template clusterv1.MachineSpec
 }
 
 func start(t *testing.T) *fixture {
@@ -61,7 +60,8 @@ func start(t *testing.T) *fixture {
 		ObjectMeta: metav1.ObjectMeta{Namespace: group.Namespace, Name: group.Name, Labels: map[string]string{v1alpha1.MemberLabel: ""}},
 	}
 	md.Spec.ClusterName, md.Spec.Template.Spec.Version = spoke.Name, "v1.36.3"
-	f.revision = nodegroup.MachineRevision(&md.Spec.Template.Spec)
+	md.Spec.Template.Spec.InfrastructureRef.Name = "small"
+	f.template = md.Spec.Template.Spec
 	f.create(md)
 	f.machine("present", "v1.36.3", "test://a", spoke.Name)
 	return f
@@ -75,10 +75,13 @@ func (f *fixture) create(objects ...client.Object) {
 }
 
 // machine creates a Machine of the group and its MachineSet.
-func (f *fixture) machine(set, version, providerID, cluster string) {
+func (f *fixture) machine(set, version, providerID, cluster string, change ...func(*clusterv1.MachineSpec)) {
 	f.Helper()
 	ms := &clusterv1.MachineSet{ObjectMeta: metav1.ObjectMeta{Namespace: group.Namespace, Name: set}}
-	ms.Spec.Template.Spec.Version = version
+	ms.Spec.Template.Spec.Version, ms.Spec.Template.Spec.InfrastructureRef.Name = version, "small"
+	for _, do := range change {
+		do(&ms.Spec.Template.Spec)
+	}
 	require.NoError(f, client.IgnoreAlreadyExists(f.client.Create(f.Context(), ms)))
 	m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{
 		Namespace: group.Namespace, GenerateName: "machine-", Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: group.Name},
@@ -103,7 +106,7 @@ func (f *fixture) report(nodes ...learned.Node) []types.NamespacedName {
 	}
 }
 
-func (f *fixture) known() capacity.Observation { return f.nodes.Of(group, f.revision) }
+func (f *fixture) known() capacity.Observation { return f.nodes.Of(group, &f.template) }
 
 func list(pairs ...string) corev1.ResourceList {
 	quantities := corev1.ResourceList{}
@@ -161,8 +164,8 @@ func TestOnlyRegisteredNodesOfThePresentTemplateTeach(t *testing.T) {
 		"unregistered": func(*fixture) learned.Node {
 			return learned.Node{ProviderID: "test://a", Capacity: has, Unregistered: true}
 		},
-		"an old template": func(f *fixture) learned.Node {
-			f.machine("old", "v1.35.0", "test://old", spoke.Name)
+		"another infrastructure template": func(f *fixture) learned.Node {
+			f.machine("old", "v1.36.3", "test://old", spoke.Name, large)
 			return learned.Node{ProviderID: "test://old", Capacity: has}
 		},
 		"another Cluster's Machine": func(f *fixture) learned.Node {
@@ -200,20 +203,56 @@ func TestKnownOnlyOfTheTemplateAndUntilForgotten(t *testing.T) {
 	node := learned.Node{ProviderID: "test://a", Capacity: list("cpu", "4")}
 	f.report(node)
 	require.NotEmpty(t, f.known().Capacity)
-	require.Empty(t, f.nodes.Of(group, "another").Capacity)
+	another := f.template
+	large(&another)
+	require.Empty(t, f.nodes.Of(group, &another).Capacity)
 	f.nodes.Forget(group)
 	require.Empty(t, f.known().Capacity)
 	require.Equal(t, []types.NamespacedName{group}, f.report(node))
 	require.NotEmpty(t, f.known().Capacity)
 
-	md := &clusterv1.MachineDeployment{}
-	require.NoError(t, f.client.Get(t.Context(), group, md))
-	md.Spec.Template.Spec.Version = "v1.37.0"
-	require.NoError(t, f.client.Update(t.Context(), md))
-	f.machine("next", "v1.37.0", "test://next", spoke.Name)
+	f.change(large)
+	require.Empty(t, f.report(node))
+	f.machine("next", "v1.36.3", "test://next", spoke.Name, large)
 	f.report(node, learned.Node{ProviderID: "test://next", Capacity: list("cpu", "8")})
 	require.Empty(t, f.known().Capacity, "what the old template's Nodes showed is gone")
-	require.Equal(t, "8", texts(f.nodes.Of(group, nodegroup.MachineRevision(&md.Spec.Template.Spec)).Capacity)["cpu"])
+	require.Equal(t, "8", texts(f.nodes.Of(group, &another).Capacity)["cpu"])
+}
+
+func large(template *clusterv1.MachineSpec) { template.InfrastructureRef.Name = "large" }
+
+// change changes the group's template.
+func (f *fixture) change(do func(*clusterv1.MachineSpec)) {
+	f.Helper()
+	md := &clusterv1.MachineDeployment{}
+	require.NoError(f, f.client.Get(f.Context(), group, md))
+	do(&md.Spec.Template.Spec)
+	require.NoError(f, f.client.Update(f.Context(), md))
+}
+
+// Without a capacity, a group gets no claims, so it would never get the Node that shows it.
+func TestNodesOfAnEarlierVersionCountUntilThereIsOneOfThePresent(t *testing.T) {
+	f := start(t)
+	old := learned.Node{ProviderID: "test://a", Capacity: list("cpu", "4")}
+	f.report(old)
+	newer := func(template *clusterv1.MachineSpec) { template.Version = "v1.37.0" }
+	f.change(newer)
+	next := f.template
+	newer(&next)
+	cpu := func() string { return texts(f.nodes.Of(group, &next).Capacity)["cpu"] }
+	require.Equal(t, "4", cpu(), "before the next report")
+	f.report(old)
+	require.Equal(t, "4", cpu())
+
+	f.nodes.Forget(group)
+	require.Len(t, f.report(old), 1)
+	require.Equal(t, "4", cpu(), "the agent was restarted")
+
+	f.machine("next", "v1.37.0", "test://next", spoke.Name)
+	require.Len(t, f.report(old, learned.Node{ProviderID: "test://next", Capacity: list("cpu", "5")}), 1)
+	require.Equal(t, "5", cpu())
+	require.Empty(t, f.report(old))
+	require.Equal(t, "5", cpu(), "there was one of the present version")
 }
 
 func TestResourcesWithImpossibleNamesAreNotLearned(t *testing.T) {

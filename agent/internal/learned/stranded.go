@@ -23,9 +23,9 @@ const (
 	// unregistered to be a problem. Until then it may be booting, or be a spare that is about to be
 	// bound or removed.
 	strandedAfter = 10 * time.Minute
-	// reportLife is how long a report is valid. Holders repeat their report every minute, each time
+	// ReportLife is how long a report about unregistered Nodes is valid. Holders repeat their report every minute, each time
 	// to one of the agents. An agent that received no recent report must not use an old one.
-	reportLife = 5 * time.Minute
+	ReportLife = 5 * time.Minute
 	// strandedShown is how many of these Machines a problem lists.
 	strandedShown = 3
 )
@@ -48,7 +48,7 @@ func (n *Nodes) Stranded(group types.NamespacedName) *capacity.Problem {
 	n.mu.Lock()
 	known := n.stranded[group]
 	n.mu.Unlock()
-	if len(known.names) == 0 || n.Clock.Since(known.at) > reportLife {
+	if len(known.names) == 0 || n.Clock.Since(known.at) > ReportLife {
 		return nil
 	}
 	names := known.names
@@ -73,7 +73,7 @@ func (n *Nodes) reportStranded(ctx context.Context, r *report, nodes []Node) {
 	now := n.Clock.Now()
 	n.mu.Lock()
 	before := n.waiting[r.cluster]
-	if now.Sub(n.reportedAt[r.cluster]) > reportLife {
+	if now.Sub(n.reportedAt[r.cluster]) > ReportLife {
 		// Meanwhile the Nodes may have been registered and others may have joined.
 		before = nil
 	}
@@ -146,7 +146,7 @@ func (r *report) unclaimed(ctx context.Context, providerID string) (group types.
 	}
 	name := m.Labels[clusterv1.MachineDeploymentNameLabel]
 	known, err := r.group(ctx, name)
-	if err != nil || known.revision == "" {
+	if err != nil || known.revisions == (revisions{}) {
 		return types.NamespacedName{}, "", err
 	}
 	return types.NamespacedName{Namespace: r.cluster.Namespace, Name: name}, m.Name, nil

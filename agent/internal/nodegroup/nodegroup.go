@@ -148,6 +148,13 @@ func revision(md *clusterv1.MachineDeployment) string {
 // template may be that of a MachineDeployment or a MachineSet.
 func MachineRevision(template *clusterv1.MachineSpec) string { return hash(compared(template)) }
 
+// InfrastructureRevision returns the same value for two templates whose machines have the same size: those
+// with the same infrastructure template, which never changes.
+func InfrastructureRevision(template *clusterv1.MachineSpec) string {
+	ref := template.InfrastructureRef
+	return hash([]byte(ref.APIGroup + "/" + ref.Kind + "/" + ref.Name))
+}
+
 func compared(template *clusterv1.MachineSpec) []byte {
 	text, err := json.Marshal(clusterv1.MachineSpec{
 		Version: template.Version, Bootstrap: template.Bootstrap, InfrastructureRef: template.InfrastructureRef,

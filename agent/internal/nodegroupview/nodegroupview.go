@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/samber/lo"
 	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -55,6 +56,9 @@ import (
 
 // maxEventReason is the maximum length of an event's reason.
 const maxEventReason = 128
+
+// maxNote is how many bytes an event's text may have.
+const maxNote = 1024
 
 // templateRetry is how soon, at the latest, an unreadable template is read again.
 const templateRetry = 30 * time.Second
@@ -332,9 +336,9 @@ func (c *View) Reconcile(ctx context.Context, request reconcile.Request) (reconc
 	ref := md.Spec.Template.Spec.InfrastructureRef
 	object, templateErr := c.templates.Get(ctx, ref, md.Namespace)
 	passing := templateErr != nil && !errors.Is(templateErr, infrastructure.ErrUnusable)
-	if passing {
-		// While a provider is upgraded, its conversion webhook may not answer for minutes. A group that lost
-		// its description meanwhile would be refused, or look cheaper than it is.
+	if templateErr != nil {
+		// While a provider is upgraded, its conversion webhook may not answer for minutes, and its CRD may be
+		// missing. A group that lost its description meanwhile would be refused, or look like another machine.
 		object = c.lastTemplate(md)
 	}
 	described := capacity.Template{Object: object}
@@ -349,9 +353,10 @@ func (c *View) Reconcile(ctx context.Context, request reconcile.Request) (reconc
 	}
 	group := nodegroup.Of(md, nodegroup.Sources{
 		Cluster: cluster, Template: described, Settings: c.Settings, Pricing: prices,
-		Observed: c.Observed.Of(request.NamespacedName, nodegroup.MachineRevision(&md.Spec.Template.Spec)),
+		Observed: c.Observed.Of(request.NamespacedName, &md.Spec.Template.Spec),
 	})
-	if stranded := c.Observed.Stranded(request.NamespacedName); stranded != nil {
+	stranded := c.Observed.Stranded(request.NamespacedName)
+	if stranded != nil {
 		group.Problems = append(group.Problems, *stranded)
 	}
 	noMachines, err := c.NoMachines(ctx, md)
@@ -363,20 +368,28 @@ func (c *View) Reconcile(ctx context.Context, request reconcile.Request) (reconc
 		return reconcile.Result{}, err
 	}
 	group.Limits = group.Limits.With(noMachines).With(cooling)
-	var again time.Duration
-	if cooling != nil {
-		again = max(time.Second, cooling.RetryAt.Sub(c.Clock.Now()))
+	if passing && object == nil {
+		group.Limits = group.Limits.With(&eligibility.Refusal{
+			NodeGroup: md.Name, Reason: eligibility.Invalid, Message: "its infrastructure template has not been read yet, so its machines are unknown",
+		})
 	}
 	c.publish(md, group, object)
 	if passing {
 		return reconcile.Result{}, templateErr
 	}
-	if templateErr != nil && (again == 0 || templateRetry < again) {
+	var again []time.Duration
+	if cooling != nil {
+		again = append(again, max(time.Second, cooling.RetryAt.Sub(c.Clock.Now())))
+	}
+	if templateErr != nil {
 		// No watch reports what is missing here: the CRD or its label, the agent's rights, or a
 		// template whose kind is not watched yet.
-		again = templateRetry
+		again = append(again, templateRetry)
 	}
-	return reconcile.Result{RequeueAfter: again}, nil
+	if stranded != nil {
+		again = append(again, learned.ReportLife) // after the last report to this agent, nothing else ends the problem
+	}
+	return reconcile.Result{RequeueAfter: lo.Min(again)}, nil
 }
 
 // lastTemplate returns the template that a group was last described with, nil if there is none or if
@@ -416,11 +429,12 @@ func (c *View) cluster(ctx context.Context, name types.NamespacedName) (*cluster
 // problem lasts.
 func (c *View) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGroup, template *unstructured.Unstructured) {
 	fresh, all := c.know(md, group, template)
-	c.set(group)
 	c.problems.WithLabelValues(group.Key.Namespace, group.Key.Name).Set(float64(all))
+	c.set(group)
 	for _, problem := range fresh {
-		c.Recorder.Eventf(md, nil, corev1.EventTypeWarning, eventReason(problem.Field), "DescribeNodeGroup", "%s: %.256q %s",
-			problem.Field, problem.Value, problem.Message)
+		note := fmt.Sprintf("%s: %.256q %s", problem.Field, problem.Value, problem.Message)
+		c.Recorder.Eventf(md, nil, corev1.EventTypeWarning, eventReason(problem.Field), "DescribeNodeGroup", "%s",
+			strings.ToValidUTF8(note[:min(len(note), maxNote)], ""))
 	}
 }
 
@@ -478,8 +492,8 @@ func (c *View) forget(key types.NamespacedName) {
 	if known == nil {
 		return
 	}
-	c.remove(known.cluster, nodegroup.ID(key))
 	c.problems.DeleteLabelValues(key.Namespace, key.Name)
+	c.remove(known.cluster, nodegroup.ID(key))
 }
 
 // Equal reports whether two node groups are the same to watchers.

@@ -156,14 +156,15 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	return f
 }
 
-// coolDown is long enough to be seen and short enough to wait for.
-const coolDown = 2 * time.Second
+// coolDown is long enough to be seen, also where times are in whole seconds and the machine is busy, and
+// short enough to wait for.
+const coolDown = 8 * time.Second
 
 func TestAGroupIsUnavailableWhileItCoolsDown(t *testing.T) {
 	f := start(t)
 	plane.Create(t, capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0))
-	available := func() *agentv1alpha1.Availability { return f.group("small").GetAvailability() }
-	require.Eventually(t, func() bool { return available().GetAvailable() }, patience, 10*time.Millisecond)
+	available := func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetAvailable() }
+	f.until("small", available)
 
 	claim := &v1alpha1.MachineClaim{
 		ObjectMeta: metav1.ObjectMeta{
@@ -176,11 +177,11 @@ func TestAGroupIsUnavailableWhileItCoolsDown(t *testing.T) {
 	claim.Status.Message = "no hosts left"
 	require.NoError(t, plane.Client.Status().Update(t.Context(), claim))
 
-	require.Eventually(t, func() bool { return !available().GetAvailable() }, patience, 10*time.Millisecond)
-	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, available().GetReason())
-	require.Contains(t, available().GetMessage(), "no hosts left")
-	require.NotNil(t, available().GetRetryAt())
-	require.Eventually(t, func() bool { return available().GetAvailable() }, patience, 10*time.Millisecond, "and available again by itself")
+	cooling := f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return !available(g) }).GetAvailability()
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, cooling.GetReason())
+	require.Contains(t, cooling.GetMessage(), "no hosts left")
+	require.NotNil(t, cooling.GetRetryAt())
+	f.until("small", available) // by itself
 }
 
 func TestTheSettingsOfMachinesApplyToAllNodeGroups(t *testing.T) {
@@ -325,9 +326,10 @@ func TestInfrastructureTemplateIsFollowed(t *testing.T) {
 	require.Equal(t, "arm64", group.GetArchitecture())
 	require.Equal(t, agentv1alpha1.SourceKind_SOURCE_KIND_INFRASTRUCTURE_TEMPLATE, group.GetSources()["capacity.cpu"].GetKind())
 	require.NoError(t, plane.Client.Delete(t.Context(), template))
-	f.until("small", func(g *agentv1alpha1.NodeGroup) bool {
+	group = f.until("small", func(g *agentv1alpha1.NodeGroup) bool {
 		return slices.Contains(problemFields(g), "spec.template.spec.infrastructureRef")
 	})
+	require.Equal(t, "arm64", group.GetArchitecture(), "its existing machines are what they were")
 }
 
 func TestKindsThatCannotBeResolvedAreProblemsOfTheirGroupsAlone(t *testing.T) {
@@ -388,6 +390,9 @@ func TestAGroupKeepsItsDescriptionWhileItsTemplateCannotBeRead(t *testing.T) {
 	require.EventuallyWithT(t, func(t *assert.CollectT) {
 		require.NoError(t, plane.Client.Create(f.Context(), template.DeepCopy()))
 	}, patience, 50*time.Millisecond, "the new kind is served")
+	other := template.DeepCopy()
+	other.SetName("other")
+	plane.Create(t, other)
 	small := capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0)
 	small.Spec.Template.Spec.InfrastructureRef.Kind, small.Spec.Template.Spec.InfrastructureRef.APIGroup = "MachineTemplate", crd.Spec.Group
 	plane.Create(t, small)
@@ -416,7 +421,9 @@ func TestAGroupKeepsItsDescriptionWhileItsTemplateCannotBeRead(t *testing.T) {
 	require.True(t, f.manager.GetCache().WaitForCacheSync(synced), "controllers that start now do not wait for the watch of the templates")
 
 	f.change(small, func() { small.Spec.Template.Spec.InfrastructureRef.Name = "other" })
-	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetCapacity()["cpu"] == "" })
+	unknown := f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetCapacity()["cpu"] == "" })
+	require.False(t, unknown.GetAvailability().GetAvailable(), "its machines may have another architecture than the default")
+	require.Contains(t, unknown.GetAvailability().GetMessage(), "its infrastructure template has not been read yet")
 	f.change(small, func() { small.Spec.Template.Spec.InfrastructureRef.Name = "small" })
 	f.change(crd, func() { crd.Spec.Conversion = nil })
 	f.until("small", func(g *agentv1alpha1.NodeGroup) bool {
@@ -750,7 +757,11 @@ func TestNodesTeachOnlyTheirOwnGroup(t *testing.T) {
 	require.NotContains(t, f.group("b").GetCapacity(), "cpu")
 
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "a"}}
+	revision := group.GetTemplateRevision()
 	f.change(md, func() { md.Spec.Template.Spec.Version = "v1.37.0" })
+	group = f.until("a", func(g *agentv1alpha1.NodeGroup) bool { return g.GetTemplateRevision() != revision })
+	require.Equal(t, "4", group.GetCapacity()["cpu"], "until there is a Node of the new version")
+	f.change(md, func() { md.Spec.Template.Spec.InfrastructureRef.Name = "b" })
 	f.until("a", func(g *agentv1alpha1.NodeGroup) bool {
 		return g.GetCapacity()["cpu"] == "" && len(g.GetOverhead()) == 0
 	})
