@@ -816,6 +816,38 @@ func TestAReplicaIsGivenBackWhenTheInstanceIsGone(t *testing.T) {
 	assert.True(t, d.Removes, "which MachineSet it is charged to depends on the template")
 }
 
+// fails makes each reconcile of a MachineSet end with an error.
+func fails(set *clusterv1.MachineSet) {
+	set.Generation = 7
+	set.Status.ObservedGeneration = 6
+	set.Status.Conditions = append(set.Status.Conditions, metav1.Condition{
+		Type: clusterv1.MachineSetScalingUpCondition, Status: metav1.ConditionTrue, ObservedGeneration: 7,
+	})
+}
+
+// A quota refuses a Machine, or the infrastructure object of another one is missing. The Machine object that
+// is kept would take up what is missing.
+func TestNothingWaitsForAMachineSetWhoseReconcilesEndWithAnError(t *testing.T) {
+	decremented := &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a", Decremented: true, Generation: 3}}}
+	released := func() *Snapshot { return atRest(1, decremented).withMachine("a", "", completed) }
+	s := released()
+	fails(s.Sets[0])
+	assert.Contains(t, kinds(Decide(s)), RemoveFinalizer)
+	s.Sets[0].Status.Conditions[0].Status = metav1.ConditionUnknown
+	assert.NotContains(t, kinds(Decide(s)), RemoveFinalizer, "it got no further than listing the Machines")
+	s = released()
+	fails(s.Sets[0])
+	s.Sets[0].Generation++
+	assert.NotContains(t, kinds(Decide(s)), RemoveFinalizer, "it has not seen the lowering")
+
+	s = atRest(3, &Ledger{Version: 1, Seq: 4, Floor: 1, LastReplicas: 3, Spare: 2}).withMachine("m", "", node)
+	s.SpareSince = s.Now.Add(-time.Hour)
+	fails(s.Sets[0])
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, &Shrink{Set: s.Sets[0].Name}, d.Ledger.Shrink, "what cannot be created is given back")
+}
+
 func TestAReplicaThatANewClaimTakesAtOnceWaitsForNoNewGeneration(t *testing.T) {
 	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
 		withMachine("a", "", completed).withClaim("c", "", "")

@@ -145,7 +145,7 @@ func (b *books) setsLowered(begun []types.UID) bool {
 		case !b.lowered(uid):
 			missing[name] = append(missing[name], uid)
 			done = false
-		case set != nil && set.Status.ObservedGeneration < set.Generation:
+		case set != nil && behind(set):
 			done = false
 		}
 	}

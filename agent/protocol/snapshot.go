@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -254,7 +255,24 @@ func (s *Snapshot) reconciled(g int64) bool {
 	if s.Deployment.Status.ObservedGeneration < g {
 		return false
 	}
-	return !slices.ContainsFunc(s.Sets, func(set *clusterv1.MachineSet) bool { return set.Status.ObservedGeneration < set.Generation })
+	return !slices.ContainsFunc(s.Sets, behind)
+}
+
+// behind reports whether Cluster API has not acted on the MachineSet's present generation.
+func behind(set *clusterv1.MachineSet) bool { return ActedOn(set) < set.Generation }
+
+// ActedOn returns the newest generation of a MachineSet that Cluster API has acted on, with or without an
+// error. status.observedGeneration stays behind as long as a reconcile ends with one, although all else in it
+// was done: while a quota or a webhook refuses a Machine, while the infrastructure object of a Machine is
+// missing, or a template. The condition ScalingUp is written at the end of each reconcile, but not while the
+// MachineSet is paused. It is Unknown if the reconcile got no further than listing the Machines.
+func ActedOn(set *clusterv1.MachineSet) int64 {
+	generation := set.Status.ObservedGeneration
+	if scaling := meta.FindStatusCondition(set.Status.Conditions, clusterv1.MachineSetScalingUpCondition); scaling != nil &&
+		scaling.Status != metav1.ConditionUnknown {
+		generation = max(generation, scaling.ObservedGeneration)
+	}
+	return generation
 }
 
 // rollingOut reports whether Cluster API is replacing Machines by itself. A rollout creates

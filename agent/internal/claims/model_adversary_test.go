@@ -213,7 +213,9 @@ func (w *world) plan(outside bool) {
 		},
 		"group blocked": func() {
 			if w.rarely(3) {
-				w.blocked[w.anyGroup()] = true
+				group := w.anyGroup()
+				w.blocked[group] = true
+				w.refused[group] = w.rarely(2)
 			}
 		},
 		"late write arrives": w.landOne,

@@ -234,6 +234,10 @@ func (w *world) setStep(s *clusterv1.MachineSet) {
 		old := s.Name != fmt.Sprintf("%s-%d", group, w.templates[group])
 		_, mayNot := s.Annotations[clusterv1.DisableMachineCreateAnnotation]
 		missing := int(protocol.ReplicasOf(s)) - len(mine)
+		wanted := missing
+		if mayNot {
+			wanted = 0
+		}
 		if mayNot || w.blocked[group] {
 			missing = min(missing, 0)
 		}
@@ -250,7 +254,13 @@ func (w *world) setStep(s *clusterv1.MachineSet) {
 		}
 		o, _ = w.hub.find(machineSets, s.Name)
 		now := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
-		now.Status.ObservedGeneration = s.Generation
+		scaling := metav1.Condition{
+			Type: clusterv1.MachineSetScalingUpCondition, Status: metav1.ConditionFalse, Reason: "Said", ObservedGeneration: s.Generation,
+		}
+		meta.SetStatusCondition(&now.Status.Conditions, scaling)
+		if !w.refused[group] || wanted <= 0 { // else the reconcile ends with an error
+			now.Status.ObservedGeneration = s.Generation
+		}
 		w.setStatus(now)
 		return false
 	})

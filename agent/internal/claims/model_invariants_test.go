@@ -434,6 +434,7 @@ func (w *world) settle() {
 			w.checkBlocked(group)
 		}
 		clear(w.blocked)
+		clear(w.refused)
 	}
 	w.rest()
 	// Every caller finishes what it began, and the holder reports its live set.

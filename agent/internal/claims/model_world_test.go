@@ -82,6 +82,7 @@ type world struct {
 	busy      map[string]bool
 	templates map[string]int
 	blocked   map[string]bool // groups whose MachineSets can create no Machines
+	refused   map[string]bool // those of them where each attempt ends with an error, as under a quota
 	// slow reports whether a Machine's infrastructure is still slow; nil means never.
 	slow func(*clusterv1.Machine) bool
 	// surge holds the Machines that a rollout created while it ran.
@@ -194,7 +195,7 @@ func buildWorld(t failer, dice *rapid.T, o worldOptions) *world {
 	w := &world{
 		t: t, dice: dice, fair: true, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
 		skew: o.skew, failure: o.failure, since: map[string]time.Time{}, failed: map[string]time.Time{},
-		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
+		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{}, refused: map[string]bool{},
 		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{}, open: map[types.UID]bool{},
 		owned: map[string]int32{}, scaled: map[string]time.Time{}, ledgers: map[string]bool{},
 		licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},

@@ -326,9 +326,13 @@ var mutants = []mutant{
 	}},
 	{name: "R5: only the MachineDeployment is waited for", world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
 		{
-			"	return !slices.ContainsFunc(s.Sets, func(set *clusterv1.MachineSet) bool { return set.Status.ObservedGeneration < set.Generation })\n",
+			"	return !slices.ContainsFunc(s.Sets, behind)\n",
 			"	return true\n",
 		},
+	}},
+
+	{name: "R5: reconciles that end with an error do not count", test: "TestNothingWaitsForAMachineSetWhoseReconcilesEndWithAnError", edits: []edit{
+		{"		generation = max(generation, scaling.ObservedGeneration)\n", "		generation = max(generation, 0)\n"},
 	}},
 
 	// Binding.
@@ -633,7 +637,7 @@ var mutants = []mutant{
 		{"	case ours && IsPaused(b.Deployment.Status.Conditions) && b.setsLowered(begun):\n", "	case ours && b.setsLowered(begun):\n"},
 	}},
 	{name: "a lowered MachineSet is not waited for", world: "-claims=1 -floor=2 -sets=2 -machines=4 -stale=0", violation: "I3", edits: []edit{
-		{"		case set != nil && set.Status.ObservedGeneration < set.Generation:\n", "		case set != nil && set.Status.ObservedGeneration < 0:\n"},
+		{"		case set != nil && behind(set):\n", "		case set != nil && ActedOn(set) < 0:\n"},
 	}},
 
 	// Machines that no claim has.
