@@ -440,7 +440,7 @@ func (b *books) coverShortage() {
 	short := clamp(waiting - (usable - floorNeeds))
 	room := short
 	switch {
-	case b.Group.Has(eligibility.QuotaExceeded):
+	case b.Quota != "":
 		room = 0 // there would be no Machine
 	case b.Group.Max != nil:
 		room = min(short, max(0, *b.Group.Max-b.d.Replicas))

@@ -68,7 +68,11 @@ func TestAClaimWhoseMachineJoinedUnseenIsOwedAnotherOne(t *testing.T) {
 	for reason, replicas := range map[eligibility.Reason]int32{"": 2, eligibility.CoolingDown: 2, eligibility.QuotaExceeded: 1, eligibility.Paused: 1} {
 		s := atRest(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
 			withClaim("c", v1alpha1.PhasePending, "").withMachine("joined", "", node)
-		if reason != "" {
+		switch reason {
+		case "":
+		case eligibility.QuotaExceeded:
+			s.Quota = "none is left"
+		default:
 			s.Group = s.Group.With(&eligibility.Refusal{Reason: reason})
 		}
 		d := Decide(s)
@@ -577,6 +581,8 @@ func TestAFailureHasAClass(t *testing.T) {
 		}
 		return s
 	}
+	quota := blocked("")
+	quota.Quota = "ResourceQuota machines is used up"
 	bound := func(reason, message string, age time.Duration) *Snapshot {
 		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
 			withMachine("m", "c", infrastructure(reason)).withClaim("c", v1alpha1.PhaseBound, "m")
@@ -598,7 +604,7 @@ func TestAFailureHasAClass(t *testing.T) {
 		"nothing final for several deadlines": {bound("Failed", "RESPONSE 429", Patience*deadline), failures.TimedOut},
 		"no Machine":                          {blocked(""), failures.TimedOut},
 		"no Machine, for another reason":      {blocked("the control plane is upgrading"), failures.TimedOut},
-		"no Machine, for a quota":             {blocked(`machines is forbidden: exceeded quota: fleet`), failures.Quota},
+		"no Machine, for a quota":             {quota, failures.Quota},
 	} {
 		t.Run(name, func(t *testing.T) {
 			test.s.Failure = FailurePolicy{Known: true, Reasons: []string{"NoRoom"}, ObjectDeadline: deadline, ProviderIDDeadline: deadline}

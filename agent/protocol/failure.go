@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/samber/lo"
@@ -144,9 +143,11 @@ func (s *Snapshot) checkDeadlines(d *Decision, c *v1alpha1.MachineClaim, m *clus
 	case m == nil:
 		if why = s.unmade(d, c); why == "" {
 			s.explainBlocked(d, c)
+		} else if s.Quota != "" {
+			why += ": " + s.Quota
+			class = failures.Quota
 		} else if blocked := s.blocked(); blocked != "" {
 			why += ": " + blocked
-			class = classOfBlocked(blocked)
 		}
 	case s.infrastructureGone(m):
 		why, _ = missing(m)
@@ -188,15 +189,6 @@ func (s *Snapshot) checkDeadlines(d *Decision, c *v1alpha1.MachineClaim, m *clus
 	}
 	d.Actions = append(d.Actions, Action{Kind: verdict, Claim: c, Machine: m, Class: class, Event: v1alpha1.Event{Reason: reason, Message: why}})
 	return true
-}
-
-// classOfBlocked returns the class of the failure of a claim for which no Machine was created in
-// time, given why Cluster API creates none. A ResourceQuota's refusal always has these words.
-func classOfBlocked(blocked string) failures.Class {
-	if strings.Contains(blocked, "exceeded quota") {
-		return failures.Quota
-	}
-	return failures.TimedOut
 }
 
 // awaited returns what the Machine lacks, and the option that limits how long claims wait for it by

@@ -21,6 +21,9 @@ type Snapshot struct {
 	// Deployment is the MachineDeployment. Group is what it and its Cluster allow.
 	Deployment *clusterv1.MachineDeployment
 	Group      eligibility.Group
+	// Quota is why the hub admits no further Machine of the group; empty if it does, if that is not known, or
+	// if no claim waits. It is no refusal of the group: a spare Machine is still there for a claim.
+	Quota string
 	// Ledger is the MachineDeployment's ledger; nil when it has no usable one.
 	Ledger *Ledger
 	// Claims are the claims of this node group that have not ended, and ended ones whose label a

@@ -9,7 +9,6 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
 // releaseSpare begins to remove Machines that no claim has wanted for the grace period, or that have
@@ -92,7 +91,7 @@ func (b *books) removable(makesRoom bool) []*clusterv1.Machine {
 // makes room for one. That is not certain while a quota is used up, and not true while replicas
 // are above the max size: the agent would not raise them to that number again.
 func (b *books) blocking() int32 {
-	if b.Group.Has(eligibility.QuotaExceeded) || b.Group.Max != nil && b.d.Replicas > *b.Group.Max {
+	if b.Quota != "" || b.Group.Max != nil && b.d.Replicas > *b.Group.Max {
 		return 0
 	}
 	return max(0, b.d.Unmet-b.unreleased())

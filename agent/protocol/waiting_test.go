@@ -277,7 +277,7 @@ func TestAMachineWithoutANodeMakesRoomBeforeTheUsersDoes(t *testing.T) {
 func TestAWaitDoesNotRestartForRoomThatIsNotMade(t *testing.T) {
 	for name, change := range map[string]func(*Snapshot){
 		"above the max size": func(s *Snapshot) { s.Group.Max = new(int32(1)) },
-		"a quota is used up": func(s *Snapshot) { s.Group = s.Group.With(&eligibility.Refusal{Reason: eligibility.QuotaExceeded}) },
+		"a quota is used up": func(s *Snapshot) { s.Quota = "none is left" },
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := atRest(3, &Ledger{Version: 1, Seq: 9, LastReplicas: 3, Spare: 2, Pending: map[string]Assignment{"c": {}}}).

@@ -212,6 +212,36 @@ func TestAGroupForWhichNoMachineCanBeMadeTakesClaimsForSparesOnly(t *testing.T) 
 	}
 }
 
+// While a quota is used up, a claim that has waited for too long has failed for it.
+func TestAWaitingClaimKnowsOfAQuota(t *testing.T) {
+	claim := &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, "a"),
+			Labels: map[string]string{v1alpha1.ClusterLabel: clusterName, v1alpha1.NodeGroupLabel: "small"},
+		},
+		Spec:   v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: "a", NodeGroup: "small", Candidates: []string{"small"}},
+		Status: v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhasePending},
+	}
+	for _, waits := range []bool{false, true} {
+		for reason, want := range map[eligibility.Reason]string{eligibility.QuotaExceeded: "none is left", eligibility.MachinesBlocked: ""} {
+			objects := []client.Object{groupOf("small", 1, nil)}
+			if waits {
+				objects = append(objects, claim.DeepCopy())
+			}
+			e := engineWith(t, objects...)
+			e.NoMachines = func(_ context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error) {
+				return &eligibility.Refusal{NodeGroup: md.Name, Reason: reason, Message: "none is left"}, nil
+			}
+			s, err := e.read(t.Context(), uncached, client.ObjectKey{Namespace: namespace, Name: "small"})
+			require.NoError(t, err)
+			if !waits {
+				want = ""
+			}
+			assert.Equal(t, want, s.Quota, "%t %s", waits, reason)
+		}
+	}
+}
+
 // Nothing of ours stays on objects that outlive their MachineDeployment.
 func TestAMachineSetThatWasLeftBehindIsUnpaused(t *testing.T) {
 	set := &clusterv1.MachineSet{ObjectMeta: metav1.ObjectMeta{

@@ -103,7 +103,26 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 		return nil, err
 	}
 	s.Group = s.Group.With(cooling)
+	if err := e.readQuota(ctx, s); err != nil {
+		return nil, err
+	}
 	return s, nil
+}
+
+// readQuota reads whether a quota is why waiting claims get no Machine.
+func (e *Engine) readQuota(ctx context.Context, s *protocol.Snapshot) error {
+	waits := func(c *v1alpha1.MachineClaim) bool { return c.CurrentPhase() == v1alpha1.PhasePending }
+	if e.NoMachines == nil || !slices.ContainsFunc(s.Claims, waits) {
+		return nil
+	}
+	refusal, err := e.NoMachines(ctx, s.Deployment)
+	if err != nil {
+		return err
+	}
+	if refusal != nil && refusal.Reason == eligibility.QuotaExceeded {
+		s.Quota = refusal.Message
+	}
+	return nil
 }
 
 // readReports reads the conditions of infrastructure objects for Machines whose own conditions are
