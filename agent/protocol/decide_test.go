@@ -1406,3 +1406,14 @@ func TestAMachineIsHandedOverOnceItsClaimsEntryIsDropped(t *testing.T) {
 		assert.Equal(t, !entered, slices.Contains(kinds(Decide(s)), Unbind))
 	}
 }
+
+// A person may write any label. Only values that a claim may have as its id count.
+func TestALabelThatNoClaimCanHaveIsNone(t *testing.T) {
+	for value, want := range map[string]string{
+		"a": "a", "a-1": "a-1", "7f6c": "7f6c", "": "", "A": "", "a_b": "", "a.b": "", "Test_1": "", "-a": "", "a-": "", "-": "",
+		strings.Repeat("a", 63): strings.Repeat("a", 63), strings.Repeat("a", 64): "",
+	} {
+		m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{v1alpha1.ClaimLabel: value}}}
+		assert.Equal(t, want, ClaimOf(m), value)
+	}
+}

@@ -19,6 +19,9 @@ const (
 	// remadeSettles is how long objects of a Cluster that is not paused may still be arriving after
 	// the youngest of them was created again.
 	remadeSettles = 30 * time.Second
+	// remadeWithin is how long after a claim and its MachineDeployment were created again its Machine may
+	// follow. All Machines of a move are there when it ends the pause; a backup restores them for longer.
+	remadeWithin = 10 * time.Minute
 	// SuspendedDelay is how soon a held group is read again, because the end of a pause need not
 	// change any of the group's objects.
 	SuspendedDelay = 10 * time.Second
@@ -188,9 +191,13 @@ func (s *Snapshot) actOnCarried(d *Decision, c *v1alpha1.MachineClaim) {
 	case s.entered(c):
 		s.markAdmitted(d, c)
 	default:
-		made := latest(c.CreationTimestamp.Time, s.Deployment.CreationTimestamp.Time)
+		began := latest(c.CreationTimestamp.Time, s.Deployment.CreationTimestamp.Time)
+		made := began
 		for _, m := range s.Machines {
 			made = latest(made, m.CreationTimestamp.Time)
+		}
+		if longest := began.Add(remadeWithin); made.After(longest) {
+			made = longest // Cluster API creates Machines as well: a rollout would never let the claim end
 		}
 		if left := remadeSettles - s.ago(made); left > 0 {
 			d.Wake(left)

@@ -112,7 +112,15 @@ func TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger(t *testing.T) {
 		"its Machine may still be coming": {
 			change: func(s *Snapshot) {
 				s.withMachine("other", "", node).Machines[1].CreationTimestamp = metav1.NewTime(s.Now)
+				s.Claims[0].CreationTimestamp = metav1.NewTime(s.Now.Add(-5 * time.Minute))
 			},
+		},
+		"Cluster API creates Machines all the time": {
+			change: func(s *Snapshot) {
+				s.withMachine("other", "", node).Machines[1].CreationTimestamp = metav1.NewTime(s.Now)
+				s.Claims[0].CreationTimestamp = metav1.NewTime(s.Now.Add(-time.Hour))
+				s.Deployment.CreationTimestamp = s.Claims[0].CreationTimestamp
+			}, kind: End,
 		},
 		"an older agent made it, and nobody knows it": {
 			change: func(s *Snapshot) { s.Claims[0].Spec.ClusterUID = "" }, kind: End,

@@ -9,6 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -318,9 +319,19 @@ func SetOf(m *clusterv1.Machine) string {
 	return ""
 }
 
-// ClaimOf returns the id of the claim whose label the Machine carries, "" for none.
+// ClaimOf returns the id of the claim whose label the Machine carries, "" for none. A value that no claim can
+// have, which only a person writes, is none: such a claim can never exist.
 func ClaimOf(m *clusterv1.Machine) string {
-	return m.Labels[v1alpha1.ClaimLabel]
+	if id := m.Labels[v1alpha1.ClaimLabel]; isClaimID(id) {
+		return id
+	}
+	return ""
+}
+
+// isClaimID reports whether a text can be a claim's id, which is a DNS label. A label may have other values.
+func isClaimID(text string) bool {
+	return text != "" && len(text) <= validation.DNS1123LabelMaxLength && text[0] != '-' && text[len(text)-1] != '-' &&
+		strings.Trim(text, "abcdefghijklmnopqrstuvwxyz0123456789-") == ""
 }
 
 // HasFinalizer reports whether the agent's finalizer is on the Machine.

@@ -94,6 +94,8 @@ type group struct {
 	skip int
 	// queued holds the ids of the claims that the last step found no room in the ledger for.
 	queued map[string]bool
+	// mislabelled are the Machines with an event about their label.
+	mislabelled map[types.UID]bool
 }
 
 type outcome struct {
@@ -512,6 +514,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			return requeueAfter, err
 		}
 		s.SpareSince = g.spareSince
+		g.warnOfLabels(s)
 		d := e.decide(s)
 		keepClaimed(s, d)
 		g.noteSpare(s, d)
@@ -803,6 +806,23 @@ func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Durati
 		gather *= time.Duration(min(1<<min(g.unfinished, 16), slowest))
 	}
 	return lo.Clamp(gather-clock.Since(g.wanted), 0, gather)
+}
+
+// warnOfLabels records an event on each Machine whose label names no claim that can exist.
+func (g *group) warnOfLabels(s *protocol.Snapshot) {
+	present := map[types.UID]bool{}
+	for _, m := range s.Machines {
+		value := m.Labels[v1alpha1.ClaimLabel]
+		if value == "" || protocol.ClaimOf(m) != "" {
+			continue
+		}
+		present[m.UID] = true
+		if !g.mislabelled[m.UID] {
+			g.engine.warn(m, "InvalidClaimLabel", "ReadLabel",
+				fmt.Sprintf("the label %s=%s is ignored: no claim can have this id; remove the label, which only the agent writes", v1alpha1.ClaimLabel, value))
+		}
+	}
+	g.mislabelled = present
 }
 
 func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {

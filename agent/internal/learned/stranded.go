@@ -13,9 +13,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
-	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 const (
@@ -23,8 +23,9 @@ const (
 	// unregistered to be a problem. Until then it may be booting, or be a spare that is about to be
 	// bound or removed.
 	strandedAfter = 10 * time.Minute
-	// ReportLife is how long a report about unregistered Nodes is valid. Holders repeat their report every minute, each time
-	// to one of the agents. An agent that received no recent report must not use an old one.
+	// ReportLife is how long a report about unregistered Nodes is valid. Holders repeat their report
+	// every minute, each time to one of the agents. An agent that received no recent report must not use
+	// an old one.
 	ReportLife = 5 * time.Minute
 	// strandedShown is how many of these Machines a problem lists.
 	strandedShown = 3
@@ -141,7 +142,7 @@ func (n *Nodes) replaceStranded(cluster types.NamespacedName, next waiting, foun
 // unclaimed. Otherwise the names are empty.
 func (r *report) unclaimed(ctx context.Context, providerID string) (group types.NamespacedName, machine string, err error) {
 	m, err := r.machine(ctx, providerID)
-	if err != nil || m == nil || !m.DeletionTimestamp.IsZero() || m.Labels[v1alpha1.ClaimLabel] != "" {
+	if err != nil || m == nil || !m.DeletionTimestamp.IsZero() || protocol.ClaimOf(m) != "" {
 		return types.NamespacedName{}, "", err
 	}
 	name := m.Labels[clusterv1.MachineDeploymentNameLabel]

@@ -31,6 +31,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/protoconv"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -155,7 +156,7 @@ func (i *View) claimsOfMachine(ctx context.Context, object client.Object) []reco
 		return nil
 	}
 	keys := map[types.NamespacedName]struct{}{}
-	if id := machine.Labels[v1alpha1.ClaimLabel]; id != "" {
+	if id := protocol.ClaimOf(machine); id != "" {
 		keys[types.NamespacedName{Namespace: machine.Namespace, Name: v1alpha1.ObjectName(machine.Spec.ClusterName, id)}] = struct{}{}
 	}
 	var list v1alpha1.MachineClaimList

@@ -186,7 +186,7 @@ func Machine(m *clusterv1.Machine) *agentv1alpha1.Machine {
 		Cluster:           Cluster(types.NamespacedName{Namespace: m.Namespace, Name: m.Spec.ClusterName}),
 		Name:              m.Name,
 		Uid:               string(m.UID),
-		ClaimId:           m.Labels[v1alpha1.ClaimLabel],
+		ClaimId:           protocol.ClaimOf(m),
 		ProviderId:        text(m.Spec.ProviderID),
 		NodeName:          text(m.Status.NodeRef.Name),
 		Zone:              text(m.Status.FailureDomain),
