@@ -146,7 +146,7 @@ func (c *Catalogue) MarkRefused(nodePool string, requirements scheduling.Require
 	if nodePool == "" {
 		return // created by a user: core does not plan it again
 	}
-	c.unavailable.SetDefault("refused "+nodePool+" "+requirements.String(), refusal{nodePool, requirements})
+	c.unavailable.SetDefault("refused "+nodePool+" "+instancetype.RequirementsKey(requirements), refusal{nodePool, requirements})
 	c.Refresh()
 }
 

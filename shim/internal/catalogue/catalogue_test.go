@@ -417,6 +417,37 @@ func TestARebuildListsNoNodeClaims(t *testing.T) {
 	assert.ElementsMatch(t, []string{"ClusterAPINodeClass", "NodePool", "NodeClaim"}, lo.Keys(after), "nothing else grows with the nodes")
 }
 
+// Core asks for the one with the greater weight first.
+func TestNodePoolsThatNameManyValuesAreToldApart(t *testing.T) {
+	racks := func(last int) (names []string) {
+		for i := range 5 {
+			names = append(names, fmt.Sprintf("r%d", i))
+		}
+		return append(names, fmt.Sprintf("r%d", last))
+	}
+	w := shimtest.New(t, lo.Times(10, func(i int) *agentv1alpha1.NodeGroup {
+		return &agentv1alpha1.NodeGroup{
+			Name: fmt.Sprint("g", i), InstanceType: "metal", NodeLabels: map[string]string{"example.com/rack": fmt.Sprint("r", i)},
+		}
+	}))
+	pool := func(last int) *karpv1.NodePool {
+		nodePool := nodePool(shimtest.NodeClassName)
+		nodePool.Spec.Template.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
+			{Key: "example.com/rack", Operator: corev1.NodeSelectorOpIn, Values: racks(last)},
+		}
+		return nodePool
+	}
+	offered := func(last int) []string {
+		class, ok := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+		require.True(t, ok)
+		return lo.FlatMap(class.For(pool(last))[0].Offerings, func(o *cloudprovider.Offering, _ int) []string {
+			return o.Requirements.Get("example.com/rack").Values()
+		})
+	}
+	assert.ElementsMatch(t, racks(7), offered(7))
+	assert.ElementsMatch(t, racks(8), offered(8), "not those of the other NodePool")
+}
+
 func TestAnUnchangedCatalogueIsReadWithoutAllocating(t *testing.T) {
 	w := shimtest.New(t, manyGroups(100))
 	pool := nodePool(shimtest.NodeClassName)

@@ -275,7 +275,7 @@ func (c *Class) withoutEffect() []string {
 		instancetype.Enumerate(rolling))}
 }
 
-// declaredBefore returns the sets of taints that NodePools of the class declared against the
+// declaredBefore returns the distinct sets of taints that NodePools of the class declared against the
 // previous snapshot. The next snapshot is built with them, so that callers find their instance
 // types ready.
 func declaredBefore(before *Snapshot, name string) [][]corev1.Taint {
@@ -287,7 +287,12 @@ func declaredBefore(before *Snapshot, name string) [][]corev1.Taint {
 	if !ok {
 		return declared
 	}
-	for v := range *class.variants.Load() {
+	seen := sets.New[taintSet](0)
+	for v := range *class.variants.Load() { // of one set, there is a variant for each NodePool that names a label
+		if seen.Has(v.taints) {
+			continue
+		}
+		seen.Insert(v.taints)
 		declared = append(declared, lo.Filter(class.taints, func(_ corev1.Taint, i int) bool { return v.taints&(1<<i) != 0 }))
 	}
 	return declared
@@ -309,7 +314,7 @@ func (c *Class) For(nodePool *karpv1.NodePool) []*cloudprovider.InstanceType {
 	spec := &nodePool.Spec.Template.Spec
 	v, named := variant{taints: c.declaredBy(spec.Taints) | c.declaredBy(spec.StartupTaints)}, c.named(nodePool)
 	if len(named) > 0 {
-		v.labels = named.String()
+		v.labels = instancetype.RequirementsKey(named)
 	}
 	if len(c.refused[nodePool.Name]) > 0 {
 		v.nodePool = nodePool.Name

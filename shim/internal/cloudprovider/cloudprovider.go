@@ -324,7 +324,9 @@ func (c *CloudProvider) Get(ctx context.Context, providerID string) (*karpv1.Nod
 }
 
 // find returns the claim with the provider ID. For a Machine without a claim it returns a made-up
-// claim. The claim may have ended if the provider ID is a placeholder.
+// claim. The claim may have ended if the provider ID is a placeholder. While the agent is away, a claim that
+// was live with this provider ID when it was seen last is taken to be so: core then drains a Node that it is to remove, and Delete
+// waits for the agent. An error would keep core from evicting the pods of a Node that is dead.
 func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1alpha1.Claim, error) {
 	if placeholder.Is(providerID) {
 		namespace, name, claimID, ok := placeholder.Parse(providerID)
@@ -344,8 +346,11 @@ func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1al
 		if c.certain(claim) {
 			return claim, nil
 		}
+		seen := claim
 		claim, err := c.ask(ctx, claim.GetClaimId())
 		switch {
+		case agenterrors.IsUnavailable(err):
+			return seen, nil
 		case err != nil && !isClaimNotFound(err):
 			return nil, err
 		case err == nil && claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:

@@ -171,6 +171,21 @@ func TestNothingIsConcludedWhileTheAgentIsAway(t *testing.T) {
 	assert.Empty(t, list)
 }
 
+// Core asks about a Node that is not Ready before it evicts its pods: an error would keep them on a dead Node
+// for as long as the hub is away. Their instance stays until Delete reaches the agent.
+func TestANodeOnAKnownMachineIsDrainedWhileTheAgentIsAway(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	nodeClaim := w.Launched("claim")
+	machine := w.Provision(nodeClaim, "sim:///1")
+	w.Agent.Join(w.Cluster, machine.GetName(), "")
+	w.Eventually(func() bool { return len(w.Claims.WithProviderID("sim:///1")) == 1 }, "the mirror has it")
+	w.Disconnect()
+	live, err := w.CloudProvider.Get(w.Context(), "sim:///1")
+	require.NoError(t, err)
+	assert.Equal(t, "sim:///1", live.Status.ProviderID)
+	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+}
+
 func TestDrainedIsWhatCoreDid(t *testing.T) {
 	for name, c := range map[string]struct {
 		conditions func(*karpv1.NodeClaim)

@@ -98,10 +98,10 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		claim, err = c.claim(ctx, nodeClaim, candidates, class.MaxNodeProvisionTime)
 	}
 	if err != nil {
-		if errors.Is(err, errNoCandidate) {
-			if notReady != nil {
-				return nil, cloudprovider.NewNodeClassNotReadyError(notReady)
-			}
+		if errors.Is(err, errNoCandidate) && notReady != nil {
+			return nil, cloudprovider.NewNodeClassNotReadyError(notReady)
+		}
+		if errors.Is(err, errNoCandidate) || agenterrors.IsTooMany(err) {
 			c.Catalogue.MarkRefused(
 				nodeClaim.Labels[karpv1.NodePoolLabelKey],
 				scheduling.NewNodeSelectorRequirementsWithMinValues(nodeClaim.Spec.Requirements...),

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
@@ -131,13 +132,14 @@ func TestALostReplyCostsNothing(t *testing.T) {
 	assert.EqualValues(t, 1, w.Agent.NodeGroup("default/a").GetReplicas())
 }
 
-func TestCandidatesFitAndAreOrderedReservedSpotOnDemandThenByPriceThenByID(t *testing.T) {
+func TestCandidatesFitAndAreOrderedByPriceThenByID(t *testing.T) {
 	price := func(p float64) *agentv1alpha1.Price { return &agentv1alpha1.Price{PerHour: p} }
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
 		{Name: "dear", Price: price(9)},
 		{Name: "cheap-b", Price: price(1)},
 		{Name: "cheap-a", Price: price(1)},
-		{Name: "spot", CapacityType: spot, Price: price(5)},
+		{Name: "spot", CapacityType: spot, Price: price(0.5)},
+		{Name: "dear-spot", CapacityType: spot, Price: price(5)}, // larger than needed, for example
 		{Name: "arm", Architecture: "arm64", Price: price(0.1)},
 		{Name: "small", Capacity: map[string]string{"cpu": "1", "memory": "1Gi"}, Price: price(0.1)},
 		{Name: "tainted", Taints: []*agentv1alpha1.Taint{{Key: "dedicated", Effect: "NoSchedule"}}, Price: price(0.1)},
@@ -145,7 +147,7 @@ func TestCandidatesFitAndAreOrderedReservedSpotOnDemandThenByPriceThenByID(t *te
 	})
 	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("claim", requiring(corev1.LabelArchStable, "amd64"), requests("cpu", "2")))
 	require.NoError(t, err)
-	assert.Equal(t, []string{"default/prepaid", "default/spot", "default/cheap-a", "default/cheap-b", "default/dear"}, candidates(w))
+	assert.Equal(t, []string{"default/prepaid", "default/spot", "default/cheap-a", "default/cheap-b", "default/dear-spot", "default/dear"}, candidates(w))
 
 	_, err = w.CloudProvider.Create(
 		w.Context(),
@@ -203,22 +205,20 @@ func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 		err    error
 		reason string // of the CreateError; empty means InsufficientCapacity
 	}{
-		"RESOURCE_EXHAUSTED": {err: rejected(agenterrors.ReasonNoRoom)},
-		"RESOURCE_EXHAUSTED, a limit": {
-			err: agenterrors.TooManyClaims("the Cluster has 20 claims, its limit", time.Minute), reason: cloudprovider.ReasonTooManyClaims,
-		},
-		"FAILED_PRECONDITION":   {err: rejected(agenterrors.ReasonNotOpen)},
-		"SPOKE_MISMATCH":        {err: agenterrors.SpokeMismatch("elsewhere"), reason: cloudprovider.ReasonAgentRefused},
-		"ABORTED, claim ended":  {err: agenterrors.ClaimEnded(&agentv1alpha1.Claim{Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED})},
-		"ABORTED, conflict":     {err: agenterrors.Conflict("again"), reason: cloudprovider.ReasonClaimConflict},
-		"NOT_FOUND, candidates": {err: rejected(agenterrors.ReasonNodeGroupNotFound), reason: cloudprovider.ReasonNodeGroupsNotFound},
-		"NOT_FOUND, Cluster":    {err: agenterrors.ClusterNotFound(cluster), reason: cloudprovider.ReasonNodeGroupsNotFound},
-		"UNAVAILABLE":           {err: agenterrors.NotSynced("soon"), reason: cloudprovider.ReasonAgentUnreachable},
-		"DEADLINE_EXCEEDED":     {err: status.Error(codes.DeadlineExceeded, "slow"), reason: cloudprovider.ReasonAgentUnreachable},
-		"UNAUTHENTICATED":       {err: agenterrors.Unauthenticated("who"), reason: cloudprovider.ReasonAgentRefused},
-		"PERMISSION_DENIED":     {err: agenterrors.PermissionDenied("no"), reason: cloudprovider.ReasonAgentRefused},
-		"INVALID_ARGUMENT":      {err: malformed, reason: cloudprovider.ReasonClaimRejected},
-		"INTERNAL":              {err: status.Error(codes.Internal, "oops"), reason: cloudprovider.ReasonClaimFailed},
+		"RESOURCE_EXHAUSTED":          {err: rejected(agenterrors.ReasonNoRoom)},
+		"RESOURCE_EXHAUSTED, a limit": {err: agenterrors.TooManyClaims("the Cluster has 20 claims, its limit", time.Minute)},
+		"FAILED_PRECONDITION":         {err: rejected(agenterrors.ReasonNotOpen)},
+		"SPOKE_MISMATCH":              {err: agenterrors.SpokeMismatch("elsewhere"), reason: cloudprovider.ReasonAgentRefused},
+		"ABORTED, claim ended":        {err: agenterrors.ClaimEnded(&agentv1alpha1.Claim{Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED})},
+		"ABORTED, conflict":           {err: agenterrors.Conflict("again"), reason: cloudprovider.ReasonClaimConflict},
+		"NOT_FOUND, candidates":       {err: rejected(agenterrors.ReasonNodeGroupNotFound), reason: cloudprovider.ReasonNodeGroupsNotFound},
+		"NOT_FOUND, Cluster":          {err: agenterrors.ClusterNotFound(cluster), reason: cloudprovider.ReasonNodeGroupsNotFound},
+		"UNAVAILABLE":                 {err: agenterrors.NotSynced("soon"), reason: cloudprovider.ReasonAgentUnreachable},
+		"DEADLINE_EXCEEDED":           {err: status.Error(codes.DeadlineExceeded, "slow"), reason: cloudprovider.ReasonAgentUnreachable},
+		"UNAUTHENTICATED":             {err: agenterrors.Unauthenticated("who"), reason: cloudprovider.ReasonAgentRefused},
+		"PERMISSION_DENIED":           {err: agenterrors.PermissionDenied("no"), reason: cloudprovider.ReasonAgentRefused},
+		"INVALID_ARGUMENT":            {err: malformed, reason: cloudprovider.ReasonClaimRejected},
+		"INTERNAL":                    {err: status.Error(codes.Internal, "oops"), reason: cloudprovider.ReasonClaimFailed},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
@@ -234,6 +234,26 @@ func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 			assertCreateError(t, err, c.reason)
 		})
 	}
+}
+
+// A NodeClaim without a machine holds up all planning and all disruption of core, and those that would end
+// claims as well.
+func TestAClusterAtItsLimitIsLeftAloneForAWhile(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	nodePool := w.NodePool()
+	offered := func() bool {
+		types, err := w.CloudProvider.GetInstanceTypes(w.Context(), nodePool)
+		require.NoError(t, err)
+		return lo.ContainsBy(types, func(it *corecloudprovider.InstanceType) bool { return len(it.Offerings.Available()) > 0 })
+	}
+	require.True(t, offered())
+	w.Agent.Fail("CreateClaim", 1, agenterrors.TooManyClaims("the Cluster has 20 claims, its limit", time.Minute))
+	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("claim", func(nc *karpv1.NodeClaim) {
+		nc.Labels = map[string]string{karpv1.NodePoolLabelKey: nodePool.Name}
+	}))
+	require.True(t, corecloudprovider.IsInsufficientCapacityError(err), "%v", err)
+	require.ErrorContains(t, err, "the Cluster has 20 claims, its limit")
+	w.Eventually(func() bool { return !offered() }, "core would plan the same at once")
 }
 
 // The shim has the identity of another cluster's, whose machine it would get.

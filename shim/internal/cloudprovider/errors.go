@@ -33,9 +33,6 @@ const (
 	ReasonClaimConflict = "ClaimConflict"
 	// ReasonClaimRejected means that the agent considers the request malformed.
 	ReasonClaimRejected = "ClaimRejected"
-	// ReasonTooManyClaims means that the Cluster has reached the agent's limit of claims, or of
-	// recent claims.
-	ReasonTooManyClaims = "TooManyClaims"
 	// ReasonAdoptionFailed means that it is not known whether the Machine chosen for the NodeClaim
 	// can be adopted.
 	ReasonAdoptionFailed = "AdoptionFailed"
@@ -57,7 +54,7 @@ const maxConditionMessage = 1024
 //	agent                          | core                     | effect
 //	no candidate in the catalogue  | InsufficientCapacity     | core deletes the NodeClaim and reschedules its pods; see catalogue.MarkRefused
 //	RESOURCE_EXHAUSTED, no room    | InsufficientCapacity     | as above; the candidates are marked unavailable for a while
-//	RESOURCE_EXHAUSTED, too many   | CreateError              | retried with core's backoff
+//	RESOURCE_EXHAUSTED, too many   | InsufficientCapacity     | as without a candidate: a NodeClaim that waits for its launch holds up all of core
 //	SPOKE_MISMATCH                 | CreateError              | retried; needs an operator's action
 //	FAILED_PRECONDITION            | InsufficientCapacity     | as above: paused or closed groups are of no use to this NodeClaim
 //	ABORTED, claim ended           | InsufficientCapacity     | core deletes the NodeClaim: its id can never be claimed again
@@ -85,7 +82,7 @@ func (c *CloudProvider) explain(err error, candidates []*instancetype.Group, ref
 	case agenterrors.IsEnded(err):
 		return cloudprovider.NewInsufficientCapacityError(fmt.Errorf("the claim cannot be created again: %w", err))
 	case agenterrors.IsTooMany(err):
-		return createError(err, ReasonTooManyClaims)
+		return cloudprovider.NewInsufficientCapacityError(err)
 	case agenterrors.IsConflict(err):
 		return createError(err, ReasonClaimConflict)
 	case agenterrors.IsNotFound(err):

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/types/known/timestamppb"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
@@ -339,6 +340,30 @@ func TestAMachineThatTheAgentShowedIsGoneUnlessItsNodeGroupIsToo(t *testing.T) {
 	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
 	w.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "a"})
 	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+}
+
+// A hub that is restored from a backup has neither the Machine nor the claim of a Node that is newer. The Node
+// runs on.
+func TestANodeWhoseClaimTheHubHasLostIsUnknown(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	w.Node(nodeClaim)
+	_, err := w.Unclaimed.All(w.Context()) // the shim has seen the Machine
+	require.NoError(t, err)
+	nodeClaim.Annotations = map[string]string{v1alpha1.NodeGroupAnnotation: machine.GetNodeGroupId()} // as Create sets it
+	w.Update(nodeClaim)
+	w.Agent.LoseMachine(w.Cluster, machine.GetName())
+	w.clock.Step(time.Minute)
+	_, err = w.CloudProvider.Get(w.Context(), machine.GetProviderId())
+	uncertain(t, err)
+	listed, err := w.CloudProvider.List(w.Context())
+	require.NoError(t, err)
+	assert.True(t, lo.ContainsBy(listed, func(nc *karpv1.NodeClaim) bool { return nc.Status.ProviderID == machine.GetProviderId() }))
+	_, err = w.Unclaimed.Of(w.Context(), nodeClaim)
+	require.ErrorIs(t, err, unclaimed.ErrUnknownMachine)
+
+	deleted := nodeClaim.DeepCopy()
+	deleted.DeletionTimestamp = new(metav1.Now())
+	notFound(t, w.CloudProvider.Delete(w.Context(), deleted))
 }
 
 // adopting adopts a NodeClaim's machine right before the machines are listed.

@@ -20,6 +20,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -437,10 +438,10 @@ func (g *Group) Overlaid(instanceType *cloudprovider.InstanceType) *Group {
 		}
 		overlaid.Allocatable = allocatableOf(overlaid.Capacity, overlaid.Overhead)
 	}
-	for _, offering := range instanceType.Offerings {
-		if offering.IsPriceOverlaid() && g.Requirements.Intersects(offering.Requirements) == nil {
-			overlaid.Offered = offering.Price
-		}
+	// The first one is the group's own. Those that NodeClaims remember come last, and may match several groups.
+	own, offered := lo.Find(instanceType.Offerings, func(o *cloudprovider.Offering) bool { return g.Requirements.Intersects(o.Requirements) == nil })
+	if offered && own.IsPriceOverlaid() {
+		overlaid.Offered = own.Price
 	}
 	return &overlaid
 }

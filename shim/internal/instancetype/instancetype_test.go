@@ -528,13 +528,14 @@ func TestAccepts(t *testing.T) {
 	assert.Error(t, g.Accepts(requirements(), requests, []corev1.Taint{{Key: "dedicated", Value: "blue", Effect: corev1.TaintEffectNoSchedule}}))
 }
 
-func TestOrderIsRoomThenCapacityTypeThenPriceThenID(t *testing.T) {
+func TestOrderIsRoomThenPriceThenCapacityTypeThenID(t *testing.T) {
 	groups := []*instancetype.Group{
+		group(t, "equal-spot", spot, price(1)),
 		group(t, "full-reserved", reserved, full), group(t, "z-cheap", price(1)), group(t, "a-cheap", price(1)),
 		group(t, "dear-spot", spot, price(9)), group(t, "dear-reserved", reserved, price(99)),
 	}
 	ids := lo.Map(instancetype.Order(groups, asSaid.Available), func(g *instancetype.Group, _ int) string { return g.Source.GetName() })
-	assert.Equal(t, []string{"dear-reserved", "dear-spot", "a-cheap", "z-cheap", "full-reserved"}, ids)
+	assert.Equal(t, []string{"dear-reserved", "equal-spot", "a-cheap", "z-cheap", "dear-spot", "full-reserved"}, ids)
 }
 
 func TestUnchangedInputGivesTheSameObjects(t *testing.T) {

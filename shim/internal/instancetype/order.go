@@ -13,8 +13,10 @@ var capacityTypeRank = map[string]int{
 	karpv1.CapacityTypeOnDemand: 2,
 }
 
-// Order returns the groups best first: available before unavailable, then reserved before spot
-// before on-demand, which is the order in which core prices launches, then by price, then by id.
+// Order returns the groups best first: available before unavailable, then by the price at which they are
+// offered, which is next to nothing for reserved machines, then reserved before spot before on-demand, then by
+// id. Core plans all types that fit, and counts on the cheapest one to be launched: it does not replace a spot
+// machine by a cheaper on-demand one.
 func Order(groups []*Group, available func(*Group) bool) []*Group {
 	room := func(g *Group) int {
 		if available(g) {
@@ -25,8 +27,8 @@ func Order(groups []*Group, available func(*Group) bool) []*Group {
 	return slices.SortedStableFunc(slices.Values(groups), func(a, b *Group) int {
 		return cmp.Or(
 			cmp.Compare(room(a), room(b)),
-			cmp.Compare(capacityTypeRank[a.CapacityType], capacityTypeRank[b.CapacityType]),
 			cmp.Compare(a.Offered, b.Offered),
+			cmp.Compare(capacityTypeRank[a.CapacityType], capacityTypeRank[b.CapacityType]),
 			cmp.Compare(a.ID, b.ID),
 		)
 	})

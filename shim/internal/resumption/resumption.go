@@ -12,6 +12,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/awslabs/operatorpkg/controller"
@@ -78,10 +79,10 @@ func find[T any](core []controller.Controller, name string) (T, bool) {
 // Start waits until core gets instance types, resumes its work unless it got them at once, and
 // returns.
 func (r *Resumption) Start(ctx context.Context) error {
-	if r.ready() {
+	if r.given(ctx) {
 		return nil
 	}
-	if err := wait.PollUntilContextCancel(ctx, look, false, func(context.Context) (bool, error) { return r.ready(), nil }); err != nil {
+	if err := wait.PollUntilContextCancel(ctx, look, false, func(ctx context.Context) (bool, error) { return r.given(ctx), nil }); err != nil {
 		return nil //nolint:nilerr // the process ends
 	}
 	nodeClaims, err := nodeclaimutils.ListManaged(ctx, r.kube, r.cloudProvider)
@@ -92,6 +93,23 @@ func (r *Resumption) Start(ctx context.Context) error {
 	log.FromContext(ctx).V(1).Info("the node groups are known: core resumes its work on NodeClaims", "count", len(nodeClaims))
 	workqueue.ParallelizeUntil(ctx, concurrency, len(nodeClaims), func(i int) { r.resume(ctx, nodeClaims[i]) })
 	return nil
+}
+
+// given reports whether core gets instance types: with the gate NodeOverlay only once it has applied the
+// overlays to them.
+func (r *Resumption) given(ctx context.Context) bool {
+	if !r.ready() {
+		return false
+	}
+	nodePools := &karpv1.NodePoolList{}
+	if err := r.kube.List(ctx, nodePools); err != nil {
+		log.FromContext(ctx).Error(err, "listing the NodePools for which core gets instance types")
+		return false
+	}
+	return !slices.ContainsFunc(nodePools.Items, func(nodePool karpv1.NodePool) bool {
+		_, err := r.cloudProvider.GetInstanceTypes(ctx, &nodePool)
+		return cloudprovider.IsUnevaluatedNodePoolError(err)
+	})
 }
 
 // resume leaves NodeClaims that fail again to core, which tries again later.

@@ -1,6 +1,8 @@
 package resumption_test
 
 import (
+	"context"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -13,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/disruption"
 	"sigs.k8s.io/karpenter/pkg/controllers/state"
 	"sigs.k8s.io/karpenter/pkg/controllers/state/informer"
@@ -125,6 +128,40 @@ func TestWorkOnNodeClaimsResumesWhenTheNodeGroupsAreKnown(t *testing.T) {
 	e.Unsettled.Store(false)
 	require.NoError(t, <-ended)
 	assert.Positive(t, e.cost.GetNodepoolCost(e.nodePool))
+	assert.True(t, e.isDrifted())
+}
+
+// unevaluated is a provider whose NodeOverlays are not applied yet.
+type unevaluated struct {
+	cloudprovider.CloudProvider
+
+	asked     chan struct{}
+	evaluated atomic.Bool
+}
+
+func (u *unevaluated) GetInstanceTypes(ctx context.Context, nodePool *karpv1.NodePool) ([]*cloudprovider.InstanceType, error) {
+	select {
+	case u.asked <- struct{}{}:
+	default:
+	}
+	if !u.evaluated.Load() {
+		return nil, cloudprovider.NewUnevaluatedNodePoolError(nodePool.Name)
+	}
+	return u.CloudProvider.GetInstanceTypes(ctx, nodePool)
+}
+
+func TestWorkResumesWhenTheOverlaysAreApplied(t *testing.T) {
+	e := setUp(t)
+	provider := &unevaluated{CloudProvider: e.CloudProvider, asked: make(chan struct{}, 1)}
+	e.Unsettled.Store(false)
+	r, err := resumption.New(e.Kube, provider, e.CloudProvider.Ready, []controller.Controller{e.disruption, e.state})
+	require.NoError(t, err)
+	ended := make(chan error, 1)
+	go func() { ended <- r.Start(e.Context()) }()
+	<-provider.asked
+	assert.False(t, e.isDrifted())
+	provider.evaluated.Store(true)
+	require.NoError(t, <-ended)
 	assert.True(t, e.isDrifted())
 }
 

@@ -174,14 +174,16 @@ func (f *Finder) forget(ctx context.Context) error {
 	return nil
 }
 
-// ErrUnknownMachine means that a NodeClaim never had a claim and that the agent reports no Machine
-// with its provider ID. The Machine may still exist: the agent does not report Machines of a
-// MachineDeployment without the node group label, or of another namespace or Cluster.
-var ErrUnknownMachine = errors.New("the agent shows no machine with the provider ID of the NodeClaim, which never had a claim")
+// ErrUnknownMachine means that the agent has no claim of a NodeClaim, and reports no Machine with its
+// provider ID. The Machine may still exist: the agent does not report Machines of a MachineDeployment without
+// the node group label, or of another namespace or Cluster. Or the hub was restored from a backup from before
+// the claim: otherwise the agent would remember that it has ended.
+var ErrUnknownMachine = errors.New("the agent shows no machine with the provider ID of the NodeClaim, and has no claim of it")
 
 // Of returns the Machine that the NodeClaim runs on without ever having had a claim. It returns nil
-// if the NodeClaim has or had a claim, if another claim has the Machine, or if the Machine is gone.
-// If none of this is known, the error is [ErrUnknownMachine].
+// if the NodeClaim has or had a claim that the agent knows, if another claim has the Machine, or if the
+// Machine is gone. If none of this is known, the error is [ErrUnknownMachine]. A NodeClaim that is being
+// deleted and once had a claim does not wait for that.
 func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Machine, error) {
 	id := nodeClaim.Status.ProviderID
 	if id == "" || placeholder.Is(id) {
@@ -205,6 +207,8 @@ func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1a
 	switch {
 	case err != nil:
 		return nil, err
+	case machine == nil && nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation] != "" && nodeClaim.DeletionTimestamp.IsZero():
+		return nil, ErrUnknownMachine
 	case machine == nil:
 		return nil, f.gone(ctx, id)
 	case isClaimed(machine):
@@ -269,7 +273,7 @@ func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machi
 
 // Unknown returns an event that reports [ErrUnknownMachine] on the NodeClaim, with the remedy.
 func (f *Finder) Unknown(nodeClaim *karpv1.NodeClaim) events.Event {
-	message := fmt.Sprintf("The agent shows no Machine with provider ID %s in Cluster %s/%s, and this NodeClaim has no claim. Karpenter keeps "+
+	message := fmt.Sprintf("The agent shows no Machine with provider ID %s in Cluster %s/%s, and has no claim of this NodeClaim. Karpenter keeps "+
 		"it until its Machine is found. If the Machine exists, label its MachineDeployment with node.cluster.x-k8s.io/karpenter-member: it is "+
 		"then adopted. If the Machine is gone or belongs to another namespace or Cluster, detach this NodeClaim from it: "+
 		"kubectl annotate nodeclaim %s %s=true",

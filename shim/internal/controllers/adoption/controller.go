@@ -318,7 +318,8 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	if node != nil {
+	// A Node that its user protects gets no mark: unprotect would end the user's protection.
+	if node != nil && node.Annotations[karpv1.DoNotDisruptAnnotationKey] != yes {
 		if err := c.protect(ctx, node, v1alpha1.AdoptionPolicy{}); err != nil {
 			return nodeGone(err)
 		}

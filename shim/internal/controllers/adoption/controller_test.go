@@ -533,6 +533,20 @@ func TestTheProtectionOfANodeEndsWhenItsClaimIsKnown(t *testing.T) {
 	}
 }
 
+// As while the shim has the certificate of another Cluster.
+func TestAUsersProtectionOutlivesATimeInWhichTheMachineIsUnknown(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere" })
+	node := e.join(nodeClaim)
+	node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: "true"}
+	e.Update(node)
+	e.reconcile(nodeClaim)
+	require.Equal(t, []string{"MachineUnknown"}, e.Recorder.Reasons())
+	e.Get(node)
+	assert.NotContains(t, node.Labels, v1alpha1.AdoptedLabel, "the end of the shim's own protection would end the user's")
+	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey])
+}
+
 // After a return to the other provider the claims are gone, but what the first adoption set on
 // Nodes and NodeClaims is still there.
 func TestAnAdoptionAfterGoingBackProtectsTheNodeAgain(t *testing.T) {

@@ -16,6 +16,7 @@ import (
 	"hash/fnv"
 	"io"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/samber/lo"
@@ -31,6 +32,8 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 )
 
 const (
@@ -71,7 +74,7 @@ func New(clk clock.PassiveClock, kube client.Client, cloudProvider cloudprovider
 // more after that.
 func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
-	offered, err := c.offered(ctx)
+	offered, skipped, err := c.offered(ctx)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
@@ -85,6 +88,9 @@ func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconc
 		}
 	}
 	result, err := c.core.Reconcile(ctx, reconcile.Request{})
+	if onlySkipped(err, skipped) {
+		err = nil // core tries again by itself
+	}
 	if err != nil || result.Requeue { //nolint:staticcheck // that is how core says that it lost a race
 		return reconcile.Result{Requeue: result.Requeue}, err //nolint:staticcheck // the same
 	}
@@ -97,30 +103,42 @@ func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconc
 	return reconcile.Result{RequeueAfter: again}, nil
 }
 
-// offered returns a hash of what identifies offerings to core, over all NodePools.
-func (c *Controller) offered(ctx context.Context) (uint64, error) {
+// onlySkipped reports whether core applied the overlays, and its error is only that so many NodePools have no
+// instance types.
+func onlySkipped(err error, nodePools int) bool {
+	return err != nil && nodePools > 0 && strings.HasPrefix(err.Error(), unlisted) && strings.Count(err.Error(), unlisted) == nodePools
+}
+
+// unlisted begins core's error for each NodePool without instance types.
+const unlisted = "listing instance types for nodepool "
+
+// offered returns a hash of what identifies offerings to core, over all NodePools, and the number of NodePools
+// without instance types: their node class does not exist or selects nothing.
+func (c *Controller) offered(ctx context.Context) (sum uint64, skipped int, err error) {
 	nodePools := &karpv1.NodePoolList{}
 	if err := c.kube.List(ctx, nodePools); err != nil {
-		return 0, fmt.Errorf("listing NodePools: %w", err)
+		return 0, 0, fmt.Errorf("listing NodePools: %w", err)
 	}
-	sum := fnv.New64a()
+	hash := fnv.New64a()
 	for i := range nodePools.Items {
 		nodePool := &nodePools.Items[i]
 		types, err := c.cloudProvider.GetInstanceTypes(ctx, nodePool)
 		if err != nil {
-			continue // its node class does not exist or selects nothing: core skips the NodePool, too
+			skipped++ // core skips it, too
+			continue
 		}
 		lines := lo.FlatMap(types, func(t *cloudprovider.InstanceType, _ int) []string {
 			return lo.Map(t.Offerings, func(o *cloudprovider.Offering, _ int) string {
-				return nodePool.Name + "\x00" + t.Name + "\x00" + t.Requirements.String() + "\x00" + o.Requirements.String() + "\n"
+				return nodePool.Name + "\x00" + t.Name + "\x00" + instancetype.RequirementsKey(t.Requirements) + "\x00" +
+					instancetype.RequirementsKey(o.Requirements) + "\x00\n"
 			})
 		})
 		slices.Sort(lines)
 		for _, line := range lines {
-			_, _ = io.WriteString(sum, line)
+			_, _ = io.WriteString(hash, line)
 		}
 	}
-	return sum.Sum64(), nil
+	return hash.Sum64(), skipped, nil
 }
 
 // Register adds the controller to the manager.

@@ -125,6 +125,23 @@ func TestOverlaysAreAppliedToANodeGroupThatIsNew(t *testing.T) {
 	assert.Equal(t, calls+1, w.core.calls, "an overlay may select it")
 }
 
+// Core reports the NodePool, and tries again by itself.
+func TestANodePoolWithoutInstanceTypesIsNoReasonToRepeatTheOthers(t *testing.T) {
+	w := setUp(t, group("a", "zone-a"))
+	broken := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "broken"}}
+	broken.Spec.Template.Spec.NodeClassRef = &karpv1.NodeClassReference{
+		Group: "karpenter.cluster.x-k8s.io", Kind: "ClusterAPINodeClass", Name: "missing",
+	}
+	w.Create(broken)
+	w.reconciled()
+	assert.Equal(t, []float64{7}, w.prices())
+	w.clock.Step(time.Minute)
+	w.reconciled() // the second time
+	calls := w.core.calls
+	w.reconciled()
+	assert.Equal(t, calls, w.core.calls)
+}
+
 // As core's own controller does after a change of a node class, if it is slow.
 func TestOverlaysAreAppliedAgainIfAnOlderEvaluationEndedLast(t *testing.T) {
 	w := setUp(t, group("a", "zone-a"))

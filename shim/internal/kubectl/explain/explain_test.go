@@ -427,10 +427,6 @@ func TestANodeClaimOnItsWay(t *testing.T) {
 	planned := podEvent("Nominated", "Pod should schedule on: nodeclaim/default-x", time.Minute)
 	check(t, map[string]expectation{
 		"new": {s: at(nodeClaim()), state: explain.Waiting, verdict: "about to claim a machine"},
-		"refused for its limit": {
-			s:     at(nodeClaim(condition(karpv1.ConditionTypeLaunched, metav1.ConditionUnknown, "TooManyClaims", "1000 claims"))),
-			state: explain.Blocked, verdict: "No machine could be claimed: TooManyClaims: 1000 claims", next: "raise the Cluster's limit",
-		},
 		"without an agent": {
 			s:     at(nodeClaim(condition(karpv1.ConditionTypeLaunched, metav1.ConditionUnknown, "AgentUnreachable", "connection refused")), agentIsLost),
 			state: explain.Blocked, verdict: "connection refused", next: "See whether the agent runs",

@@ -152,7 +152,6 @@ func (t *story) launching(launched *status.Condition) State {
 			"Compare the certificate of Karpenter with --cluster-namespace and --cluster-name, and with the agent's policy (docs/install.md).",
 			"If the message has the UIDs of two clusters, see \"Claims whose owner is missing\" in docs/troubleshooting.md.",
 		},
-		"TooManyClaims": {"Release claims, or raise the Cluster's limit (docs/claims.md): kubectl capi claims"},
 		"NodeClassNotFound": {
 			"Create the ClusterAPINodeClass that spec.nodeClassRef names, or delete the NodeClaim.",
 		},
