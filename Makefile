@@ -423,7 +423,8 @@ fuzz: $(BIN)/etcd $(BIN)/kube-apiserver ## Fuzz every parser of input, above all
 	@verdict=PASS; targets=0; while IFS=: read -r file function; do \
 		echo "fuzz: $${file%/*} $${function#func }"; targets=$$(( targets + 1 )); \
 		go test -run '^$$' -fuzz "^$${function#func }$$" -fuzztime $(FUZZ_TIME) "./$${file%/*}" </dev/null || verdict=FAIL; \
-	done < <(grep -rHoE '^func Fuzz[A-Za-z]*' --include='*_test.go' $(MODULES) | grep -E 'func Fuzz.*($(FUZZ))'); \
+	done < <(grep -rHoE '^func Fuzz[A-Za-z0-9_]*' --include='*_test.go' $(MODULES) | grep -E 'func Fuzz.*($(FUZZ))'); \
+	test $$targets -gt 0 || { echo "fuzz: no target matches FUZZ=$(FUZZ)"; verdict=FAIL; }; \
 	echo "fuzz: $$verdict targets=$$targets"; test $$verdict = PASS
 
 .PHONY: bench

@@ -41,6 +41,9 @@ func start(t *testing.T) (*sandbox.Sandbox, sandbox.Options) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if running, err := sandbox.Remnants(options); len(running) == 0 && !errors.Is(err, errors.ErrUnsupported) {
+		t.Errorf("a running sandbox has no processes: %v", err)
+	}
 	t.Cleanup(func() {
 		s.Stop()
 		if remnants, err := sandbox.Remnants(options); err != nil && !errors.Is(err, errors.ErrUnsupported) || len(remnants) > 0 {

@@ -39,7 +39,7 @@ func TestAPolicyInTheHubIsInForceAtOnceAndForGood(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	r := start(t, agent.Config{Options: o, Registerer: registry})
 	list := func(cluster string) codes.Code {
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), soon)
 		defer cancel()
 		_, err := r.client(namespace, cluster).NodeGroups.ListNodeGroups(ctx, &agentv1alpha1.ListNodeGroupsRequest{
 			Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: cluster},

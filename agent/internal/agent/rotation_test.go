@@ -139,6 +139,9 @@ type load struct {
 
 // load begins to call each client's agent. The test fails with the first call that fails.
 func (o *onboarded) load(clients []*client.Client) *load {
+	for _, c := range clients {
+		o.serves(c)
+	}
 	ctx, stop := context.WithCancel(o.Context())
 	l := &load{onboarded: o, clients: clients, stop: stop, calls: make([]atomic.Int64, len(clients))}
 	for i, c := range clients {

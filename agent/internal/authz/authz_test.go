@@ -451,7 +451,7 @@ func TestPolicyFileIsFollowedAndMistakesLeaveTheLastValidOne(t *testing.T) {
 	write("nonsense")
 	require.Never(t, func() bool { return !slices.Equal(roles(), []string{"reader"}) }, 50*time.Millisecond, 10*time.Millisecond)
 	write("admin")
-	require.EventuallyWithT(t, func(c *assert.CollectT) { require.Equal(c, []string{"admin"}, roles()) }, time.Second, 10*time.Millisecond)
+	require.EventuallyWithT(t, func(c *assert.CollectT) { require.Equal(c, []string{"admin"}, roles()) }, 20*time.Second, 10*time.Millisecond)
 }
 
 // Every served method has a rule, and every rule for a Cluster belongs to a request that names one.

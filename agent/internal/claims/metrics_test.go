@@ -68,6 +68,7 @@ func measuring(t *testing.T) (*Engine, *clocktesting.FakeClock) {
 	e := engineWith(t, group, &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: measuredCluster}})
 	now := clocktesting.NewFakeClock(newTestTime())
 	e.Clock = now
+	e.spawn = func(run func()) { run() }
 	return e, now
 }
 

@@ -51,6 +51,9 @@ func TestAllReportsAreReadHoweverManyAreAskedForAtOnce(t *testing.T) {
 	require.Eventually(t, func() bool { return hub.reads.Load() == machines }, 10*time.Second, 10*time.Millisecond)
 }
 
+// patience is how long a test waits for what happens in the background.
+const patience = 20 * time.Second
+
 // objects is a hub with a CRD for every kind, and one object with this status.
 type objects struct {
 	client.Reader
@@ -116,17 +119,21 @@ func TestReportsAreThoseOfTheInfrastructureObject(t *testing.T) {
 			of := func() (protocol.Report, bool) { return reports.Of(t.Context(), m, "InstanceReady") }
 			_, known := of()
 			require.False(t, known, "nothing waits for it")
-			require.Eventually(t, func() bool { _, known := of(); return known }, time.Second, 10*time.Millisecond)
+			require.Eventually(t, func() bool { _, known := of(); return known }, patience, 10*time.Millisecond)
 			report, _ := of()
 			require.Equal(t, c.want, report)
-			require.Equal(t, int32(1), hub.reads.Load(), "answered from memory")
+			for range 100 {
+				_, _ = of()
+			}
+			reads := hub.reads.Load()
+			require.LessOrEqual(t, reads, int32(2), "answered from memory, unless a call saw nothing just before the first read ended")
 			clk.Step(protocol.ReportLife)
 			stale := c.want
 			stale.Stale = true
 			report, _ = of()
 			require.Equal(t, stale, report)
-			require.Eventually(t, func() bool { return hub.reads.Load() == 2 }, time.Second, 10*time.Millisecond, "read again meanwhile")
-			require.Eventually(t, func() bool { report, _ := of(); return report == c.want }, time.Second, 10*time.Millisecond)
+			require.Eventually(t, func() bool { return hub.reads.Load() > reads }, patience, 10*time.Millisecond, "read again meanwhile")
+			require.Eventually(t, func() bool { report, _ := of(); return report == c.want }, patience, 10*time.Millisecond)
 		})
 	}
 }

@@ -264,7 +264,7 @@ var listMachines = &agentv1alpha1.ListMachinesRequest{Cluster: spokeRef}
 
 // A client that never opens its flow control window makes the transport keep every response.
 func TestACallerThatDoesNotReadItsAnswersLosesItsConnection(t *testing.T) {
-	f := start(t, limited(func(o *limits.Options) { o.SendTimeout = 50 * time.Millisecond }))
+	f := start(t, limited(func(o *limits.Options) { o.SendTimeout = time.Second }))
 	withMachines(f)
 	for name, call := range map[string]func(*rawPeer){
 		"large answers": func(p *rawPeer) { p.call(agentv1alpha1.MachineService_ListMachines_FullMethodName, listMachines) },

@@ -421,7 +421,7 @@ func (f *fixture) requireSlowed(refused func()) {
 func TestAConnectionEndsWithItsCertificate(t *testing.T) {
 	f := start(t)
 	folder := t.TempDir()
-	files := f.authority.IssueFor(t, 4*time.Second, folder, f.authority, "spiffe://karpenter-capi/cluster/fleet/spoke")
+	files := f.authority.IssueFor(t, 10*time.Second, folder, f.authority, "spiffe://karpenter-capi/cluster/fleet/spoke")
 	c := f.connect(client.Options{Address: f.address, TLS: &client.TLS{
 		CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile, Refresh: 10 * time.Millisecond,
 	}})

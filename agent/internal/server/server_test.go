@@ -448,9 +448,12 @@ func TestBrokenFilesLeaveTheLastUsableOnes(t *testing.T) {
 	require.NoError(t, f.list(f.cluster())) // the last usable files are in force
 	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "tls.crt"), []byte("nonsense"), 0o600))
 	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "ca.crt"), []byte("nonsense"), 0o600))
-	for range 5 {
-		require.NoError(t, f.list(f.cluster()))
+	for _, certificate := range []string{"server", "client-ca"} {
+		require.Eventually(t, func() bool {
+			return sum(t, f.registry, "capi_agent_certificate_reload_errors_total", "certificate", certificate) > 0
+		}, patience, time.Millisecond)
 	}
+	require.NoError(t, f.list(f.cluster()))
 }
 
 func TestUnusableFilesAreNamedAtStart(t *testing.T) {

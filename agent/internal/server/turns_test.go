@@ -183,7 +183,7 @@ func TestABoundedNumberOfSyncClaimsIsHandledAtOnce(t *testing.T) {
 	}
 	f.awaitSum(2*tenants, "grpc_server_started_total", "grpc_method", "SyncClaims")
 	f.awaitSum(tenants-handled, "capi_agent_calls_waiting", "turn", "sync")
-	require.EqualValues(t, handled, f.engine.syncing.Load())
+	require.Eventually(t, func() bool { return f.engine.syncing.Load() == handled }, patience, time.Millisecond)
 	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")))
 
 	ref, uri := tenant(tenants)

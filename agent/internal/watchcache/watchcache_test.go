@@ -40,7 +40,7 @@ func receive[T any](t *testing.T, from <-chan T) (value T) {
 	t.Helper()
 	select {
 	case value = <-from:
-	case <-time.After(time.Second):
+	case <-time.After(20 * time.Second):
 		require.Fail(t, "nothing was sent")
 	}
 	return value
@@ -154,7 +154,7 @@ func TestQuietSubscriberGetsHeartbeats(t *testing.T) {
 		assert.NoError(t, err)
 		events <- event
 	}()
-	require.Eventually(t, fake.HasWaiters, time.Second, 10*time.Millisecond)
+	require.Eventually(t, fake.HasWaiters, 20*time.Second, 10*time.Millisecond)
 	fake.Step(time.Minute)
 	require.Equal(t, watchcache.Event[int]{Kind: watchcache.Heartbeat, Time: time.Unix(1060, 0)}, receive(t, events))
 }
@@ -196,7 +196,7 @@ func TestUnwantedChangesDoNotDelayTheHeartbeat(t *testing.T) {
 		assert.NoError(t, err)
 		events <- event
 	}()
-	require.Eventually(t, fake.HasWaiters, time.Second, 10*time.Millisecond)
+	require.Eventually(t, fake.HasWaiters, 20*time.Second, 10*time.Millisecond)
 	for i := range 5 {
 		fake.Step(10 * time.Second)
 		f.Set(spoke, "foreign", i)

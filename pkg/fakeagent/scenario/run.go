@@ -112,16 +112,16 @@ func (p *Play) Close() {
 // schedule begins and ends the outage, repeatedly if it repeats.
 func (p *Play) schedule(o outage) {
 	p.afterwards(o.after, func() {
-		if !p.change(o, true) {
-			return
-		}
+		// Its end is certain before anybody sees it begin: a test's clock may step at once.
+		begun := make(chan bool, 1)
 		p.afterwards(o.lasts, func() {
-			if p.change(o, false) && o.every > 0 {
+			if <-begun && p.change(o, false) && o.every > 0 {
 				next := o
 				next.after = o.every - o.lasts
 				p.schedule(next)
 			}
 		})
+		begun <- p.change(o, true)
 	})
 }
 

@@ -110,7 +110,7 @@ func TestAClusterWithoutNodeGroupsHasAnEmptyCatalogue(t *testing.T) {
 }
 
 func TestMarkedGroupsAreUnavailableForAWhile(t *testing.T) {
-	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithUnavailableTTL(time.Second))
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithUnavailableTTL(6*time.Second))
 	available := func() int {
 		return lo.CountBy(types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)), func(it *cloudprovider.InstanceType) bool {
 			return len(it.Offerings.Available()) > 0
@@ -451,7 +451,9 @@ func TestNodePoolsThatNameManyValuesAreToldApart(t *testing.T) {
 func TestAnUnchangedCatalogueIsReadWithoutAllocating(t *testing.T) {
 	w := shimtest.New(t, manyGroups(100))
 	pool := nodePool(shimtest.NodeClassName)
-	assert.Zero(t, testing.AllocsPerRun(100, func() { types(t, w.Catalogue.Snapshot(), pool) }))
+	w.Eventually(func() bool { // the whole process is measured, and the catalogue may be about to be built once more
+		return testing.AllocsPerRun(100, func() { types(t, w.Catalogue.Snapshot(), pool) }) == 0
+	}, "nothing is allocated")
 }
 
 func TestEachNodeClassSeesGroupsWithItsOwnKubelets(t *testing.T) {

@@ -59,6 +59,7 @@ func TestANodeClaimIsWokenWhenTheHubNoLongerHasItsClaim(t *testing.T) {
 		queue.Done(request)
 		return request.Name == "lost"
 	}
+	w.Eventually(woken, "it is woken for the claim that is there")
 	_, err := w.Client.Claims.ReleaseClaim(w.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: w.Cluster, ClaimId: id})
 	require.NoError(t, err)
 	w.Eventually(func() bool {

@@ -134,12 +134,22 @@ func TestOnlyTheDriftPolicyDecidesWhenANodeGroupHasVanished(t *testing.T) {
 	}
 }
 
+// loseGroupOf removes the NodeClaim's node group, and waits until the catalogue has seen both the NodeClaim and
+// that its group is gone.
+func loseGroupOf(w *shimtest.Env, nodeClaim *karpv1.NodeClaim) {
+	id := nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]
+	w.Agent.RemoveNodeGroup(id)
+	w.Eventually(func() bool {
+		_, gone := w.Catalogue.Snapshot().GoneSince(id)
+		return gone
+	}, "the group is gone")
+}
+
 func TestANodeGroupThatIsAwayForAWhileDriftsNothing(t *testing.T) {
 	clk := clocktesting.NewFakeClock(time.Now())
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithClock(clk))
 	nodeClaim := w.Launched("claim", shimtest.Registered)
-	w.Agent.RemoveNodeGroup(nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation])
-	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the group is gone")
+	loseGroupOf(w, nodeClaim)
 	clk.Step(59 * time.Minute)
 	reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
 	require.NoError(t, err)
@@ -155,8 +165,7 @@ func TestANodeGroupIsNotGoneForGoodWhileTheAgentIsUnreachable(t *testing.T) {
 	clk := clocktesting.NewFakeClock(time.Now())
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithClock(clk))
 	nodeClaim := w.Launched("claim", shimtest.Registered)
-	w.Agent.RemoveNodeGroup(nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation])
-	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the group is gone")
+	loseGroupOf(w, nodeClaim)
 	w.Disconnect()
 	clk.Step(2 * time.Hour)
 	reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
@@ -180,8 +189,7 @@ func TestANodeGroupThatIsBackDriftsNothingBeforeItIsInTheCatalogue(t *testing.T)
 		}))
 	nodeClaim := w.Launched("claim", shimtest.Registered)
 	id := nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]
-	w.Agent.RemoveNodeGroup(id)
-	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the group is gone")
+	loseGroupOf(w, nodeClaim)
 	clk.Step(2 * time.Hour)
 	drifts := func() corecloudprovider.DriftReason {
 		reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
@@ -220,8 +228,7 @@ func TestANodeKeepsItsPriceWhenItsNodeGroupGoes(t *testing.T) {
 	nodeClaim := w.Launched("claim", shimtest.Registered)
 	require.Equal(t, "a", nodeClaim.Labels["node.kubernetes.io/instance-type"])
 	refreshed(w)
-	w.Agent.RemoveNodeGroup(nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation])
-	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the group is gone")
+	loseGroupOf(w, nodeClaim)
 	types, err := w.CloudProvider.GetInstanceTypes(w.Context(), pool)
 	require.NoError(t, err)
 	require.Len(t, types, 2)

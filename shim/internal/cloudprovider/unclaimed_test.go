@@ -183,8 +183,8 @@ func TestCreateTakesOverTheMachineThatAnotherProviderChose(t *testing.T) {
 func TestAnAdoptionMayTakeLongerThanAnotherCall(t *testing.T) {
 	w, left, machine := leftBehind(t)
 	require.NoError(t, w.Kube.Delete(w.Context(), left))
-	w.CloudProvider.Timeout = time.Second
-	w.Agent.Delay("CreateClaim", 2*time.Second)
+	w.CloudProvider.Timeout = 3 * time.Second
+	w.Agent.Delay("CreateClaim", 5*time.Second)
 	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("another"))
 	assertCreateError(t, err, cloudprovider.ReasonAgentUnreachable)
 	begun := w.NodeClaim("begun", func(nc *karpv1.NodeClaim) {
@@ -197,8 +197,8 @@ func TestAnAdoptionMayTakeLongerThanAnotherCall(t *testing.T) {
 
 func TestDeleteGivesAnAdoptionItsTime(t *testing.T) {
 	w, left, machine := leftBehind(t)
-	w.CloudProvider.Timeout = time.Second
-	w.Agent.Delay("CreateClaim", 2*time.Second)
+	w.CloudProvider.Timeout = 3 * time.Second
+	w.Agent.Delay("CreateClaim", 5*time.Second)
 	require.NoError(t, w.CloudProvider.Delete(w.Context(), left))
 	assert.Equal(t, machine.GetName(), w.Agent.Claim(w.Cluster, string(left.UID)).GetAdoptMachine())
 }

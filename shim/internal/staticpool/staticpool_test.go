@@ -34,7 +34,7 @@ func as(t *testing.T, controller interface{ Name() string }) context.Context {
 }
 
 func TestAStaticNodePoolWithoutRoomIsLeftAloneForAWhile(t *testing.T) {
-	const ttl = 2 * time.Second
+	const ttl = 5 * time.Second
 	kube := shimtest.FakeKube(interceptor.Funcs{})
 	for name, replicas := range map[string]*int64{"static": new(int64(3)), "another": new(int64(3)), "dynamic": nil} {
 		require.NoError(t, kube.Create(t.Context(), &karpv1.NodePool{
@@ -61,7 +61,7 @@ func TestAStaticNodePoolWithoutRoomIsLeftAloneForAWhile(t *testing.T) {
 	}), "other kinds are made")
 	assert.Equal(t, []string{"NoRoomForReplicas"}, recorder.Reasons())
 
-	require.Eventually(t, func() bool { return through.Create(ctx, of("static", "second")) == nil }, 10*time.Second, 10*time.Millisecond,
+	require.Eventually(t, func() bool { return through.Create(ctx, of("static", "second")) == nil }, 30*time.Second, 10*time.Millisecond,
 		"it is tried again")
 }
 

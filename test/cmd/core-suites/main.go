@@ -163,7 +163,15 @@ func runPart(
 		return nil, fmt.Errorf("suite %s left no report: %w", name, errors.Join(ended, err))
 	}
 	defer func() { _ = file.Close() }()
-	return coresuites.Read(file, part.Suite)
+	specs, err := coresuites.Read(file, part.Suite)
+	if err != nil {
+		return nil, err
+	}
+	failed := func(s coresuites.Spec) bool { return s.State != "passed" && s.State != "skipped" && s.State != "pending" }
+	if ended != nil && !slices.ContainsFunc(specs, failed) { // it was cut off, for example
+		return nil, fmt.Errorf("suite %s failed, and none of its specs: %w", name, ended)
+	}
+	return specs, nil
 }
 
 // specsNamed returns a regular expression of the specs whose names begin with a prefix. Ginkgo puts

@@ -32,6 +32,9 @@ func TestAProgramDiesWithItsParent(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if pids, err := WithEnvironment("TEST_DIR=" + dir); err != nil || !slices.Contains(pids, pid) {
+		t.Fatalf("the child %d is not among %v: %v", pid, pids, err)
+	}
 	_ = parent.Process.Kill()
 	_ = parent.Wait()
 	eventually(t, "the child is gone", func() bool {
