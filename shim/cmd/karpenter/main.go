@@ -49,6 +49,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodepools"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/overlays"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/providerid"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/disruptionqueue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/identity"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubeconfig"
@@ -56,6 +57,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/resumption"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/retries"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/staticpool"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
@@ -245,7 +247,17 @@ func run(ctx context.Context) error {
 		decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
 	)
+	if core, err = retries.Soon(core); err != nil {
+		return fmt.Errorf("having core try again soon: %w", err)
+	}
 	op.WithControllers(ctx, core...)
+	finisher, err := disruptionqueue.New(op.Clock, op.GetClient(), core)
+	if err != nil {
+		return fmt.Errorf("finishing the disruptions of core: %w", err)
+	}
+	if err := op.Add(finisher); err != nil {
+		return fmt.Errorf("adding to the manager: %w", err)
+	}
 	resumed, err := resumption.New(op.GetClient(), decorated, provider.Ready, core)
 	if err != nil {
 		return fmt.Errorf("resuming the work of core: %w", err)

@@ -7,10 +7,12 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/awslabs/operatorpkg/status"
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -75,7 +77,7 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	class, ok := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name)
 	if !ok {
-		return nil, createError(fmt.Errorf("ClusterAPINodeClass %q does not exist", nodeClaim.Spec.NodeClassRef.Name), ReasonNodeClassNotFound)
+		return nil, c.withoutClass(ctx, nodeClaim)
 	}
 	groups, err := c.overlaid(ctx, nodeClaim, class)
 	if err != nil {
@@ -125,6 +127,25 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	log.FromContext(ctx).Info("claimed a machine", "node-group", group.ID, "claim-phase", claim.GetPhase().String(), "candidates", len(candidates))
 	return created, nil
+}
+
+// classWithin is how long after a NodeClaim its node class may be created.
+const classWithin = 15 * time.Second
+
+// withoutClass returns the error for a NodeClaim whose node class is not in the catalogue. Core retries for as
+// long as the class may come, or a claim exists, and plans and disrupts nothing meanwhile. So a name that is
+// wrong ends the NodeClaim.
+func (c *CloudProvider) withoutClass(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
+	name := nodeClaim.Spec.NodeClassRef.Name
+	missing := fmt.Errorf("ClusterAPINodeClass %q does not exist", name)
+	err := c.Kube.Get(ctx, client.ObjectKey{Name: name}, &v1alpha1.ClusterAPINodeClass{})
+	if !apierrors.IsNotFound(err) || c.Clock.Since(nodeClaim.CreationTimestamp.Time) < classWithin {
+		return createError(missing, ReasonNodeClassNotFound)
+	}
+	if _, err := c.ask(ctx, string(nodeClaim.UID)); !isClaimNotFound(err) {
+		return createError(missing, ReasonNodeClassNotFound)
+	}
+	return cloudprovider.NewInsufficientCapacityError(missing)
 }
 
 // notReady returns why the node class is not Ready; nil if it is, if that is not known of its present

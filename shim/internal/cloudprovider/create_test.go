@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
@@ -354,10 +355,28 @@ func TestCreateBeforeTheAgentWasHeardOfIsRetried(t *testing.T) {
 	assert.ErrorIs(t, err, catalogue.ErrNotSynced, "an empty answer would make core take nodes for drifted")
 }
 
-func TestAMissingNodeClassIsRetried(t *testing.T) {
+func TestAMissingNodeClassIsWaitedForBriefly(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
-	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("claim", func(nc *karpv1.NodeClaim) { nc.Spec.NodeClassRef.Name = "later" }))
-	assertCreateError(t, err, cloudprovider.ReasonNodeClassNotFound)
+	create := func(name string, age time.Duration) error {
+		_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim(name, func(nc *karpv1.NodeClaim) {
+			nc.Spec.NodeClassRef.Name = "later"
+			nc.CreationTimestamp = metav1.NewTime(time.Now().Add(-age))
+			nc.UID = types.UID(name)
+		}))
+		return err
+	}
+	assertCreateError(t, create("new", 0), cloudprovider.ReasonNodeClassNotFound)
+	err := create("old", time.Minute)
+	assert.True(t, corecloudprovider.IsInsufficientCapacityError(err), "while it waited, core would plan and disrupt nothing: %v", err)
+	require.ErrorContains(t, err, `ClusterAPINodeClass "later" does not exist`)
+
+	_, err = w.Client.Claims.CreateClaim(w.Context(), &agentv1alpha1.CreateClaimRequest{
+		Cluster: w.Cluster, ClaimId: "claimed", Holder: "karpenter", Candidates: []string{"default/a"},
+	})
+	require.NoError(t, err)
+	assertCreateError(t, create("claimed", time.Minute), cloudprovider.ReasonNodeClassNotFound)
+	w.Disconnect()
+	assertCreateError(t, create("unknown", time.Minute), cloudprovider.ReasonNodeClassNotFound)
 }
 
 func TestNothingIsLaunchedForANodeClassThatIsNotReady(t *testing.T) {

@@ -14,6 +14,7 @@ package staticpool
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	opmetrics "github.com/awslabs/operatorpkg/metrics"
@@ -24,6 +25,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/controllers/disruption"
 	static "sigs.k8s.io/karpenter/pkg/controllers/static/provisioning"
 	"sigs.k8s.io/karpenter/pkg/events"
 	"sigs.k8s.io/karpenter/pkg/metrics"
@@ -88,14 +90,32 @@ func (g *Gate) static(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*karpv1
 // NodePool. Core passes it in the context.
 var replicas = (&static.Controller{}).Name()
 
+// disrupting is the name of core's controller that replaces Nodes.
+var disrupting = (&disruption.Controller{}).Name()
+
 // Client returns a client that refuses to create missing NodeClaims of a static NodePool while the
-// gate is closed for it. Everything else is passed to kube.
+// gate is closed for it. It also hides such a NodePool from core's disruption, which would taint one of its
+// Nodes, fail to create the replacement and take the taint off again, over and over. Everything else is passed
+// to kube.
 func (g *Gate) Client(kube client.Client) client.Client { return &gated{Client: kube, gate: g} }
 
 type gated struct {
 	client.Client
 
 	gate *Gate
+}
+
+func (c *gated) List(ctx context.Context, list client.ObjectList, options ...client.ListOption) error {
+	if err := c.Client.List(ctx, list, options...); err != nil {
+		return err
+	}
+	if nodePools, is := list.(*karpv1.NodePoolList); is && injection.GetControllerName(ctx) == disrupting {
+		nodePools.Items = slices.DeleteFunc(nodePools.Items, func(nodePool karpv1.NodePool) bool {
+			_, closed := c.gate.closed.Get(nodePool.Name)
+			return closed && nodePool.Spec.Replicas != nil
+		})
+	}
+	return nil
 }
 
 func (c *gated) Create(ctx context.Context, object client.Object, options ...client.CreateOption) error {

@@ -79,6 +79,28 @@ func TestTheReplacementOfAStaticNodePoolsNodeIsCreatedWhileThereIsNoRoom(t *test
 	require.NoError(t, through.Create(as(t, &disruption.Controller{}), of("static", "replacement")))
 }
 
+// Core taints a Node before it knows whether its replacement can be created.
+func TestNoNodeOfAStaticNodePoolIsReplacedWhileThereIsNoRoom(t *testing.T) {
+	kube := shimtest.FakeKube(interceptor.Funcs{})
+	for name, replicas := range map[string]*int64{"full": new(int64(3)), "static": new(int64(3)), "dynamic": nil} {
+		require.NoError(t, kube.Create(t.Context(), &karpv1.NodePool{
+			ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: karpv1.NodePoolSpec{Replicas: replicas},
+		}))
+	}
+	gate := staticpool.New(kube, &shimtest.Recorder{}, time.Hour)
+	gate.Refused(t.Context(), of("full", "first"), errors.New("default/a is at its max size"))
+	seen := func(ctx context.Context) (names []string) {
+		var nodePools karpv1.NodePoolList
+		require.NoError(t, gate.Client(kube).List(ctx, &nodePools))
+		for i := range nodePools.Items {
+			names = append(names, nodePools.Items[i].Name)
+		}
+		return names
+	}
+	require.ElementsMatch(t, []string{"static", "dynamic"}, seen(as(t, &disruption.Controller{})))
+	require.ElementsMatch(t, []string{"full", "static", "dynamic"}, seen(as(t, &static.Controller{})), "it is hidden from disruption alone")
+}
+
 func TestCoresControllerOfStaticNodePoolsIsTheOneThatWaits(t *testing.T) {
 	w := shimtest.New(t, nil)
 	pool := w.NodePool(func(np *karpv1.NodePool) { np.Spec.Replicas = new(int64(3)) })
