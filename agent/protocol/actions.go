@@ -271,13 +271,13 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 			d.Actions = append(d.Actions, Action{Kind: Keep, Claim: s.boundTo(m), Machine: m})
 		case recorded && !r.Decremented && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):
 			d.Actions = append(d.Actions, Action{Kind: BeginDelete, Machine: m, Release: r})
-		case recorded && r.Decremented && ours && s.reconciled(r.Generation):
+		case recorded && r.Decremented && ours && s.reconciledFor(m, r.Generation):
 			d.Actions = append(d.Actions, Action{Kind: RemoveFinalizer, Machine: m})
 		case stopped && s.deleted():
 			// Cluster API deletes the whole group, creates no replacements, and waits for this
 			// Machine.
 			d.Actions = append(d.Actions, Action{Kind: RemoveFinalizer, Machine: m})
-		case !recorded && stopped && s.reconciled(s.Deployment.Generation):
+		case !recorded && stopped && s.reconciledFor(m, s.Deployment.Generation):
 			// The ledger that the finalizer was added for is lost. It is not known whether replicas
 			// were decremented, so they are not lowered. If they were not, the replacement is a
 			// spare.

@@ -822,6 +822,42 @@ func TestAReplicaIsGivenBackWhenTheInstanceIsGone(t *testing.T) {
 	assert.True(t, d.Removes, "which MachineSet it is charged to depends on the template")
 }
 
+// Cluster API observes a generation without distributing the replicas when it repairs managed fields first.
+func TestAMachineIsKeptUntilItsReplicaIsTakenOff(t *testing.T) {
+	s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Releasing: map[types.UID]Release{"a": {Machine: "a", Decremented: true, Generation: 3}}}).
+		withMachine("a", "", completed).withMachine("b", "", node)
+	s.Sets[0].Spec.Replicas = new(int32(3))
+	assert.NotContains(t, kinds(Decide(s)), RemoveFinalizer, "the MachineSet would replace it, and then lose any other one")
+	s.Sets[0].Spec.Replicas = new(int32(2))
+	assert.Contains(t, kinds(Decide(s)), RemoveFinalizer)
+}
+
+// A person has paused an old MachineSet, and changed the MachineDeployment since.
+func TestAMachineWaitsForItsOwnMachineSetAlone(t *testing.T) {
+	for _, own := range []bool{false, true} {
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a", Decremented: true, Generation: 3}}}).
+			withMachine("a", "", completed)
+		paused := &clusterv1.MachineSet{
+			ObjectMeta: metav1.ObjectMeta{Name: "small-old", Generation: 8, Annotations: map[string]string{clusterv1.PausedAnnotation: ""}},
+			Spec:       clusterv1.MachineSetSpec{Replicas: new(int32(0))},
+		}
+		s.Sets = append(s.Sets, paused)
+		if own {
+			s.Machines[0].OwnerReferences[0].Name = paused.Name
+		}
+		assert.Equal(t, !own, slices.Contains(kinds(Decide(s)), RemoveFinalizer), "its own: %t", own)
+	}
+}
+
+// Cluster API goes on deleting the Node of a Machine that the agent keeps.
+func TestAMachineWhoseNodeCannotBeDeletedAgainIsGone(t *testing.T) {
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).withMachine("a", "", completed)
+	s.Machines[0].Status.Conditions[0].Reason = clusterv1.MachineDeletingDeletingNodeReason
+	assert.Zero(t, Decide(s).Replicas)
+	s.Machines[0].Finalizers = append(s.Machines[0].Finalizers, clusterv1.MachineFinalizer)
+	assert.Equal(t, int32(1), Decide(s).Replicas, "for the first time, while Cluster API holds it")
+}
+
 // fails makes each reconcile of a MachineSet end with an error.
 func fails(set *clusterv1.MachineSet) {
 	set.Generation = 7

@@ -256,10 +256,22 @@ func (s *Snapshot) onDelete() bool {
 // reconciled reports whether every MachineSet has acted on generation g of the
 // MachineDeployment, whatever a rollout does to the numbers meanwhile.
 func (s *Snapshot) reconciled(g int64) bool {
-	if s.Deployment.Status.ObservedGeneration < g {
-		return false
-	}
-	return !slices.ContainsFunc(s.Sets, behind)
+	return s.distributed(g) && !slices.ContainsFunc(s.Sets, behind)
+}
+
+// reconciledFor is like reconciled, for what concerns one Machine: of the MachineSets, only the Machine's own
+// must have acted. Another one that a person has paused never does.
+func (s *Snapshot) reconciledFor(m *clusterv1.Machine, g int64) bool {
+	set := s.set(SetOf(m))
+	return s.distributed(g) && (set == nil || !behind(set))
+}
+
+// distributed reports whether Cluster API has distributed the replicas of generation g of the
+// MachineDeployment. It observes a generation without that when it repairs the managed fields of a MachineSet
+// first. Otherwise the newest MachineSet never has more replicas than the MachineDeployment.
+func (s *Snapshot) distributed(g int64) bool {
+	md, newest := s.Deployment, s.newest()
+	return md.Status.ObservedGeneration >= g && (newest == nil || md.Spec.Replicas == nil || ReplicasOf(newest) <= *md.Spec.Replicas)
 }
 
 // behind reports whether Cluster API has not acted on the MachineSet's present generation.
@@ -357,13 +369,14 @@ func Outdated(m *clusterv1.Machine) bool {
 	return false
 }
 
-// DeletionCompleted reports whether the Machine's instance and Node are gone and only the agent's
-// finalizer keeps the object.
+// DeletionCompleted reports whether the Machine's instance is gone, and only the agent's finalizer keeps
+// the object. Cluster API then deletes the Node again now and then, and its reason says so while that fails.
 func DeletionCompleted(m *clusterv1.Machine) bool {
 	if Alive(m) || len(m.Finalizers) != 1 || m.Finalizers[0] != v1alpha1.ReleaseFinalizer {
 		return false
 	}
-	return DeletingReason(m) == clusterv1.MachineDeletingDeletionCompletedReason
+	reason := DeletingReason(m)
+	return reason == clusterv1.MachineDeletingDeletionCompletedReason || reason == clusterv1.MachineDeletingDeletingNodeReason
 }
 
 // DeletingReason returns Cluster API's reason for the state of the Machine's deletion, "" if there

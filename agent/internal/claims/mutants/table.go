@@ -319,15 +319,15 @@ var mutants = []mutant{
 
 	// Rule R5: wait for the generation of the agent's own write.
 	{name: "R5: a Machine is let go before the lowering is observed", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
-		{"		case recorded && r.Decremented && ours && s.reconciled(r.Generation):\n", "		case recorded && r.Decremented && ours:\n"},
+		{"		case recorded && r.Decremented && ours && s.reconciledFor(m, r.Generation):\n", "		case recorded && r.Decremented && ours:\n"},
 	}},
 	{name: "R5: numbers that look right instead of the generation", edits: []edit{
-		{"		case recorded && r.Decremented && ours && s.reconciled(r.Generation):\n", "		case recorded && r.Decremented && ours && s.observed(0):\n"},
+		{"		case recorded && r.Decremented && ours && s.reconciledFor(m, r.Generation):\n", "		case recorded && r.Decremented && ours && s.observed(0):\n"},
 	}},
 	{name: "R5: only the MachineDeployment is waited for", world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
 		{
-			"	return !slices.ContainsFunc(s.Sets, behind)\n",
-			"	return true\n",
+			"	return s.distributed(g) && (set == nil || !behind(set))\n",
+			"	return s.distributed(g)\n",
 		},
 	}},
 
