@@ -453,6 +453,7 @@ const (
 func newProbe(c Config, scope hub.Scope, mgr manager.Manager, watches *contact.Watches) (*contact.Probe, error) {
 	config := rest.CopyConfig(c.Hub)
 	config.QPS = -1
+	config.DisableCompression = true // as the caches have it, so that the probe uses their connection
 	reader, err := client.New(config, client.Options{Scheme: mgr.GetScheme(), Mapper: mgr.GetRESTMapper()})
 	if err != nil {
 		return nil, fmt.Errorf("making the client that probes the hub: %w", err)

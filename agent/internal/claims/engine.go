@@ -168,7 +168,8 @@ type Engine struct {
 	// order in which agents act is affected.
 	id      string
 	written ownWrites
-	turns   turns
+	turns   turns // of runs for calls
+	writes  turns // of writes on claims and Machines
 	// deference is how long a node group is left to the agent that last wrote its ledger; see
 	// [group.deferToOther]. Tests set it.
 	deference time.Duration

@@ -1,18 +1,24 @@
 package claims
 
 import (
+	"context"
 	"fmt"
 	"slices"
+	"strconv"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -59,17 +65,17 @@ func TestTheRunsOfOneClusterDoNotQueueBeforeAnothers(t *testing.T) {
 	for _, object := range objects {
 		e.group(object.GetNamespace(), object.GetName()).kick(t.Context())
 	}
-	for range runsOfCluster {
+	for range perCluster {
 		<-held
 	}
 	e.group(other.Namespace, other.Name).kick(t.Context())
 	require.Eventually(t, func() bool {
 		mu.Lock()
 		defer mu.Unlock()
-		return len(inOrder) > runsOfCluster
+		return len(inOrder) > perCluster
 	}, 10*time.Second, time.Millisecond)
 	mu.Lock()
-	assert.Equal(t, "other", inOrder[runsOfCluster], "it is next, before the %d that came earlier", groups-runsOfCluster)
+	assert.Equal(t, "other", inOrder[perCluster], "it is next, before the %d that came earlier", groups-perCluster)
 	mu.Unlock()
 
 	close(release)
@@ -80,7 +86,7 @@ func TestTheRunsOfOneClusterDoNotQueueBeforeAnothers(t *testing.T) {
 	}, 10*time.Second, time.Millisecond, "all have run, and nothing is left behind")
 	mu.Lock()
 	defer mu.Unlock()
-	assert.Equal(t, runsOfCluster, most)
+	assert.Equal(t, perCluster, most)
 	assert.Subset(t, inOrder, []string{"flood-0", fmt.Sprintf("flood-%d", groups-1)})
 }
 
@@ -148,4 +154,40 @@ func TestAFloodOfOneClustersGroupsDelaysAnothersByFewSteps(t *testing.T) {
 	queue.ShutDownWithDrain()
 	workers.Wait()
 	assert.Len(t, inOrder, groups+1)
+}
+
+// All node groups of a Cluster share the writes that it has at once.
+func TestTheWritesOfOneClusterDoNotQueueBeforeAnothers(t *testing.T) {
+	const groups, each = 3, 12
+	e := engineWith(t)
+	var writing atomic.Int32
+	release := make(chan struct{})
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Patch: func(_ context.Context, _ client.WithWatch, machine client.Object, _ client.Patch, _ ...client.PatchOption) error {
+			if machine.GetName() != "other" {
+				writing.Add(1)
+				<-release
+			}
+			return nil
+		},
+	})
+	perform := func(cluster string, names ...string) {
+		s := &protocol.Snapshot{Deployment: groupOf("group", 0, nil)}
+		s.Deployment.Spec.ClusterName = cluster
+		_, _ = e.perform(t.Context(), s, lo.Map(names, func(name string, _ int) protocol.Action {
+			m := machineOf(name)
+			m.Labels[v1alpha1.ClaimLabel] = "a"
+			return protocol.Action{Kind: protocol.Unbind, Machine: m}
+		}))
+	}
+	var running sync.WaitGroup
+	for range groups {
+		running.Go(func() { perform(clusterName, lo.Times(each, strconv.Itoa)...) })
+	}
+	require.Eventually(t, func() bool { return writing.Load() == perCluster }, 20*time.Second, time.Millisecond)
+	perform("another", "other") // it does not wait
+	require.EqualValues(t, perCluster, writing.Load())
+	close(release)
+	running.Wait()
+	require.EqualValues(t, groups*each, writing.Load())
 }

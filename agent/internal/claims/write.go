@@ -213,8 +213,10 @@ func (e *Engine) perform(ctx context.Context, s *protocol.Snapshot, actions []pr
 		errs = make([]error, len(actions))
 	)
 	work.SetLimit(e.parallel)
+	cluster := types.NamespacedName{Namespace: s.Deployment.Namespace, Name: s.Deployment.Spec.ClusterName}
 	for i, a := range actions {
 		write := func() error {
+			defer e.writes.take(cluster)()
 			err := recovered(ctx, func() error { return e.do(ctx, a) })
 			countAction(a.Kind, err)
 			switch {

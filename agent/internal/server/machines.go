@@ -19,7 +19,7 @@ type machines struct {
 func (s *machines) GetMachine(
 	ctx context.Context, request *agentv1alpha1.GetMachineRequest,
 ) (*agentv1alpha1.GetMachineResponse, error) {
-	if err := s.inContact(); err != nil {
+	if err := s.usable(request.GetCluster()); err != nil {
 		return nil, err
 	}
 	machine, found, err := s.config.Machines.Get(clusterName(request.GetCluster()), request.GetName())
@@ -38,7 +38,7 @@ func (s *machines) GetMachine(
 func (s *machines) ListMachines(
 	ctx context.Context, request *agentv1alpha1.ListMachinesRequest,
 ) (*agentv1alpha1.ListMachinesResponse, error) {
-	if err := s.inContact(); err != nil {
+	if err := s.usable(request.GetCluster()); err != nil {
 		return nil, err
 	}
 	all, _, err := s.config.Machines.List(clusterName(request.GetCluster()))
@@ -69,6 +69,9 @@ func (s *machines) whole(ctx context.Context, cluster *agentv1alpha1.ClusterRef)
 func (s *machines) WatchMachines(
 	request *agentv1alpha1.WatchMachinesRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchMachinesResponse],
 ) error {
+	if err := s.usable(request.GetCluster()); err != nil {
+		return err
+	}
 	type response = agentv1alpha1.WatchMachinesResponse
 	return watch(stream.Context(), s.Server, s.config.Machines, clusterName(request.GetCluster()), nil, sender[*agentv1alpha1.Machine]{
 		upsert: func(machine *agentv1alpha1.Machine) error {

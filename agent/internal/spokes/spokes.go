@@ -39,6 +39,9 @@ const (
 	// silence is how long after its last sync a Spoke is no longer connected. It covers several
 	// sync intervals of a shim, and two intervals between writes.
 	silence = 3 * noteInterval
+	// catchUp is how long an agent must have been able to list the Spokes before it calls one silent. Shims
+	// synchronize every minute by default.
+	catchUp = 3 * time.Minute
 	// lookInterval is how often Spokes are checked for silence.
 	lookInterval = time.Minute
 	// writeTimeout limits how long a sync waits for the write of its Spoke.
@@ -100,6 +103,8 @@ type Spokes struct {
 	seen map[types.NamespacedName]sight
 	// failed is the error that was logged last.
 	failed string
+	// looking is since when this agent has been able to list the Spokes; zero if it was not the last time.
+	looking time.Time
 }
 
 type note struct {
@@ -536,10 +541,22 @@ func (s *Spokes) Run(ctx context.Context) error {
 	return nil
 }
 
-// Look marks silent Spokes once.
+// Look marks silent Spokes once. After a time without the hub or without an agent, shims first get the time to
+// synchronize: their silence is not theirs.
 func (s *Spokes) Look(ctx context.Context) error {
 	s.forget()
-	return s.readAll(ctx, s.lookAt)
+	now := s.Clock.Now()
+	s.mu.Lock()
+	if s.looking.IsZero() {
+		s.looking = now
+	}
+	waits := now.Sub(s.looking) < catchUp
+	s.mu.Unlock()
+	look := s.lookAt
+	if waits {
+		look = func(context.Context, *v1alpha1.Spoke) error { return nil }
+	}
+	return s.readAll(ctx, look)
 }
 
 // Read reads the Spokes, and changes none.
@@ -565,6 +582,10 @@ func (s *Spokes) readAll(ctx context.Context, do func(context.Context, *v1alpha1
 	})
 	if complete { // else Spokes may be missing
 		s.seeAll(all, unread, began)
+	} else {
+		s.mu.Lock()
+		s.looking = time.Time{} // the hub is away, perhaps for the shims as well
+		s.mu.Unlock()
 	}
 	return err
 }

@@ -358,3 +358,37 @@ func TestAnAgentWithAnotherClockSilencesNoShim(t *testing.T) {
 	w.note(second, spokes.Contact{SpokeID: "id", Version: "another"})
 	require.WithinDuration(t, w.now.Now(), w.spoke().Status.LastSyncTime.Time, time.Second)
 }
+
+// Neither an outage of all agents nor one of the hub is the silence of every spoke.
+func TestShimsGetTimeAfterAnOutage(t *testing.T) {
+	w := newWorld(t, "a")
+	var down error
+	agent := w.agent(interceptor.Funcs{
+		List: func(ctx context.Context, c client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
+			if down != nil {
+				return down
+			}
+			return c.List(ctx, list, options...)
+		},
+	})
+	w.note(agent, spokes.Contact{SpokeID: "id"})
+	connected := func() bool {
+		return meta.IsStatusConditionTrue(w.spoke().Status.Conditions, v1alpha1.ConnectedCondition)
+	}
+	for _, outage := range []error{nil, errors.New("the hub does not answer")} { // the agent starts, or goes on
+		w.now.Step(time.Hour)
+		if down = outage; outage != nil {
+			require.ErrorIs(t, agent.Look(t.Context()), outage)
+			down = nil
+		}
+		require.NoError(t, agent.Look(t.Context()))
+		require.True(t, connected())
+		w.now.Step(time.Minute)
+		require.NoError(t, agent.Look(t.Context()))
+		require.True(t, connected())
+		w.note(agent, spokes.Contact{SpokeID: "id"}) // the shim is back
+	}
+	w.now.Step(time.Hour)
+	require.NoError(t, agent.Look(t.Context()))
+	require.False(t, connected())
+}
