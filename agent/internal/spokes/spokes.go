@@ -111,6 +111,8 @@ type note struct {
 	contact Contact
 	at      time.Time
 	failed  bool // to be written
+	// wait is how long the next note has to wait because of the Spoke's size: etcd keeps each version of it.
+	wait time.Duration
 }
 
 // sight is the known status of a Spoke.
@@ -338,10 +340,11 @@ func (s *Spokes) due(key types.NamespacedName, contact Contact, now time.Time) b
 	if last.contact != contact && last.contact.SpokeID == contact.SpokeID {
 		least = newsInterval
 	}
-	if known && !first && now.Sub(last.at) < least {
+	if known && !first && now.Sub(last.at) < max(least, last.wait) {
 		return false
 	}
-	s.noted[key] = note{contact: contact, at: now}
+	status := s.seen[key].status
+	s.noted[key] = note{contact: contact, at: now, wait: Report{status.NodePools, status.MoreNodePools, status.Published}.interval()}
 	return true
 }
 

@@ -343,6 +343,31 @@ func TestALargeReportIsFollowedByTheNextOneMuchLater(t *testing.T) {
 	require.Equal(t, int32(1), w.spoke().Status.MoreNodePools)
 }
 
+// etcd keeps each version of a Spoke for minutes, whatever is new in it.
+func TestALargeSpokeIsNotedRarely(t *testing.T) {
+	w := newWorld(t, "a")
+	writes := 0
+	agent := w.agent(interceptor.Funcs{SubResourcePatch: func(
+		ctx context.Context, c client.Client, resource string, o client.Object, p client.Patch, options ...client.SubResourcePatchOption,
+	) error {
+		writes++
+		return c.SubResource(resource).Patch(ctx, o, p, options...)
+	}})
+	w.note(agent, spokes.Contact{Version: "0"})
+	large := spokes.Report{}
+	for i := range 200 {
+		large.NodePools = append(large.NodePools, v1alpha1.SpokeNodePool{Name: strconv.Itoa(i), Message: strings.Repeat("x", 1024)})
+	}
+	w.now.Step(10 * time.Second)
+	require.NoError(t, agent.Report(t.Context(), w.cluster("a"), large))
+	writes = 0
+	for i := range 60 { // ten minutes
+		w.now.Step(10 * time.Second)
+		w.note(agent, spokes.Contact{Version: strconv.Itoa(i)})
+	}
+	require.LessOrEqual(t, writes, 4, "of 200 KiB each")
+}
+
 // All agents write to the same Spokes, whatever the clocks of their machines.
 func TestAnAgentWithAnotherClockSilencesNoShim(t *testing.T) {
 	w := newWorld(t, "a")
