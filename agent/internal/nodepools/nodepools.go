@@ -19,8 +19,10 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -87,9 +89,10 @@ func (p *Publisher) SetupWithManager(mgr manager.Manager) error {
 		WithOptions(controller.Options{
 			NeedLeaderElection: new(false), SkipNameValidation: new(true), NewQueue: fairqueue.New(fairqueue.OwnerOfNamespace),
 		}).
-		Watches(&v1alpha1.NodePoolSet{}, namespace).
-		Watches(&clusterv1.Cluster{}, namespace).
-		Watches(&v1alpha1.Spoke{}, namespace).
+		Watches(&v1alpha1.NodePoolSet{}, namespace, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
+		Watches(&clusterv1.Cluster{}, namespace,
+			builder.WithPredicates(predicate.Or(predicate.LabelChangedPredicate{}, predicate.GenerationChangedPredicate{}))).
+		Watches(&v1alpha1.Spoke{}, namespace, builder.WithPredicates(predicate.Funcs{UpdateFunc: reportsAnew})).
 		Complete(p)
 	if err != nil {
 		return fmt.Errorf("setting up the controller of NodePoolSets: %w", err)
@@ -104,6 +107,14 @@ func (p *Publisher) SetupWithManager(mgr manager.Manager) error {
 		return fmt.Errorf("adding the publisher: %w", err)
 	}
 	return nil
+}
+
+// reportsAnew reports whether a Spoke shows that something else became of what is published. A Spoke is also
+// written for each time that its shim synchronizes.
+func reportsAnew(e event.UpdateEvent) bool {
+	before, is := e.ObjectOld.(*v1alpha1.Spoke)
+	after, also := e.ObjectNew.(*v1alpha1.Spoke)
+	return !is || !also || !equality.Semantic.DeepEqual(before.Status.Published, after.Status.Published)
 }
 
 // expect lists the namespaces whose publication makes the first complete view.
@@ -141,9 +152,11 @@ func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (_
 	for i := range spokes.Items {
 		statuses[spokes.Items[i].Name] = &spokes.Items[i].Status
 	}
-	outcomes := map[string]*outcome{}
+	outcomes, all := map[string]*outcome{}, map[string][]entry{}
 	for i := range sets.Items {
-		outcomes[sets.Items[i].Name] = newOutcome(&sets.Items[i])
+		name := sets.Items[i].Name
+		all[name] = entries(&sets.Items[i])
+		outcomes[name] = newOutcome(name, all[name])
 	}
 	served := map[types.NamespacedName]bool{}
 	for i := range clusters.Items {
@@ -152,7 +165,7 @@ func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (_
 			continue
 		}
 		served[name] = true
-		published, not := plan(clusters.Items[i].Labels, sets.Items)
+		published, not := plan(clusters.Items[i].Labels, sets.Items, all)
 		p.publish(name, published)
 		for j := range sets.Items {
 			if selects(&sets.Items[j], clusters.Items[i].Labels) {
@@ -217,7 +230,11 @@ func (p *Publisher) List(ctx context.Context, cluster *clusterv1.Cluster) ([]*ag
 		return nil, nil, fmt.Errorf("listing NodePoolSets: %w", err)
 	}
 	byAge(sets.Items)
-	published, _ := plan(cluster.Labels, sets.Items)
+	all := map[string][]entry{}
+	for i := range sets.Items {
+		all[sets.Items[i].Name] = entries(&sets.Items[i])
+	}
+	published, _ := plan(cluster.Labels, sets.Items, all)
 	var names []string
 	for i := range sets.Items {
 		if sets.Items[i].DeletionTimestamp.IsZero() {

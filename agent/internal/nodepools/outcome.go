@@ -30,9 +30,9 @@ type outcome struct {
 	waiting           []string // names of Clusters
 }
 
-func newOutcome(set *v1alpha1.NodePoolSet) *outcome {
-	o := &outcome{set: set.Name}
-	for _, e := range entries(set) {
+func newOutcome(set string, entries []entry) *outcome {
+	o := &outcome{set: set}
+	for _, e := range entries {
 		if e.invalid != "" {
 			o.invalid = append(o.invalid, e.invalid)
 		}

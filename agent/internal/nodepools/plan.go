@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 
+	"google.golang.org/protobuf/proto"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 
@@ -71,15 +72,18 @@ type unpublished struct {
 }
 
 // plan returns what is published to a Cluster with these labels, ordered by kind and name, and what
-// is not. The sets are all of the Cluster's namespace, in the order of [byAge].
-func plan(clusterLabels map[string]string, sets []v1alpha1.NodePoolSet) (published []*agentv1alpha1.PublishedObject, not []unpublished) {
+// is not. The sets are all of the Cluster's namespace, in the order of [byAge], and all has their entries, which
+// Clusters share.
+func plan(
+	clusterLabels map[string]string, sets []v1alpha1.NodePoolSet, all map[string][]entry,
+) (published []*agentv1alpha1.PublishedObject, not []unpublished) {
 	taken := map[string]*agentv1alpha1.PublishedObject{}
 	for i := range sets {
 		set := &sets[i]
 		if !selects(set, clusterLabels) {
 			continue
 		}
-		for _, e := range entries(set) {
+		for _, e := range all[set.Name] {
 			key := Key(e.object)
 			if by, exists := taken[key]; exists {
 				not = append(not, unpublished{set.Name, fmt.Sprintf("%s %s: the NodePoolSet %s publishes it, which is older",
@@ -87,6 +91,7 @@ func plan(clusterLabels map[string]string, sets []v1alpha1.NodePoolSet) (publish
 				continue
 			}
 			if len(taken) >= maxPerCluster && e.object.GetProblem() == "" {
+				e.object = proto.CloneOf(e.object)
 				e.object.SpecJson = ""
 				e.object.Problem = fmt.Sprintf("at most %d objects are published to a Cluster, and older NodePoolSets publish that many", maxPerCluster)
 				e.object.Revision = nodepoolset.Revision(e.object)
