@@ -212,6 +212,36 @@ func TestAGroupForWhichNoMachineCanBeMadeTakesClaimsForSparesOnly(t *testing.T) 
 	}
 }
 
+// The caches of a hub that is put back to an earlier state go back one kind after the other.
+func TestNoClaimIsMadeAgainForAMachineThatIsNoMore(t *testing.T) {
+	labelled := machineOf("later")
+	labelled.Labels[v1alpha1.ClaimLabel] = "a"
+	another := labelled.DeepCopy()
+	another.UID = "another"
+	unlabelled := machineOf("later")
+	for name, test := range map[string]struct {
+		now  []client.Object
+		made bool
+	}{
+		"it is there":              {[]client.Object{labelled}, true},
+		"it is gone":               {nil, false},
+		"it is another one":        {[]client.Object{another}, false},
+		"it has its label no more": {[]client.Object{unlabelled}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			objects := []client.Object{groupOf("small", 1, nil)}
+			for _, object := range test.now {
+				objects = append(objects, object.DeepCopyObject().(client.Object)) //nolint:forcetypeassert // as it was
+			}
+			e := engineWith(t, objects...)
+			err := e.recreate(t.Context(), labelled)
+			assert.Equal(t, test.made, err == nil, "%v", err)
+			_, err = e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
+			assert.Equal(t, test.made, err == nil, "%v", err)
+		})
+	}
+}
+
 // While a quota is used up, a claim that has waited for too long has failed for it.
 func TestAWaitingClaimKnowsOfAQuota(t *testing.T) {
 	claim := &v1alpha1.MachineClaim{

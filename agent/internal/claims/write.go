@@ -396,6 +396,15 @@ func (e *Engine) bind(ctx context.Context, a protocol.Action) error {
 // recreate creates a MachineClaim again from the metadata of its Machine. The next step restores
 // its status.
 func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
+	// While a hub is put back to an earlier state, the cache of Machines may still show those from later. A claim
+	// without its Machine would ask for another one.
+	now := &clusterv1.Machine{}
+	if err := e.Reader.Get(ctx, client.ObjectKeyFromObject(m), now); err != nil {
+		return err
+	}
+	if now.UID != m.UID || protocol.ClaimOf(now) != protocol.ClaimOf(m) {
+		return apierrors.NewNotFound(clusterv1.GroupVersion.WithResource("machines").GroupResource(), m.Name)
+	}
 	cluster, err := e.cluster(ctx, m.Namespace, m.Spec.ClusterName)
 	if err != nil || cluster == nil {
 		return err
