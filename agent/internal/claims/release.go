@@ -51,7 +51,10 @@ func (e *Engine) restoreFromLabel(ctx context.Context, key Key) (*v1alpha1.Machi
 		if !protocol.Alive(m) || m.Spec.ClusterName != key.Cluster {
 			continue
 		}
-		if err := e.recreate(ctx, m); err != nil && !apierrors.IsAlreadyExists(err) {
+		switch err := e.recreate(ctx, m); {
+		case apierrors.IsNotFound(err): // only the cache still shows it
+			continue
+		case err != nil && !apierrors.IsAlreadyExists(err):
 			return nil, fmt.Errorf("recreating the claim from its Machine: %w", err)
 		}
 		return e.getUncached(ctx, key)
