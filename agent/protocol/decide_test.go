@@ -824,7 +824,8 @@ func TestAReplicaIsGivenBackWhenTheInstanceIsGone(t *testing.T) {
 
 // Cluster API observes a generation without distributing the replicas when it repairs managed fields first.
 func TestAMachineIsKeptUntilItsReplicaIsTakenOff(t *testing.T) {
-	s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Releasing: map[types.UID]Release{"a": {Machine: "a", Decremented: true, Generation: 3}}}).
+	releasing := map[types.UID]Release{"a": {Machine: "a", Decremented: true, Generation: 3}}
+	s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Releasing: releasing}).
 		withMachine("a", "", completed).withMachine("b", "", node)
 	s.Sets[0].Spec.Replicas = new(int32(3))
 	assert.NotContains(t, kinds(Decide(s)), RemoveFinalizer, "the MachineSet would replace it, and then lose any other one")
@@ -835,7 +836,8 @@ func TestAMachineIsKeptUntilItsReplicaIsTakenOff(t *testing.T) {
 // A person has paused an old MachineSet, and changed the MachineDeployment since.
 func TestAMachineWaitsForItsOwnMachineSetAlone(t *testing.T) {
 	for _, own := range []bool{false, true} {
-		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a", Decremented: true, Generation: 3}}}).
+		releasing := map[types.UID]Release{"a": {Machine: "a", Decremented: true, Generation: 3}}
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: releasing}).
 			withMachine("a", "", completed)
 		paused := &clusterv1.MachineSet{
 			ObjectMeta: metav1.ObjectMeta{Name: "small-old", Generation: 8, Annotations: map[string]string{clusterv1.PausedAnnotation: ""}},

@@ -161,7 +161,9 @@ func Describe(md *clusterv1.MachineDeployment, template Template, observed Obser
 		return cmp.Or(strings.Compare(a.Field, b.Field), strings.Compare(a.Value, b.Value), strings.Compare(a.Message, b.Message))
 	})
 	if d.further > 0 {
-		d.Problems = append(d.Problems, Problem{Field: "metadata.annotations", Message: fmt.Sprintf("there are %d further problems; correct these first", d.further)})
+		d.Problems = append(d.Problems, Problem{
+			Field: "metadata.annotations", Message: fmt.Sprintf("there are %d further problems; correct these first", d.further),
+		})
 	}
 	return d.Description
 }

@@ -149,7 +149,9 @@ func TestCandidatesFitAndAreOrderedByPriceThenByID(t *testing.T) {
 	})
 	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("claim", requiring(corev1.LabelArchStable, "amd64"), requests("cpu", "2")))
 	require.NoError(t, err)
-	assert.Equal(t, []string{"default/prepaid", "default/spot", "default/cheap-a", "default/cheap-b", "default/dear-spot", "default/dear"}, candidates(w))
+	assert.Equal(t, []string{
+		"default/prepaid", "default/spot", "default/cheap-a", "default/cheap-b", "default/dear-spot", "default/dear",
+	}, candidates(w))
 
 	_, err = w.CloudProvider.Create(
 		w.Context(),

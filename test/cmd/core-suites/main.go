@@ -167,7 +167,9 @@ func runPart(
 	if err != nil {
 		return nil, err
 	}
-	failed := func(s coresuites.Spec) bool { return s.State != "passed" && s.State != "skipped" && s.State != "pending" }
+	failed := func(s coresuites.Spec) bool {
+		return s.State != "passed" && s.State != "skipped" && s.State != "pending"
+	}
 	if ended != nil && !slices.ContainsFunc(specs, failed) { // it was cut off, for example
 		return nil, fmt.Errorf("suite %s failed, and none of its specs: %w", name, ended)
 	}
