@@ -442,6 +442,9 @@ func (b *books) coverShortage() {
 	switch {
 	case b.Quota != "":
 		room = 0 // there would be no Machine
+		if short > 0 {
+			b.d.Wake(quotaLook) // nothing else tells that the quota has room again
+		}
 	case b.Group.Max != nil:
 		room = min(short, max(0, *b.Group.Max-b.d.Replicas))
 	}

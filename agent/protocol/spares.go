@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/samber/lo"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -85,6 +86,9 @@ func (b *books) removable(makesRoom bool) []*clusterv1.Machine {
 	})
 	return free[:max(0, min(surplus, len(free)))]
 }
+
+// quotaLook is how soon a group is looked at again whose claims wait because a quota is used up.
+const quotaLook = 15 * time.Second
 
 // blocking returns how many Machines have to go before the waiting claims can get theirs: the max
 // size allows no others, and no claim may have those that are there. Each release that is under way

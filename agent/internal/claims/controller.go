@@ -151,6 +151,7 @@ func (g *group) planLocked(ctx context.Context) (*protocol.Decision, error) {
 	}
 	var d *protocol.Decision
 	err = recovered(ctx, func() error {
+		g.warnOfLabels(s)
 		d = g.engine.decide(s)
 		keepClaimed(s, d)
 		return nil

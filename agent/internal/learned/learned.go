@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -134,10 +135,21 @@ func (n *Nodes) Changes() <-chan event.TypedGenericEvent[types.NamespacedName] {
 func (n *Nodes) Of(group types.NamespacedName, template *clusterv1.MachineSpec) capacity.Observation {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if known := n.groups[group]; known.infrastructure == nodegroup.InfrastructureRevision(template) {
+	switch known := n.groups[group]; {
+	case known.infrastructure != nodegroup.InfrastructureRevision(template):
+		return capacity.Observation{}
+	case known.machine != nodegroup.MachineRevision(template):
+		return withoutPlace(known.Observation)
+	default:
 		return known.Observation
 	}
-	return capacity.Observation{}
+}
+
+// withoutPlace returns an observation of Nodes of an earlier template without their zone and region, which may be
+// elsewhere now.
+func withoutPlace(o capacity.Observation) capacity.Observation {
+	o.Labels = lo.OmitByKeys(o.Labels, []string{corev1.LabelTopologyZone, corev1.LabelTopologyRegion})
+	return o
 }
 
 // Forget drops the observations of a group.
@@ -308,6 +320,9 @@ func (n *Nodes) learn(key types.NamespacedName, group *member) bool {
 		return false
 	}
 	next.Observation = observe(nodes)
+	if next.earlier {
+		next.Observation = withoutPlace(next.Observation)
+	}
 	if known.revisions == next.revisions && known.earlier == next.earlier && equality.Semantic.DeepEqual(known.Observation, next.Observation) {
 		return false
 	}

@@ -233,16 +233,21 @@ func (f *fixture) change(do func(*clusterv1.MachineSpec)) {
 // Without a capacity, a group gets no claims, so it would never get the Node that shows it.
 func TestNodesOfAnEarlierVersionCountUntilThereIsOneOfThePresent(t *testing.T) {
 	f := start(t)
-	old := learned.Node{ProviderID: "test://a", Capacity: list("cpu", "4")}
+	place := map[string]string{corev1.LabelTopologyZone: "a", corev1.LabelTopologyRegion: "r", corev1.LabelArchStable: "arm64"}
+	old := learned.Node{ProviderID: "test://a", Capacity: list("cpu", "4"), Labels: place}
 	f.report(old)
+	require.Equal(t, place, f.known().Labels)
 	newer := func(template *clusterv1.MachineSpec) { template.Version = "v1.37.0" }
 	f.change(newer)
 	next := f.template
 	newer(&next)
 	cpu := func() string { return texts(f.nodes.Of(group, &next).Capacity)["cpu"] }
+	moved := map[string]string{corev1.LabelArchStable: "arm64"} // a new version may be in another zone
 	require.Equal(t, "4", cpu(), "before the next report")
+	require.Equal(t, moved, f.nodes.Of(group, &next).Labels)
 	f.report(old)
 	require.Equal(t, "4", cpu())
+	require.Equal(t, moved, f.nodes.Of(group, &next).Labels)
 
 	f.nodes.Forget(group)
 	require.Len(t, f.report(old), 1)

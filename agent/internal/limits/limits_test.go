@@ -529,13 +529,17 @@ func TestUnreadAnswersKeepListsFromBeingMadeForThoseThatLeaveThem(t *testing.T) 
 }
 
 func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
+	synctest.Test(t, testListsOfOneCaller)
+}
+
+func testListsOfOneCaller(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	first, second, third := begin(t, l, "a", false), begin(t, l, "a", false), begin(t, l, "a", false)
 	require.NoError(t, first.List(t.Context(), false))
 	require.NoError(t, second.List(t.Context(), false))
-	over, cancel := context.WithCancel(t.Context())
-	cancel()
-	require.ErrorIs(t, third.List(over, false), context.Canceled, "three lists of one caller")
+	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	require.ErrorIs(t, third.List(soon, false), context.DeadlineExceeded, "three lists of one caller")
 	require.NoError(t, begin(t, l, "b", false).List(t.Context(), false))
 	first.End()
 	require.NoError(t, third.List(t.Context(), false))
@@ -714,15 +718,19 @@ func TestASyncIsCutWhenItKeepsOthersWaitingForLong(t *testing.T) {
 }
 
 func TestOneLargeRequestOfACallerIsHandledAtATime(t *testing.T) {
+	synctest.Test(t, testLargeRequestsOfOneCaller)
+}
+
+func testLargeRequestsOfOneCaller(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	first, second, other := begin(t, l, "a", false), begin(t, l, "a", false), begin(t, l, "b", false)
 	done, err := first.Read(t.Context(), true)
 	require.NoError(t, err)
 	done()
-	over, cancel := context.WithCancel(t.Context())
-	cancel()
-	_, err = second.Read(over, true)
-	require.ErrorIs(t, err, context.Canceled, "two large requests of one caller")
+	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	_, err = second.Read(soon, true)
+	require.ErrorIs(t, err, context.DeadlineExceeded, "two large requests of one caller")
 	_, err = other.Read(t.Context(), true)
 	require.NoError(t, err)
 	first.End()

@@ -237,7 +237,7 @@ func (i *View) ofNodeGroup(ctx context.Context, machine *clusterv1.Machine) (boo
 		Namespace: machine.Namespace, Name: machine.Labels[clusterv1.MachineDeploymentNameLabel],
 	}, md)
 	if apierrors.IsNotFound(err) {
-		return machine.Labels[v1alpha1.ClaimLabel] != "", nil // its MachineDeployment was deleted first
+		return protocol.ClaimOf(machine) != "", nil // its MachineDeployment was deleted first
 	}
 	if err != nil {
 		return false, fmt.Errorf("reading the MachineDeployment: %w", err)

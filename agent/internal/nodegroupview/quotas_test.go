@@ -70,6 +70,8 @@ func TestWithoutRightsOnThePriceListPricesAreEstimated(t *testing.T) {
 
 	role := agentsRole(f)
 	f.change(role, func() { role.Rules = agentsRole(f, "resourcequotas", "configmaps").Rules })
-	group = f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetPrice().GetPerHour() == 7 })
+	require.Eventually(t, func() bool { return f.group("small").GetPrice().GetPerHour() == 7 }, time.Minute, 10*time.Millisecond,
+		"the watch is tried again after half a minute at most")
+	group = f.group("small")
 	require.Equal(t, "EUR", group.GetPrice().GetCurrency())
 }

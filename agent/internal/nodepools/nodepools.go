@@ -89,7 +89,7 @@ func (p *Publisher) SetupWithManager(mgr manager.Manager) error {
 		WithOptions(controller.Options{
 			NeedLeaderElection: new(false), SkipNameValidation: new(true), NewQueue: fairqueue.New(fairqueue.OwnerOfNamespace),
 		}).
-		Watches(&v1alpha1.NodePoolSet{}, namespace, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
+		Watches(&v1alpha1.NodePoolSet{}, namespace, builder.WithPredicates(predicate.Funcs{UpdateFunc: writesAnew})).
 		Watches(&clusterv1.Cluster{}, namespace,
 			builder.WithPredicates(predicate.Or(predicate.LabelChangedPredicate{}, predicate.GenerationChangedPredicate{}))).
 		Watches(&v1alpha1.Spoke{}, namespace, builder.WithPredicates(predicate.Funcs{UpdateFunc: reportsAnew})).
@@ -115,6 +115,14 @@ func reportsAnew(e event.UpdateEvent) bool {
 	before, is := e.ObjectOld.(*v1alpha1.Spoke)
 	after, also := e.ObjectNew.(*v1alpha1.Spoke)
 	return !is || !also || !equality.Semantic.DeepEqual(before.Status.Published, after.Status.Published)
+}
+
+// writesAnew reports whether a NodePoolSet is another one, or has another status: an older write of another agent
+// is corrected.
+func writesAnew(e event.UpdateEvent) bool {
+	before, is := e.ObjectOld.(*v1alpha1.NodePoolSet)
+	after, also := e.ObjectNew.(*v1alpha1.NodePoolSet)
+	return !is || !also || before.Generation != after.Generation || !equality.Semantic.DeepEqual(before.Status, after.Status)
 }
 
 // expect lists the namespaces whose publication makes the first complete view.

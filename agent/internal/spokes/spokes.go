@@ -585,7 +585,7 @@ func (s *Spokes) readAll(ctx context.Context, do func(context.Context, *v1alpha1
 	})
 	if complete { // else Spokes may be missing
 		s.seeAll(all, unread, began)
-	} else {
+	} else if len(all) == 0 { // not only one namespace is missing
 		s.mu.Lock()
 		s.looking = time.Time{} // the hub is away, perhaps for the shims as well
 		s.mu.Unlock()

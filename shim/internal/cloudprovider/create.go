@@ -142,6 +142,9 @@ func (c *CloudProvider) withoutClass(ctx context.Context, nodeClaim *karpv1.Node
 	if !apierrors.IsNotFound(err) || c.Clock.Since(nodeClaim.CreationTimestamp.Time) < classWithin {
 		return createError(missing, ReasonNodeClassNotFound)
 	}
+	if mayTakeOver(nodeClaim) { // its Machine exists, and no other NodeClaim would get it
+		return createError(missing, ReasonNodeClassNotFound)
+	}
 	if _, err := c.ask(ctx, string(nodeClaim.UID)); !isClaimNotFound(err) {
 		return createError(missing, ReasonNodeClassNotFound)
 	}

@@ -359,8 +359,11 @@ func TestCreateBeforeTheAgentWasHeardOfIsRetried(t *testing.T) {
 
 func TestAMissingNodeClassIsWaitedForBriefly(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
-	create := func(name string, age time.Duration) error {
+	create := func(name string, age time.Duration, changes ...func(*karpv1.NodeClaim)) error {
 		_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim(name, func(nc *karpv1.NodeClaim) {
+			for _, change := range changes {
+				change(nc)
+			}
 			nc.Spec.NodeClassRef.Name = "later"
 			nc.CreationTimestamp = metav1.NewTime(time.Now().Add(-age))
 			nc.UID = types.UID(name)
@@ -371,6 +374,10 @@ func TestAMissingNodeClassIsWaitedForBriefly(t *testing.T) {
 	err := create("old", time.Minute)
 	assert.True(t, corecloudprovider.IsInsufficientCapacityError(err), "while it waited, core would plan and disrupt nothing: %v", err)
 	require.ErrorContains(t, err, `ClusterAPINodeClass "later" does not exist`)
+
+	assertCreateError(t, create("taken over", time.Minute, func(nc *karpv1.NodeClaim) {
+		nc.Annotations = map[string]string{v1alpha1.PeerMachineAnnotation: "default/m"}
+	}), cloudprovider.ReasonNodeClassNotFound)
 
 	_, err = w.Client.Claims.CreateClaim(w.Context(), &agentv1alpha1.CreateClaimRequest{
 		Cluster: w.Cluster, ClaimId: "claimed", Holder: "karpenter", Candidates: []string{"default/a"},

@@ -37,8 +37,10 @@ type Finisher struct {
 	kube  client.Reader
 	queue *disruption.Queue
 
-	// gone is since when the first candidate of a command has been gone. Used by one goroutine.
-	gone map[*disruption.Command]time.Time
+	// These are used by one goroutine. first is the first candidate of each command, as it was seen first: core may
+	// replace the object later, without the lock. gone is since when it has been gone.
+	first map[*disruption.Command]*karpv1.NodeClaim
+	gone  map[*disruption.Command]time.Time
 }
 
 // New returns a finisher. core are core's controllers; it is an error if its queue is not among them. kube
@@ -62,7 +64,8 @@ func (f *Finisher) Start(ctx context.Context) error {
 // candidates once the replacements are initialized, or gives the command up after ten minutes.
 func (f *Finisher) Look(ctx context.Context) {
 	left := map[*disruption.Command]time.Time{}
-	for command, first := range f.commands() {
+	f.first = f.commands()
+	for command, first := range f.first {
 		err := f.kube.Get(ctx, client.ObjectKeyFromObject(first), &karpv1.NodeClaim{})
 		if !apierrors.IsNotFound(err) {
 			continue // another error means nothing, and the next look is near
@@ -88,7 +91,11 @@ func (f *Finisher) commands() map[*disruption.Command]*karpv1.NodeClaim {
 	defer f.queue.RUnlock()
 	commands := map[*disruption.Command]*karpv1.NodeClaim{}
 	for _, command := range f.queue.ProviderIDToCommand {
-		commands[command] = command.Candidates[0].NodeClaim
+		if first, known := f.first[command]; known {
+			commands[command] = first
+		} else {
+			commands[command] = command.Candidates[0].NodeClaim
+		}
 	}
 	return commands
 }

@@ -8,7 +8,9 @@
 // replaces them. That controller treats the refusal like any other failed write and retries later.
 //
 // Replacements of drifted or unhealthy Nodes are not refused: core has tainted the Node by then, and
-// a failed write ends its pass of disruption for all NodePools, without removing the taint.
+// a failed write ends its pass of disruption for all NodePools, without removing the taint. Instead, core's
+// disruption does not see such a NodePool meanwhile. It says on the NodePool's Nodes that the NodePool is not
+// found.
 package staticpool
 
 import (

@@ -182,8 +182,8 @@ var ErrUnknownMachine = errors.New("the agent shows no machine with the provider
 
 // Of returns the Machine that the NodeClaim runs on without ever having had a claim. It returns nil
 // if the NodeClaim has or had a claim that the agent knows, if another claim has the Machine, or if the
-// Machine is gone. If none of this is known, the error is [ErrUnknownMachine]. A NodeClaim that is being
-// deleted and once had a claim does not wait for that.
+// Machine is gone. If none of this is known, the error is [ErrUnknownMachine]. For a NodeClaim that
+// once had a claim, that the Machine is gone is concluded only while the NodeClaim is being deleted.
 func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Machine, error) {
 	id := nodeClaim.Status.ProviderID
 	if id == "" || placeholder.Is(id) {

@@ -327,7 +327,7 @@ var mutants = []mutant{
 	{name: "R5: only the MachineDeployment is waited for", world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
 		{
 			"	return s.distributed(g) && (set == nil || !behind(set))\n",
-			"	return s.distributed(g)\n",
+			"	return s.distributed(g) && (set == nil || !behind(set) || true)\n",
 		},
 	}},
 
@@ -618,8 +618,8 @@ var mutants = []mutant{
 	{name: "recovery merely un-pauses", test: "TestAPausedStepThatSomebodyLeftIsCompleted", edits: []edit{
 		{"	spareSince time.Time\n	lastQuiet", "	recovered  bool\n	spareSince time.Time\n	lastQuiet"},
 		{
-			"		s.SpareSince = g.spareSince\n		d := e.decide(s)\n		keepClaimed(s, d)\n		g.noteSpare(s, d)\n",
-			"		s.SpareSince = g.spareSince\n		d := e.decide(s)\n" +
+			"		s.SpareSince = g.spareSince\n		g.warnOfLabels(s)\n		d := e.decide(s)\n		keepClaimed(s, d)\n		g.noteSpare(s, d)\n",
+			"		s.SpareSince = g.spareSince\n		g.warnOfLabels(s)\n		d := e.decide(s)\n" +
 				"		if !g.recovered && s.Ledger != nil && s.Deployment.Annotations[clusterv1.PausedAnnotation] == \"agent.karpenter.cluster.x-k8s.io\" {\n" +
 				"			d = &protocol.Decision{Ledger: s.Ledger.Clone(), Replicas: s.Group.Replicas, Pause: protocol.PauseRemove, Urgent: true}\n" +
 				"			for uid, r := range d.Ledger.Releasing {\n" +
@@ -712,7 +712,7 @@ var mutants = []mutant{
 		{" || c.Status.Phase == v1alpha1.PhaseBound && c.Status.Machine != nil\n", " || c.Status.Machine != nil\n"},
 	}},
 	{name: "a Machine that no ledger knows goes before its lowering was seen", world: "-claims=1 -floor=1 -machines=3 -stale=0 -wipes=1", violation: "I3", edits: []edit{
-		{"		case !recorded && stopped && s.reconciled(s.Deployment.Generation):\n", "		case !recorded && stopped:\n"},
+		{"		case !recorded && stopped && s.reconciledFor(m, s.Deployment.Generation):\n", "		case !recorded && stopped:\n"},
 	}},
 	{name: "a pause that no ledger knows stays", world: "-claims=1 -floor=2 -sets=2 -machines=4 -stale=0 -wipes=1", violation: "I4", edits: []edit{
 		{"	b.unpause()\n", ""},
