@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/types/known/timestamppb"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -346,9 +347,11 @@ func TestAMachineThatTheAgentShowedIsGoneUnlessItsNodeGroupIsToo(t *testing.T) {
 // runs on.
 func TestANodeWhoseClaimTheHubHasLostIsUnknown(t *testing.T) {
 	w, nodeClaim, machine := leftBehind(t)
-	w.Node(nodeClaim)
+	node := w.Node(nodeClaim)
 	_, err := w.Unclaimed.All(w.Context()) // the shim has seen the Machine
 	require.NoError(t, err)
+	nodeClaim.Status.NodeName = node.Name
+	require.NoError(t, w.Kube.Status().Update(w.Context(), nodeClaim))
 	nodeClaim.Annotations = map[string]string{v1alpha1.NodeGroupAnnotation: machine.GetNodeGroupId()} // as Create sets it
 	w.Update(nodeClaim)
 	w.Agent.LoseMachine(w.Cluster, machine.GetName())
@@ -363,6 +366,9 @@ func TestANodeWhoseClaimTheHubHasLostIsUnknown(t *testing.T) {
 
 	deleted := nodeClaim.DeepCopy()
 	deleted.DeletionTimestamp = new(metav1.Now())
+	uncertain(t, w.CloudProvider.Delete(w.Context(), deleted))
+	node.Status.Conditions[0].Status = corev1.ConditionUnknown // a person deleted the claim while the machine terminated
+	require.NoError(t, w.Kube.Status().Update(w.Context(), node))
 	notFound(t, w.CloudProvider.Delete(w.Context(), deleted))
 }
 

@@ -19,11 +19,13 @@ import (
 	"golang.org/x/sync/singleflight"
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/events"
+	nodeutils "sigs.k8s.io/karpenter/pkg/utils/node"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
@@ -183,7 +185,8 @@ var ErrUnknownMachine = errors.New("the agent shows no machine with the provider
 // Of returns the Machine that the NodeClaim runs on without ever having had a claim. It returns nil
 // if the NodeClaim has or had a claim that the agent knows, if another claim has the Machine, or if the
 // Machine is gone. If none of this is known, the error is [ErrUnknownMachine]. For a NodeClaim that
-// once had a claim, that the Machine is gone is concluded only while the NodeClaim is being deleted.
+// once had a claim, that the Machine is gone is concluded only while the NodeClaim is being deleted and its Node
+// is not Ready: nothing runs any more.
 func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Machine, error) {
 	id := nodeClaim.Status.ProviderID
 	if id == "" || placeholder.Is(id) {
@@ -207,14 +210,33 @@ func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1a
 	switch {
 	case err != nil:
 		return nil, err
-	case machine == nil && nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation] != "" && nodeClaim.DeletionTimestamp.IsZero():
-		return nil, ErrUnknownMachine
+	case machine == nil && nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation] != "":
+		return nil, f.lost(ctx, nodeClaim)
 	case machine == nil:
 		return nil, f.gone(ctx, id)
 	case isClaimed(machine):
 		return nil, nil //nolint:nilnil // documented
 	}
 	return machine, nil
+}
+
+// lost returns nil if a NodeClaim whose claim the agent does not know may end without its Machine: it is being
+// deleted, and its Node is gone or not Ready. Otherwise it returns [ErrUnknownMachine].
+func (f *Finder) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
+	if nodeClaim.DeletionTimestamp.IsZero() {
+		return ErrUnknownMachine
+	}
+	node := &corev1.Node{}
+	err := f.kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Status.NodeName}, node)
+	switch {
+	case nodeClaim.Status.NodeName == "" || apierrors.IsNotFound(err):
+		return nil
+	case err != nil:
+		return fmt.Errorf("getting Node %s: %w", nodeClaim.Status.NodeName, err)
+	case nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue:
+		return ErrUnknownMachine
+	}
+	return nil
 }
 
 // gone returns nil if the agent still reports the node group of the Machine that had the provider
