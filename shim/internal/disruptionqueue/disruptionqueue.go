@@ -9,8 +9,7 @@ package disruptionqueue
 
 import (
 	"context"
-	"fmt"
-	"slices"
+	"errors"
 	"time"
 
 	"github.com/awslabs/operatorpkg/controller"
@@ -21,6 +20,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/controllers/disruption"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 )
 
 const (
@@ -46,11 +47,10 @@ type Finisher struct {
 // New returns a finisher. core are core's controllers; it is an error if its queue is not among them. kube
 // reads NodeClaims from a cache.
 func New(clk clock.PassiveClock, kube client.Reader, core []controller.Controller) (*Finisher, error) {
-	i := slices.IndexFunc(core, func(c controller.Controller) bool { _, is := c.(*disruption.Queue); return is })
-	if i < 0 {
-		return nil, fmt.Errorf("core has no %T among its controllers", &disruption.Queue{})
+	queue, found := operator.Find[*disruption.Queue](core, (&disruption.Queue{}).Name())
+	if !found {
+		return nil, errors.New("core has no disruption.Queue among its controllers")
 	}
-	queue, _ := core[i].(*disruption.Queue)
 	return &Finisher{clock: clk, kube: kube, queue: queue, gone: map[*disruption.Command]time.Time{}}, nil
 }
 

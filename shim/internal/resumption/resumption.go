@@ -24,6 +24,8 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 )
 
 const (
@@ -55,34 +57,22 @@ func New(
 ) (*Resumption, error) {
 	r := &Resumption{kube: kube, cloudProvider: cloudProvider, ready: ready}
 	var found bool
-	if r.state, found = find[reconcile.Reconciler](core, stateController); !found {
+	if r.state, found = operator.Find[reconcile.Reconciler](core, stateController); !found {
 		return nil, fmt.Errorf("core has no controller %q that reconciles requests", stateController)
 	}
-	if r.disruption, found = find[reconcile.ObjectReconciler[*karpv1.NodeClaim]](core, disruptionController); !found {
+	if r.disruption, found = operator.Find[reconcile.ObjectReconciler[*karpv1.NodeClaim]](core, disruptionController); !found {
 		return nil, fmt.Errorf("core has no controller %q that reconciles NodeClaims", disruptionController)
 	}
 	return r, nil
 }
 
-func find[T any](core []controller.Controller, name string) (T, bool) {
-	for _, each := range core {
-		named, is := each.(interface{ Name() string })
-		if !is || named.Name() != name {
-			continue
-		}
-		typed, is := each.(T)
-		return typed, is
-	}
-	return *new(T), false
-}
-
 // Start waits until core gets instance types, resumes its work unless it got them at once, and
 // returns.
 func (r *Resumption) Start(ctx context.Context) error {
-	if r.given(ctx) {
+	if r.hasTypes(ctx) {
 		return nil
 	}
-	if err := wait.PollUntilContextCancel(ctx, look, false, func(ctx context.Context) (bool, error) { return r.given(ctx), nil }); err != nil {
+	if err := wait.PollUntilContextCancel(ctx, look, false, func(ctx context.Context) (bool, error) { return r.hasTypes(ctx), nil }); err != nil {
 		return nil //nolint:nilerr // the process ends
 	}
 	nodeClaims, err := nodeclaimutils.ListManaged(ctx, r.kube, r.cloudProvider)
@@ -95,9 +85,9 @@ func (r *Resumption) Start(ctx context.Context) error {
 	return nil
 }
 
-// given reports whether core gets instance types: with the gate NodeOverlay only once it has applied the
-// overlays to them.
-func (r *Resumption) given(ctx context.Context) bool {
+// hasTypes reports whether core gets instance types. With the feature gate NodeOverlay, it gets none until it
+// has applied the overlays.
+func (r *Resumption) hasTypes(ctx context.Context) bool {
 	if !r.ready() {
 		return false
 	}

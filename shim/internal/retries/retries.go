@@ -18,6 +18,8 @@ import (
 	runtimecontroller "sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 )
 
 // Names of the controllers of core that fail while the agent is away: its instance types and machines are
@@ -35,23 +37,16 @@ func Limiter() workqueue.TypedRateLimiter[reconcile.Request] {
 	return workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](time.Second, Longest)
 }
 
-// Soon returns core's controllers, of which those named above retry after [Longest] at most. It is an error
-// if one of them is missing, or is of another kind.
+// Soon returns core's controllers, with the two named above wrapped so that they retry after at most
+// [Longest]. It fails if one of them is missing, or reconciles single objects.
 func Soon(core []controller.Controller) ([]controller.Controller, error) {
 	core = slices.Clone(core)
 	for _, name := range []string{disruption, garbageCollection} {
-		i := slices.IndexFunc(core, func(c controller.Controller) bool {
-			named, is := c.(interface{ Name() string })
-			return is && named.Name() == name
-		})
-		if i < 0 {
-			return nil, fmt.Errorf("core has no controller %q", name)
+		wrapped, found := operator.Find[repeated](core, name)
+		if !found {
+			return nil, fmt.Errorf("core has no controller %q that works on the whole cluster", name)
 		}
-		again, is := core[i].(repeated)
-		if !is {
-			return nil, fmt.Errorf("core's controller %q is a %T, which works on single objects", name, core[i])
-		}
-		core[i] = soon{again}
+		core[slices.IndexFunc(core, func(c controller.Controller) bool { return operator.IsNamed(c, name) })] = soon{wrapped}
 	}
 	return core, nil
 }
