@@ -9,7 +9,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/samber/lo"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -79,7 +78,7 @@ type Refusal struct {
 type Problem struct {
 	// Field is the path of the value, for example `metadata.annotations[…]`.
 	Field string
-	// Value is the value as the user wrote it, up to 128 characters of it.
+	// Value is the value as the user wrote it, which may have 256 KiB.
 	Value string
 	// Message states what is wrong and what to write instead.
 	Message string
@@ -213,7 +212,7 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 		refuse(ReplicasOwned, "the topology of Cluster %s sets the replicas; remove them from spec.topology.workers", cluster.Name)
 	}
 	if why, lowered := md.Annotations[v1alpha1.ReplicasLoweredAnnotation]; lowered {
-		refuse(ReplicasLowered, "%s", lo.Substring(why, 0, maxWhy))
+		refuse(ReplicasLowered, "%.1024s", why)
 	}
 	if md.Spec.Replicas == nil {
 		refuse(Invalid, "spec.replicas is not set yet")
@@ -228,12 +227,6 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 	}
 	return g
 }
-
-// An annotation may have 256 KiB. These are how many characters of it are shown.
-const (
-	maxValue = 128
-	maxWhy   = 1024
-)
 
 // shortestProvisioning is the minimum that a MachineDeployment or a claim may set for how long
 // claims wait.
@@ -260,7 +253,7 @@ func duration(md *clusterv1.MachineDeployment, key string, shortest time.Duratio
 	d, err := time.ParseDuration(text)
 	if err != nil || d < shortest || d > longestDuration {
 		return 0, &Problem{
-			Field: annotationField(key), Value: lo.Substring(text, 0, maxValue),
+			Field: annotationField(key), Value: text,
 			Message: fmt.Sprintf(`is not a duration from %.0fs to 168h; write one such as "30m" or "1h30m"`, shortest.Seconds()),
 		}
 	}
@@ -272,7 +265,7 @@ func duration(md *clusterv1.MachineDeployment, key string, shortest time.Duratio
 func readSizes(g *Group, md *clusterv1.MachineDeployment, refuse func(reason Reason, format string, args ...any)) {
 	report := func(problem *Problem) {
 		g.Problems = append(g.Problems, *problem)
-		refuse(Invalid, "%s: %q %s", problem.Field, problem.Value, problem.Message)
+		refuse(Invalid, "%s: %.128q %s", problem.Field, problem.Value, problem.Message)
 	}
 	smallest, problem := size(md, clusterv1.AutoscalerMinSizeAnnotation)
 	switch {
@@ -352,7 +345,7 @@ func size(md *clusterv1.MachineDeployment, key string) (*int32, *Problem) {
 	if err != nil || n < 0 {
 		return nil, &Problem{
 			Field:   annotationField(key),
-			Value:   lo.Substring(text, 0, maxValue),
+			Value:   text,
 			Message: "is not a size; write a whole number of machines, 0 or more",
 		}
 	}

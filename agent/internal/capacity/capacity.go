@@ -78,7 +78,7 @@ type Problem struct {
 	// Field is the path of the value in the user's object, for example
 	// `metadata.annotations[capacity.cluster-autoscaler.kubernetes.io/cpu]`.
 	Field string
-	// Value is the value as the user wrote it. A long one is cut.
+	// Value is the value as the user wrote it, which may have 256 KiB.
 	Value string
 	// Message states what is wrong and what to write instead.
 	Message string
@@ -183,7 +183,6 @@ type describer struct {
 const (
 	maxEntries  = 256 // of a list or map
 	maxProblems = 32
-	maxValue    = 128 // characters of a user's value
 	maxText     = 512 // characters of a field or a message
 )
 
@@ -194,7 +193,7 @@ func (d *describer) problem(field, value, format string, args ...any) {
 	}
 	d.Problems = append(d.Problems, Problem{
 		Field:   lo.Substring(field, 0, maxText),
-		Value:   lo.Substring(value, 0, maxValue),
+		Value:   value,
 		Message: lo.Substring(fmt.Sprintf(format, args...), 0, maxText),
 	})
 }
