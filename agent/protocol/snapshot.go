@@ -275,14 +275,14 @@ func (s *Snapshot) distributed(g int64) bool {
 }
 
 // behind reports whether Cluster API has not acted on the MachineSet's present generation.
-func behind(set *clusterv1.MachineSet) bool { return ActedOn(set) < set.Generation }
+func behind(set *clusterv1.MachineSet) bool { return actedOn(set) < set.Generation }
 
-// ActedOn returns the newest generation of a MachineSet that Cluster API has acted on, with or without an
+// actedOn returns the newest generation of a MachineSet that Cluster API has acted on, with or without an
 // error. status.observedGeneration stays behind as long as a reconcile ends with one, although all else in it
 // was done: while a quota or a webhook refuses a Machine, while the infrastructure object of a Machine is
 // missing, or a template. The condition ScalingUp is written at the end of each reconcile, but not while the
 // MachineSet is paused. It is Unknown if the reconcile got no further than listing the Machines.
-func ActedOn(set *clusterv1.MachineSet) int64 {
+func actedOn(set *clusterv1.MachineSet) int64 {
 	generation := set.Status.ObservedGeneration
 	if scaling := meta.FindStatusCondition(set.Status.Conditions, clusterv1.MachineSetScalingUpCondition); scaling != nil &&
 		scaling.Status != metav1.ConditionUnknown {

@@ -514,7 +514,6 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			return requeueAfter, err
 		}
 		s.SpareSince = g.spareSince
-		g.warnOfLabels(s)
 		d := e.decide(s)
 		keepClaimed(s, d)
 		g.noteSpare(s, d)
@@ -810,11 +809,14 @@ func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Durati
 
 // warnOfLabels records an event on each Machine whose label names no claim that can exist.
 func (g *group) warnOfLabels(s *protocol.Snapshot) {
-	present := map[types.UID]bool{}
+	var present map[types.UID]bool
 	for _, m := range s.Machines {
 		value := m.Labels[v1alpha1.ClaimLabel]
 		if value == "" || protocol.ClaimOf(m) != "" {
 			continue
+		}
+		if present == nil {
+			present = map[types.UID]bool{}
 		}
 		present[m.UID] = true
 		if !g.mislabelled[m.UID] {

@@ -160,7 +160,8 @@ func (f *Follower[T]) Read(ctx context.Context) (*T, error) {
 		waiting, cancel = context.WithDeadline(ctx, until)
 		defer cancel()
 	}
-	if err := f.firstRead(waiting); err != nil && (ctx.Err() != nil || waiting.Err() == nil) {
+	outOfPatience := func() bool { return ctx.Err() == nil && waiting.Err() != nil }
+	if err := f.firstRead(waiting); err != nil && !outOfPatience() {
 		return nil, err
 	}
 	return f.Current(), nil

@@ -160,11 +160,9 @@ func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (_
 	for i := range spokes.Items {
 		statuses[spokes.Items[i].Name] = &spokes.Items[i].Status
 	}
-	outcomes, all := map[string]*outcome{}, map[string][]entry{}
-	for i := range sets.Items {
-		name := sets.Items[i].Name
-		all[name] = entries(&sets.Items[i])
-		outcomes[name] = newOutcome(name, all[name])
+	outcomes, all := map[string]*outcome{}, entriesOf(sets.Items)
+	for name, entries := range all {
+		outcomes[name] = newOutcome(name, entries)
 	}
 	served := map[types.NamespacedName]bool{}
 	for i := range clusters.Items {
@@ -238,11 +236,7 @@ func (p *Publisher) List(ctx context.Context, cluster *clusterv1.Cluster) ([]*ag
 		return nil, nil, fmt.Errorf("listing NodePoolSets: %w", err)
 	}
 	byAge(sets.Items)
-	all := map[string][]entry{}
-	for i := range sets.Items {
-		all[sets.Items[i].Name] = entries(&sets.Items[i])
-	}
-	published, _ := plan(cluster.Labels, sets.Items, all)
+	published, _ := plan(cluster.Labels, sets.Items, entriesOf(sets.Items))
 	var names []string
 	for i := range sets.Items {
 		if sets.Items[i].DeletionTimestamp.IsZero() {

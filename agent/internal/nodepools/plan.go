@@ -29,6 +29,15 @@ type entry struct {
 	invalid string // why it can be published nowhere
 }
 
+// entriesOf returns the entries of each set, by its name.
+func entriesOf(sets []v1alpha1.NodePoolSet) map[string][]entry {
+	all := make(map[string][]entry, len(sets))
+	for i := range sets {
+		all[sets[i].Name] = entries(&sets[i])
+	}
+	return all
+}
+
 // entries returns the entries of a set, with what is wrong with them.
 func entries(set *v1alpha1.NodePoolSet) []entry {
 	var all []entry

@@ -555,11 +555,10 @@ func (s *Spokes) Look(ctx context.Context) error {
 	}
 	waits := now.Sub(s.looking) < catchUp
 	s.mu.Unlock()
-	look := s.lookAt
 	if waits {
-		look = func(context.Context, *v1alpha1.Spoke) error { return nil }
+		return s.Read(ctx)
 	}
-	return s.readAll(ctx, look)
+	return s.readAll(ctx, s.lookAt)
 }
 
 // Read reads the Spokes, and changes none.

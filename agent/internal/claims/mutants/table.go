@@ -618,8 +618,8 @@ var mutants = []mutant{
 	{name: "recovery merely un-pauses", test: "TestAPausedStepThatSomebodyLeftIsCompleted", edits: []edit{
 		{"	spareSince time.Time\n	lastQuiet", "	recovered  bool\n	spareSince time.Time\n	lastQuiet"},
 		{
-			"		s.SpareSince = g.spareSince\n		g.warnOfLabels(s)\n		d := e.decide(s)\n		keepClaimed(s, d)\n		g.noteSpare(s, d)\n",
-			"		s.SpareSince = g.spareSince\n		g.warnOfLabels(s)\n		d := e.decide(s)\n" +
+			"		s.SpareSince = g.spareSince\n		d := e.decide(s)\n		keepClaimed(s, d)\n		g.noteSpare(s, d)\n",
+			"		s.SpareSince = g.spareSince\n		d := e.decide(s)\n" +
 				"		if !g.recovered && s.Ledger != nil && s.Deployment.Annotations[clusterv1.PausedAnnotation] == \"agent.karpenter.cluster.x-k8s.io\" {\n" +
 				"			d = &protocol.Decision{Ledger: s.Ledger.Clone(), Replicas: s.Group.Replicas, Pause: protocol.PauseRemove, Urgent: true}\n" +
 				"			for uid, r := range d.Ledger.Releasing {\n" +
@@ -637,7 +637,7 @@ var mutants = []mutant{
 		{"	case ours && IsPaused(b.Deployment.Status.Conditions) && b.setsLowered(begun):\n", "	case ours && b.setsLowered(begun):\n"},
 	}},
 	{name: "a lowered MachineSet is not waited for", world: "-claims=1 -floor=2 -sets=2 -machines=4 -stale=0", violation: "I3", edits: []edit{
-		{"		case set != nil && behind(set):\n", "		case set != nil && ActedOn(set) < 0:\n"},
+		{"		case set != nil && behind(set):\n", "		case set != nil && actedOn(set) < 0:\n"},
 	}},
 
 	// Machines that no claim has.
