@@ -300,7 +300,7 @@ func TestClaimsAreNotListedWithoutTheMachinesThatTheyHave(t *testing.T) {
 	require.NoError(t, list(engineWith(t, labelled.DeepCopy()), "somebody-else"))
 	impossible := labelled.DeepCopy()
 	impossible.Labels[v1alpha1.ClaimLabel] = "Test_1"
-	require.NoError(t, list(engineWith(t, impossible), holder), "no claim can have this id, whoever wrote the label")
+	require.NoError(t, list(engineWith(t, impossible), holder), "a label that cannot be a claim's id is ignored")
 }
 
 // Nothing else ends the claim of a MachineDeployment whose name another Cluster's has now.

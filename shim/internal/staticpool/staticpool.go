@@ -8,8 +8,8 @@
 // replaces them. That controller treats the refusal like any other failed write and retries later.
 //
 // Replacements of drifted or unhealthy Nodes are not refused: core has tainted the Node by then, and
-// a failed write ends its pass of disruption for all NodePools, without removing the taint. Instead, core's
-// disruption does not see such a NodePool meanwhile. It says on the NodePool's Nodes that the NodePool is not
+// a failed write ends its pass of disruption for all NodePools, without removing the taint. Instead, the
+// NodePool is hidden from core's disruption meanwhile. Core then reports on its Nodes that the NodePool was not
 // found.
 package staticpool
 

@@ -176,17 +176,17 @@ func (f *Finder) forget(ctx context.Context) error {
 	return nil
 }
 
-// ErrUnknownMachine means that the agent has no claim of a NodeClaim, and reports no Machine with its
+// ErrUnknownMachine means that the agent has no claim for a NodeClaim, and reports no Machine with its
 // provider ID. The Machine may still exist: the agent does not report Machines of a MachineDeployment without
 // the node group label, or of another namespace or Cluster. Or the hub was restored from a backup from before
 // the claim: otherwise the agent would remember that it has ended.
-var ErrUnknownMachine = errors.New("the agent shows no machine with the provider ID of the NodeClaim, and has no claim of it")
+var ErrUnknownMachine = errors.New("the agent shows no machine with the provider ID of the NodeClaim, and has no claim for it")
 
 // Of returns the Machine that the NodeClaim runs on without ever having had a claim. It returns nil
 // if the NodeClaim has or had a claim that the agent knows, if another claim has the Machine, or if the
-// Machine is gone. If none of this is known, the error is [ErrUnknownMachine]. For a NodeClaim that
-// once had a claim, that the Machine is gone is concluded only while the NodeClaim is being deleted and its Node
-// is not Ready: nothing runs any more.
+// Machine is gone. If none of this is known, the error is [ErrUnknownMachine]. If the
+// NodeClaim once had a claim, the Machine counts as gone only while the NodeClaim is being deleted and its
+// Node is not Ready.
 func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Machine, error) {
 	id := nodeClaim.Status.ProviderID
 	if id == "" || placeholder.Is(id) {
@@ -223,16 +223,20 @@ func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1a
 // lost returns nil if a NodeClaim whose claim the agent does not know may end without its Machine: it is being
 // deleted, and its Node is gone or not Ready. Otherwise it returns [ErrUnknownMachine].
 func (f *Finder) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
-	if nodeClaim.DeletionTimestamp.IsZero() {
+	name := nodeClaim.Status.NodeName
+	switch {
+	case nodeClaim.DeletionTimestamp.IsZero():
 		return ErrUnknownMachine
+	case name == "":
+		return nil
 	}
 	node := &corev1.Node{}
-	err := f.kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Status.NodeName}, node)
+	err := f.kube.Get(ctx, client.ObjectKey{Name: name}, node)
 	switch {
-	case nodeClaim.Status.NodeName == "" || apierrors.IsNotFound(err):
+	case apierrors.IsNotFound(err):
 		return nil
 	case err != nil:
-		return fmt.Errorf("getting Node %s: %w", nodeClaim.Status.NodeName, err)
+		return fmt.Errorf("getting Node %s: %w", name, err)
 	case nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue:
 		return ErrUnknownMachine
 	}
@@ -295,7 +299,7 @@ func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machi
 
 // Unknown returns an event that reports [ErrUnknownMachine] on the NodeClaim, with the remedy.
 func (f *Finder) Unknown(nodeClaim *karpv1.NodeClaim) events.Event {
-	message := fmt.Sprintf("The agent shows no Machine with provider ID %s in Cluster %s/%s, and has no claim of this NodeClaim. Karpenter keeps "+
+	message := fmt.Sprintf("The agent shows no Machine with provider ID %s in Cluster %s/%s, and has no claim for this NodeClaim. Karpenter keeps "+
 		"it until its Machine is found. If the Machine exists, label its MachineDeployment with node.cluster.x-k8s.io/karpenter-member: it is "+
 		"then adopted. If the Machine is gone or belongs to another namespace or Cluster, detach this NodeClaim from it: "+
 		"kubectl annotate nodeclaim %s %s=true",
