@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"strings"
 	"testing"
 	"time"
@@ -11,10 +12,14 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
+	"google.golang.org/grpc/test/bufconn"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/protoadapt"
+	"google.golang.org/protobuf/types/known/emptypb"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -143,16 +148,44 @@ func TestRetryDelayIsNeverNegative(t *testing.T) {
 	require.Zero(t, delay)
 }
 
-func TestMessagesStayShortAndDetailsComplete(t *testing.T) {
+func TestMessagesStayShortAndNameTheFirstCandidates(t *testing.T) {
 	var rejections []agenterrors.Rejection
 	for i := range 1000 {
 		rejections = append(rejections, agenterrors.Rejection{
 			NodeGroup: fmt.Sprintf("fleet/group-%d", i), Reason: agenterrors.ReasonNoRoom, Message: "full",
+			Unavailable: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE,
 		})
 	}
+	rejections[999].RetryAt = now.Add(time.Minute)
 	err := agenterrors.Rejected(now, rejections...)
 	require.Less(t, len(status.Convert(err).Message()), 500)
-	require.Len(t, agenterrors.Rejections(err), 1000)
+	named := agenterrors.Rejections(err)
+	require.GreaterOrEqual(t, len(named), 15)
+	for i, rejection := range named {
+		require.Equal(t, rejections[i].NodeGroup, rejection.NodeGroup)
+		require.Equal(t, rejections[i].Unavailable, rejection.Unavailable)
+	}
+	delay, ok := agenterrors.RetryDelay(err)
+	require.True(t, ok)
+	require.Equal(t, time.Minute, delay, "the soonest of all, also of those that are not named")
+
+	few := agenterrors.Rejected(now, rejections[:10]...)
+	require.Equal(t, rejections[:10], agenterrors.Rejections(few), "a few are named in full")
+}
+
+// TestAReasonOfANewerAgentIsReadByItsCode covers an agent with a reason that this client does not
+// know.
+func TestAReasonOfANewerAgentIsReadByItsCode(t *testing.T) {
+	full := agenterrors.Rejection{NodeGroup: "fleet/small", Reason: "ONLY_AT_NIGHT"}
+	newer, err := status.New(codes.ResourceExhausted, "no candidate has room").WithDetails(protoadapt.MessageV1Of(&errdetails.ErrorInfo{
+		Domain: agenterrors.Domain, Reason: string(full.Reason), Metadata: map[string]string{agenterrors.MetadataNodeGroup: full.NodeGroup},
+	}))
+	require.NoError(t, err)
+	require.True(t, agenterrors.IsNoRoom(overTheWire(t, newer.Err())))
+	require.Equal(t, []agenterrors.Rejection{full}, agenterrors.Rejections(newer.Err()))
+	require.False(t, agenterrors.IsNoRoom(agenterrors.TooLarge("5 MiB")))
+	require.False(t, agenterrors.IsNoRoom(agenterrors.Throttled("too often", time.Second)))
+	require.False(t, agenterrors.IsNoRoom(agenterrors.TooManyClaims("1,000", time.Second)))
 }
 
 func TestClaimEndedSaysHow(t *testing.T) {
@@ -218,23 +251,49 @@ func TestOtherErrorsAreNotTheAgents(t *testing.T) {
 	}
 }
 
-func TestErrorsStaySmallWhateverTheyQuote(t *testing.T) {
-	long := strings.Repeat("ä", 1<<20)
-	var violations []agenterrors.FieldViolation
-	var rejections []agenterrors.Rejection
-	for range 1000 {
-		violations = append(violations, agenterrors.FieldViolation{Field: long, Description: long})
-		rejections = append(rejections, agenterrors.Rejection{
-			NodeGroup: "fleet/" + strings.Repeat("a", 253), Reason: agenterrors.ReasonNoRoom, Message: long, RetryAt: time.Unix(1, 0),
+// received returns the error as a client receives it that accepts 8 KiB of headers.
+func received(t *testing.T, err error) error {
+	t.Helper()
+	listener := bufconn.Listen(1 << 20)
+	server := grpc.NewServer(grpc.UnknownServiceHandler(func(any, grpc.ServerStream) error { return err }))
+	go func() { _ = server.Serve(listener) }()
+	defer server.Stop()
+	connection, dialErr := grpc.NewClient("passthrough:///agent",
+		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return listener.DialContext(ctx) }),
+		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithMaxHeaderListSize(8<<10))
+	require.NoError(t, dialErr)
+	defer connection.Close()
+	return connection.Invoke(t.Context(), "/an.agent/Call", &emptypb.Empty{}, &emptypb.Empty{})
+}
+
+// TestErrorsAreReadByClientsThatAcceptLittle receives each error with a client that accepts 8 KiB of
+// headers, like most implementations of gRPC.
+func TestErrorsAreReadByClientsThatAcceptLittle(t *testing.T) {
+	for name, long := range map[string]string{
+		"ASCII": strings.Repeat("a", 1<<20), "two bytes each": strings.Repeat("ä", 1<<20), "not UTF-8": strings.Repeat("\xff", 1<<20),
+	} {
+		t.Run(name, func(t *testing.T) {
+			var violations []agenterrors.FieldViolation
+			var rejections []agenterrors.Rejection
+			for range 1000 {
+				violations = append(violations, agenterrors.FieldViolation{Field: long, Description: long})
+				rejections = append(rejections, agenterrors.Rejection{
+					NodeGroup: "fleet/" + strings.Repeat("a", 253), Reason: agenterrors.ReasonNoRoom, Message: long, RetryAt: time.Unix(1, 0),
+					Unavailable: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN,
+				})
+			}
+			invalid := received(t, agenterrors.InvalidArgument(violations...))
+			require.NotEmpty(t, agenterrors.FieldViolations(invalid))
+			require.ErrorContains(t, invalid, " more")
+			rejected := received(t, agenterrors.Rejected(time.Unix(0, 0), rejections...))
+			require.True(t, agenterrors.IsNoRoom(rejected))
+			require.GreaterOrEqual(t, len(agenterrors.Rejections(rejected)), 5)
+			_, ok := agenterrors.RetryDelay(rejected)
+			require.True(t, ok)
+			ended := received(t, agenterrors.ClaimEnded(&agentv1alpha1.Claim{ClaimId: long, Reason: long, Message: long}))
+			require.True(t, agenterrors.IsEnded(ended))
+			require.True(t, agenterrors.IsConflict(received(t, agenterrors.Conflict(long))))
+			require.True(t, utf8.ValidString(status.Convert(rejected).Message()))
 		})
 	}
-	size := func(err error) int { return proto.Size(status.Convert(err).Proto()) }
-	invalid := agenterrors.InvalidArgument(violations...)
-	require.Less(t, size(invalid), 24<<10)
-	require.Len(t, agenterrors.FieldViolations(overTheWire(t, invalid)), 16)
-	require.ErrorContains(t, invalid, "and 995 more")
-	rejected := agenterrors.Rejected(time.Unix(0, 0), rejections...)
-	require.Less(t, size(rejected), 512<<10)
-	require.Len(t, agenterrors.Rejections(overTheWire(t, rejected)), 1000, "every candidate is named")
-	require.True(t, utf8.ValidString(status.Convert(rejected).Message()))
 }

@@ -1,14 +1,17 @@
 package agenterrors
 
 import (
+	"encoding/base64"
 	"fmt"
 	"strings"
 	"time"
 
 	"github.com/samber/lo"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	statuspb "google.golang.org/genproto/googleapis/rpc/status"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/protoadapt"
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -40,15 +43,14 @@ type FieldViolation struct {
 
 // Rejected is the error of a CreateClaim without an acceptable candidate: RESOURCE_EXHAUSTED if at
 // least one candidate merely has no room, else FAILED_PRECONDITION if at least one exists, else
-// NOT_FOUND. It has an ErrorInfo for each rejection, in order, and RetryInfo if a retry time is
-// known. now is the agent's clock, from which the delay in RetryInfo is computed. Without
-// rejections it is NOT_FOUND.
+// NOT_FOUND. It has an ErrorInfo for each of the first rejections, in order, as many as it has room
+// for, and RetryInfo if a retry time is known, that of the soonest of all. now is the agent's clock,
+// from which the delay in RetryInfo is computed. Without rejections it is NOT_FOUND.
 func Rejected(now time.Time, rejections ...Rejection) error {
 	code := codes.NotFound
 	var retryAt time.Time
-	details := make([]protoadapt.MessageV1, 0, len(rejections)+1)
 	sentences := make([]string, 0, len(rejections))
-	for i, r := range rejections {
+	for _, r := range rejections {
 		switch r.Reason {
 		case ReasonNoRoom:
 			code = codes.ResourceExhausted
@@ -58,24 +60,10 @@ func Rejected(now time.Time, rejections ...Rejection) error {
 			}
 		default:
 		}
-		metadata := map[string]string{MetadataNodeGroup: r.NodeGroup}
-		if r.Unavailable != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED {
-			metadata[MetadataReason] = r.Unavailable.String()
+		if !r.RetryAt.IsZero() && (retryAt.IsZero() || r.RetryAt.Before(retryAt)) {
+			retryAt = r.RetryAt
 		}
-		if r.Message != "" && i < maxRejectionMessages {
-			metadata[MetadataMessage] = bounded(r.Message, maxText)
-		}
-		if !r.RetryAt.IsZero() {
-			metadata[MetadataRetryAt] = r.RetryAt.UTC().Format(time.RFC3339Nano)
-			if retryAt.IsZero() || r.RetryAt.Before(retryAt) {
-				retryAt = r.RetryAt
-			}
-		}
-		details = append(details, errorInfo(r.Reason, metadata))
-		sentences = append(sentences, bounded(strings.TrimSuffix(r.NodeGroup+": "+r.Message, ": "), maxText))
-	}
-	if !retryAt.IsZero() {
-		details = append(details, retryInfo(retryAt.Sub(now)))
+		sentences = append(sentences, strings.TrimSuffix(r.NodeGroup+": "+r.Message, ": "))
 	}
 	message := "no candidate exists"
 	switch code {
@@ -87,7 +75,43 @@ func Rejected(now time.Time, rejections ...Rejection) error {
 	if len(sentences) > 0 {
 		message += ": " + abridge(sentences)
 	}
-	return made(code, message, details...)
+	var details []protoadapt.MessageV1
+	if !retryAt.IsZero() {
+		details = append(details, retryInfo(retryAt.Sub(now)))
+	}
+	return made(code, message, append(details, infosOf(rejections, roomFor(code, message, details...))...)...)
+}
+
+// infosOf returns an ErrorInfo for each of the first rejections. The names and reasons come before
+// the messages: a caller can use them.
+func infosOf(rejections []Rejection, room int) []protoadapt.MessageV1 {
+	var infos []*errdetails.ErrorInfo
+	for _, r := range rejections {
+		metadata := map[string]string{MetadataNodeGroup: r.NodeGroup}
+		if r.Unavailable != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED {
+			metadata[MetadataReason] = r.Unavailable.String()
+		}
+		if !r.RetryAt.IsZero() {
+			metadata[MetadataRetryAt] = r.RetryAt.UTC().Format(time.RFC3339Nano)
+		}
+		info := errorInfo(r.Reason, metadata)
+		if room -= sizeOf(info); room < 0 && len(infos) > 0 {
+			break
+		}
+		infos = append(infos, info)
+	}
+	for i, info := range infos {
+		if rejections[i].Message == "" {
+			continue
+		}
+		without := sizeOf(info)
+		info.Metadata[MetadataMessage] = bounded(rejections[i].Message, maxText)
+		if room -= sizeOf(info) - without; room < 0 {
+			delete(info.Metadata, MetadataMessage)
+			break
+		}
+	}
+	return lo.Map(infos, func(info *errdetails.ErrorInfo, _ int) protoadapt.MessageV1 { return info })
 }
 
 // InvalidArgument means that the named fields of the request are malformed.
@@ -226,25 +250,28 @@ func RightsChanged(message string) error {
 }
 
 func invalidArgument(reason Reason, violations ...FieldViolation) error {
-	badRequest := &errdetails.BadRequest{}
 	sentences := make([]string, 0, len(violations))
-	for i, v := range violations {
-		field, description := bounded(v.Field, maxText), bounded(v.Description, maxText)
-		if i < maxViolations {
-			badRequest.FieldViolations = append(badRequest.FieldViolations, &errdetails.BadRequest_FieldViolation{
-				Field: field, Description: description,
-			})
-		}
-		sentences = append(sentences, bounded(field+": "+description, maxText))
+	for _, v := range violations {
+		sentences = append(sentences, bounded(v.Field, maxText)+": "+v.Description)
 	}
-	return made(codes.InvalidArgument, "invalid request: "+abridge(sentences), errorInfo(reason, nil), badRequest)
+	message := "invalid request: " + abridge(sentences)
+	info, badRequest := errorInfo(reason, nil), &errdetails.BadRequest{}
+	room := roomFor(codes.InvalidArgument, message, info, badRequest)
+	for i, v := range lo.Slice(violations, 0, maxViolations) {
+		violation := &errdetails.BadRequest_FieldViolation{Field: bounded(v.Field, maxText), Description: bounded(v.Description, maxText)}
+		if room -= sizeOf(violation); room < 0 && i > 0 {
+			break
+		}
+		badRequest.FieldViolations = append(badRequest.FieldViolations, violation)
+	}
+	return made(codes.InvalidArgument, message, info, badRequest)
 }
 
 func errorInfo(reason Reason, metadata map[string]string) *errdetails.ErrorInfo {
 	return &errdetails.ErrorInfo{
 		Reason:   string(reason),
 		Domain:   Domain,
-		Metadata: lo.MapValues(metadata, func(value, _ string) string { return valid(value) }),
+		Metadata: lo.MapValues(metadata, func(value, _ string) string { return bounded(value, maxText) }),
 	}
 }
 
@@ -253,7 +280,7 @@ func retryInfo(delay time.Duration) *errdetails.RetryInfo {
 }
 
 func made(code codes.Code, message string, details ...protoadapt.MessageV1) error {
-	s := status.New(code, bounded(message, maxMessage))
+	s := status.New(code, boundedHeader(message, maxMessage))
 	detailed, err := s.WithDetails(details...)
 	if err != nil {
 		// This needs a detail that cannot be marshalled. The code and the message still tell what
@@ -271,17 +298,66 @@ func valid(s string) string {
 // An error is sent in HTTP/2 headers. The other side, and every proxy in between, limits their
 // size, and a larger error would break the connection instead of being read.
 const (
-	// maxViolations is how many malformed fields an error lists.
+	// maxHeaders is how many bytes of headers an error takes at most. gRPC for Java accepts 8 KiB,
+	// gRPC for C++ and Python refuses some errors from there on, and gRPC for Go announces the same
+	// limit. The remainder is for the headers that every response has.
+	maxHeaders = 7 << 10
+	// maxViolations is how many malformed fields an error lists at most.
 	maxViolations = 16
 	// maxText is the maximum length in bytes of a text that quotes a caller or an infrastructure
 	// provider.
 	maxText = 512
-	// maxMessage is the maximum length of an error's message in bytes.
-	maxMessage = 4096
-	// maxRejectionMessages is how many candidates' messages an error includes. The names, reasons
-	// and retry times of all candidates are included.
-	maxRejectionMessages = 64
+	// maxMessage is the maximum length of the header with an error's message, in which a character
+	// that is not ASCII takes three bytes for each of its own.
+	maxMessage = 1024
 )
+
+// roomFor returns how many more bytes of details an error of this kind has room for. It may be
+// negative.
+func roomFor(code codes.Code, message string, details ...protoadapt.MessageV1) int {
+	message = boundedHeader(message, maxMessage)
+	s := &statuspb.Status{Code: int32(code), Message: message} //nolint:gosec // codes are small
+	used := proto.Size(s)
+	for _, detail := range details {
+		used += sizeOf(detail)
+	}
+	return base64.RawStdEncoding.DecodedLen(maxHeaders-headerLength(message)) - used
+}
+
+// sizeOf returns how many bytes a detail takes at most, before it is encoded for a header.
+func sizeOf(detail protoadapt.MessageV1) int {
+	const envelope = 64 // the name of the type, and lengths
+	return proto.Size(protoadapt.MessageV2Of(detail)) + envelope
+}
+
+// headerLength returns how many bytes a message takes in its header, percent-encoded.
+func headerLength(message string) int {
+	length := 0
+	for i := range len(message) {
+		if c := message[i]; c < ' ' || c > '~' || c == '%' {
+			length += len("%00")
+		} else {
+			length++
+		}
+	}
+	return length
+}
+
+// boundedHeader is like [valid], and truncates a message to most bytes of its header.
+func boundedHeader(message string, most int) string {
+	const cut = "…"
+	message = valid(message)
+	if headerLength(message) <= most {
+		return message
+	}
+	length := headerLength(cut)
+	for i, r := range message {
+		if length += headerLength(string(r)); length > most {
+			return message[:i] + cut
+		}
+	}
+	return message
+}
 
 // bounded is like [valid], and truncates the text to most bytes.
 func bounded(s string, most int) string {
@@ -292,11 +368,21 @@ func bounded(s string, most int) string {
 	return valid(s[:most-len(cut)]) + cut
 }
 
-// abridge joins sentences for a readable message. Programs read the details instead.
+// abridge joins sentences for a readable message: five at most, and those for which it has room.
+// Programs read the details instead.
 func abridge(sentences []string) string {
-	const shown = 5
-	if len(sentences) <= shown {
-		return strings.Join(sentences, "; ")
+	const most, reserve = 5, 64 // reserve is for what comes before and after them
+	shown, length := 0, 0
+	for i, sentence := range lo.Slice(sentences, 0, most) {
+		sentences[i] = boundedHeader(sentence, maxText)
+		if length += headerLength(sentences[i]) + len("; "); length > maxMessage-reserve && shown > 0 {
+			break
+		}
+		shown++
 	}
-	return fmt.Sprintf("%s; and %d more", strings.Join(sentences[:shown], "; "), len(sentences)-shown)
+	joined := strings.Join(sentences[:shown], "; ")
+	if shown == len(sentences) {
+		return joined
+	}
+	return fmt.Sprintf("%s; and %d more", joined, len(sentences)-shown)
 }

@@ -1,6 +1,8 @@
 package agenterrors
 
 import (
+	"errors"
+	"fmt"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -95,21 +97,20 @@ func IsUnavailable(err error) bool {
 // [RetryDelay] returns when to retry.
 func IsThrottled(err error) bool { return ReasonOf(err) == ReasonThrottled }
 
-// Rejections returns why each candidate of a CreateClaim was rejected, in the order of the
-// candidates. It is empty for any other error.
+// Rejections returns why the candidates of a CreateClaim were rejected, in their order. Those for
+// which the error has no room are missing at the end; with short names, there is room for some
+// fifteen. All candidates of the call were rejected, the missing ones too. A newer agent may give
+// reasons that this package does not have. It is empty for any other error.
 func Rejections(err error) []Rejection {
 	var rejections []Rejection
 	for _, info := range errorInfos(err) {
-		reason := Reason(info.GetReason())
-		switch reason {
-		case ReasonNoRoom, ReasonNotOpen, ReasonNodeGroupNotFound:
-		default:
+		metadata := info.GetMetadata()
+		if _, ok := metadata[MetadataNodeGroup]; !ok {
 			continue
 		}
-		metadata := info.GetMetadata()
 		rejection := Rejection{
 			NodeGroup: metadata[MetadataNodeGroup],
-			Reason:    reason,
+			Reason:    Reason(info.GetReason()),
 			Unavailable: agentv1alpha1.UnavailableReason(
 				agentv1alpha1.UnavailableReason_value[metadata[MetadataReason]]),
 			Message: metadata[MetadataMessage],
@@ -163,6 +164,17 @@ func RetryDelay(err error) (time.Duration, bool) {
 		}
 	}
 	return 0, false
+}
+
+// Describe returns the code and the message of the error's gRPC status, or the text of any other
+// error. Unlike that of err, it does not differ between attempts of one call, as request IDs do. So it
+// can be shown in a condition, of which each change is a write.
+func Describe(err error) string {
+	var said interface{ GRPCStatus() *status.Status }
+	if errors.As(err, &said) {
+		return fmt.Sprintf("%s: %s", said.GRPCStatus().Code(), said.GRPCStatus().Message())
+	}
+	return err.Error()
 }
 
 func is(err error, code codes.Code) bool {

@@ -73,11 +73,8 @@ func (c *CloudProvider) explain(err error, candidates []*instancetype.Group, ref
 	case agenterrors.IsSpokeMismatch(err):
 		return createError(err, ReasonAgentRefused)
 	case agenterrors.IsNoRoom(err), agenterrors.IsRefused(err):
-		rejected := lo.Map(agenterrors.Rejections(err), func(r agenterrors.Rejection, _ int) string { return r.NodeGroup })
-		if len(rejected) == 0 {
-			rejected = lo.Map(candidates, func(g *instancetype.Group, _ int) string { return g.ID })
-		}
-		c.Catalogue.MarkUnavailable(rejected...)
+		// The agent has rejected all of them, whatever the error has room to name.
+		c.Catalogue.MarkUnavailable(lo.Map(candidates, func(g *instancetype.Group, _ int) string { return g.ID })...)
 		return cloudprovider.NewInsufficientCapacityError(err)
 	case agenterrors.IsEnded(err):
 		return cloudprovider.NewInsufficientCapacityError(fmt.Errorf("the claim cannot be created again: %w", err))
@@ -98,8 +95,10 @@ func (c *CloudProvider) explain(err error, candidates []*instancetype.Group, ref
 	return createError(err, ReasonClaimFailed)
 }
 
+// createError returns an error that core shows as a condition and retries. A message that differs
+// between attempts would be a change of the NodeClaim, which core retries without backoff.
 func createError(err error, reason string) error {
-	return cloudprovider.NewCreateError(err, reason, lo.Substring(err.Error(), 0, maxConditionMessage))
+	return cloudprovider.NewCreateError(err, reason, lo.Ellipsis(agenterrors.Describe(err), maxConditionMessage))
 }
 
 // isClaimNotFound reports whether the agent is certain that there is no such claim. An unknown

@@ -51,7 +51,7 @@ type ClaimServiceClient interface {
 	// | a field is malformed, or a candidate is in another namespace than the Cluster | INVALID_ARGUMENT, field named | fix the request |
 	// | the identity may not act for this Cluster or as this holder, or the claim belongs to a holder as which it may not act | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
-	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
+	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each of the first candidates, as many as fit; RetryInfo when known | use other candidates, or wait |
 	// | the Cluster has reached its limit of claims or of tombstones, or the node group its limit of claims per minute (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine cannot be adopted | FAILED_PRECONDITION | use other candidates, or have a person remove the obstacle |
 	// | spoke_id is refused as in SyncClaims (ErrorInfo reason SPOKE_MISMATCH); a call that repeats an existing claim's id is not | FAILED_PRECONDITION | create no claims; an administrator has to connect the right cluster, or transfer the claims to this one |
@@ -257,7 +257,7 @@ type ClaimServiceServer interface {
 	// | a field is malformed, or a candidate is in another namespace than the Cluster | INVALID_ARGUMENT, field named | fix the request |
 	// | the identity may not act for this Cluster or as this holder, or the claim belongs to a holder as which it may not act | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
-	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
+	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each of the first candidates, as many as fit; RetryInfo when known | use other candidates, or wait |
 	// | the Cluster has reached its limit of claims or of tombstones, or the node group its limit of claims per minute (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine cannot be adopted | FAILED_PRECONDITION | use other candidates, or have a person remove the obstacle |
 	// | spoke_id is refused as in SyncClaims (ErrorInfo reason SPOKE_MISMATCH); a call that repeats an existing claim's id is not | FAILED_PRECONDITION | create no claims; an administrator has to connect the right cluster, or transfer the claims to this one |

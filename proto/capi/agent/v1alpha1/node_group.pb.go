@@ -761,9 +761,11 @@ type NodeGroup struct {
 	// `agent.karpenter.cluster.x-k8s.io/holder` of the MachineDeployment. Empty if it accepts the
 	// claims of every holder. If it is set, `availability` is the availability for all other holders:
 	// UNAVAILABLE_REASON_RESERVED, and any other obstacle in its message.
-	Holder        string `protobuf:"bytes,30,opt,name=holder,proto3" json:"holder,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Holder string `protobuf:"bytes,30,opt,name=holder,proto3" json:"holder,omitempty"`
+	// The availability for `holder`. Unset if `holder` is empty.
+	HolderAvailability *Availability `protobuf:"bytes,31,opt,name=holder_availability,json=holderAvailability,proto3" json:"holder_availability,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *NodeGroup) Reset() {
@@ -1004,6 +1006,13 @@ func (x *NodeGroup) GetHolder() string {
 		return x.Holder
 	}
 	return ""
+}
+
+func (x *NodeGroup) GetHolderAvailability() *Availability {
+	if x != nil {
+		return x.HolderAvailability
+	}
+	return nil
 }
 
 // DeviceCount is how many devices a machine offers through one driver for dynamic resource allocation.
@@ -1345,7 +1354,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\x8f\x0f\n" +
+	"\x05event\"\xe3\x0f\n" +
 	"\tNodeGroup\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x129\n" +
 	"\acluster\x18\x02 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x12\n" +
@@ -1380,7 +1389,8 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\vrolling_out\x18\x1c \x01(\bR\n" +
 	"rollingOut\x12%\n" +
 	"\x0efloor_replicas\x18\x1d \x01(\x05R\rfloorReplicas\x12\x16\n" +
-	"\x06holder\x18\x1e \x01(\tR\x06holder\x1a9\n" +
+	"\x06holder\x18\x1e \x01(\tR\x06holder\x12R\n" +
+	"\x13holder_availability\x18\x1f \x01(\v2!.capi.agent.v1alpha1.AvailabilityR\x12holderAvailability\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +
@@ -1525,21 +1535,22 @@ var file_capi_agent_v1alpha1_node_group_proto_depIdxs = []int32{
 	20, // 21: capi.agent.v1alpha1.NodeGroup.overhead:type_name -> capi.agent.v1alpha1.NodeGroup.OverheadEntry
 	21, // 22: capi.agent.v1alpha1.NodeGroup.attachable_volumes:type_name -> capi.agent.v1alpha1.NodeGroup.AttachableVolumesEntry
 	11, // 23: capi.agent.v1alpha1.NodeGroup.devices:type_name -> capi.agent.v1alpha1.DeviceCount
-	2,  // 24: capi.agent.v1alpha1.Availability.reason:type_name -> capi.agent.v1alpha1.UnavailableReason
-	27, // 25: capi.agent.v1alpha1.Availability.retry_at:type_name -> google.protobuf.Timestamp
-	3,  // 26: capi.agent.v1alpha1.ValueSource.kind:type_name -> capi.agent.v1alpha1.SourceKind
-	14, // 27: capi.agent.v1alpha1.NodeGroup.SourcesEntry.value:type_name -> capi.agent.v1alpha1.ValueSource
-	4,  // 28: capi.agent.v1alpha1.NodeGroupService.ListNodeGroups:input_type -> capi.agent.v1alpha1.ListNodeGroupsRequest
-	6,  // 29: capi.agent.v1alpha1.NodeGroupService.GetNodeGroup:input_type -> capi.agent.v1alpha1.GetNodeGroupRequest
-	8,  // 30: capi.agent.v1alpha1.NodeGroupService.WatchNodeGroups:input_type -> capi.agent.v1alpha1.WatchNodeGroupsRequest
-	5,  // 31: capi.agent.v1alpha1.NodeGroupService.ListNodeGroups:output_type -> capi.agent.v1alpha1.ListNodeGroupsResponse
-	7,  // 32: capi.agent.v1alpha1.NodeGroupService.GetNodeGroup:output_type -> capi.agent.v1alpha1.GetNodeGroupResponse
-	9,  // 33: capi.agent.v1alpha1.NodeGroupService.WatchNodeGroups:output_type -> capi.agent.v1alpha1.WatchNodeGroupsResponse
-	31, // [31:34] is the sub-list for method output_type
-	28, // [28:31] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	13, // 24: capi.agent.v1alpha1.NodeGroup.holder_availability:type_name -> capi.agent.v1alpha1.Availability
+	2,  // 25: capi.agent.v1alpha1.Availability.reason:type_name -> capi.agent.v1alpha1.UnavailableReason
+	27, // 26: capi.agent.v1alpha1.Availability.retry_at:type_name -> google.protobuf.Timestamp
+	3,  // 27: capi.agent.v1alpha1.ValueSource.kind:type_name -> capi.agent.v1alpha1.SourceKind
+	14, // 28: capi.agent.v1alpha1.NodeGroup.SourcesEntry.value:type_name -> capi.agent.v1alpha1.ValueSource
+	4,  // 29: capi.agent.v1alpha1.NodeGroupService.ListNodeGroups:input_type -> capi.agent.v1alpha1.ListNodeGroupsRequest
+	6,  // 30: capi.agent.v1alpha1.NodeGroupService.GetNodeGroup:input_type -> capi.agent.v1alpha1.GetNodeGroupRequest
+	8,  // 31: capi.agent.v1alpha1.NodeGroupService.WatchNodeGroups:input_type -> capi.agent.v1alpha1.WatchNodeGroupsRequest
+	5,  // 32: capi.agent.v1alpha1.NodeGroupService.ListNodeGroups:output_type -> capi.agent.v1alpha1.ListNodeGroupsResponse
+	7,  // 33: capi.agent.v1alpha1.NodeGroupService.GetNodeGroup:output_type -> capi.agent.v1alpha1.GetNodeGroupResponse
+	9,  // 34: capi.agent.v1alpha1.NodeGroupService.WatchNodeGroups:output_type -> capi.agent.v1alpha1.WatchNodeGroupsResponse
+	32, // [32:35] is the sub-list for method output_type
+	29, // [29:32] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_capi_agent_v1alpha1_node_group_proto_init() }
