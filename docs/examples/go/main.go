@@ -89,13 +89,14 @@ func run(ctx context.Context, agent *client.Client, cluster *agentv1alpha1.Clust
 	defer changes.Close()
 	go claims.Run(watching) //nolint:errcheck // It only returns the end of watching.
 
-	if err := claim(ctx, agent, cluster, claimID, candidates, out); err != nil {
-		return err
+	// Whatever happens from here on, the machine must not be left behind. A claim whose answer was lost exists, too.
+	var current *agentv1alpha1.Claim
+	err := claim(ctx, agent, cluster, claimID, candidates, out)
+	if err == nil {
+		current, err = waitFor(ctx, claims, changes, claimID, func(c *agentv1alpha1.Claim) bool {
+			return c.GetMachine().GetNodeName() != "" || c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
+		}, out)
 	}
-	// Whatever happens from here on, the machine must not be left behind.
-	current, err := waitFor(ctx, claims, changes, claimID, func(c *agentv1alpha1.Claim) bool {
-		return c.GetMachine().GetNodeName() != "" || c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
-	}, out)
 	switch {
 	case err != nil:
 	case current.GetMachine().GetNodeName() == "":

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -44,6 +45,31 @@ func TestAClaimIsRejected(t *testing.T) {
 	}
 	if want := "rejected: default/full: UNAVAILABLE_REASON_AT_MAX_SIZE: "; !strings.HasPrefix(out.String(), want) {
 		t.Errorf("got %q, want %q and a message", &out, want)
+	}
+}
+
+// TestAnInterruptedClaimIsReleased ends the example while every answer to CreateClaim is lost.
+func TestAnInterruptedClaimIsReleased(t *testing.T) {
+	agent := fakeagent.New(fakeagent.WithInfrastructure(fakeagent.Infrastructure{}))
+	defer agent.Close()
+	group := agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "standard"})
+	agent.FailAfter("CreateClaim", fakeagent.Always, agenterrors.HubUnreachable("the reply was lost"))
+
+	ctx, interrupt := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- run(ctx, agent.Client(), fakeagent.DefaultCluster(), "a-claim", group, &bytes.Buffer{}) }()
+	for agent.NodeGroup(group).GetReplicas() == 0 {
+		if err := t.Context().Err(); err != nil {
+			t.Fatal(err)
+		}
+		runtime.Gosched()
+	}
+	interrupt()
+	if err := <-ended; err == nil {
+		t.Error("the interruption is not reported")
+	}
+	if replicas := agent.NodeGroup(group).GetReplicas(); replicas != 0 {
+		t.Errorf("%d replicas are left", replicas)
 	}
 }
 

@@ -82,6 +82,7 @@ def connect(address, certificates):
         ("grpc.service_config", json.dumps({"methodConfig": [{"name": names, "retryPolicy": retries}]})),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.max_receive_message_length", 64 << 20),  # a list is complete, or an error
     ]
     if certificates is None:
         return grpc.insecure_channel(address, options)
@@ -185,10 +186,10 @@ def main():
         if options.node_group is None:
             candidates = cheapest_first(agent.call("NodeGroupService/ListNodeGroups", cluster=cluster).node_groups)
             print("candidates:", ", ".join(candidates))
-        claim(agent, cluster, options.claim_id, candidates)
 
         released, shown = False, ""
         try:
+            claim(agent, cluster, options.claim_id, candidates)
             for current in follow(agent, cluster, options.claim_id):
                 phase = api.value("ClaimPhase", current.phase)
                 if f"{phase} {current.reason}" != shown:
@@ -204,7 +205,7 @@ def main():
                     release(agent, cluster, options.claim_id)
                     released = True
         finally:
-            # Whatever happens, the machine must not be left behind.
+            # Whatever happens, the machine must not be left behind. A claim whose answer was lost exists, too.
             if not released:
                 release(agent, cluster, options.claim_id)
 
