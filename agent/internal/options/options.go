@@ -322,7 +322,7 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.Float64Var(&o.PriceSpotShare, "price-spot-share", o.PriceSpotShare,
 		"Ratio of a spot machine's price to that of the same machine on demand, for price estimates: above 0, at most 1.")
 	flags.DurationVar(&o.HeartbeatInterval, "heartbeat-interval", o.HeartbeatInterval,
-		"How long a watch stream may be idle before a heartbeat is sent. Clients expect 10s.")
+		"How long a watch stream may be idle before a heartbeat is sent, at most 20s. Clients end a stream that has been silent for 30s.")
 	flags.IntVar(&o.WatchBuffer, "watch-buffer", o.WatchBuffer,
 		"Number of changed objects that are buffered for a watcher that reads slowly. Beyond it, the watcher gets a new snapshot.")
 	flags.DurationVar(&o.ShutdownGracePeriod, "shutdown-grace-period", o.ShutdownGracePeriod,
@@ -462,6 +462,9 @@ func (o *Options) Validate() error {
 		if d <= 0 {
 			wrong(flag, "%s is not above 0", d)
 		}
+	}
+	if o.HeartbeatInterval > maxHeartbeatInterval {
+		wrong("heartbeat-interval", "%s is above %s: clients end a stream that has been silent for 30s", o.HeartbeatInterval, maxHeartbeatInterval)
 	}
 	if o.MaxConnectionAge < minConnectionAge {
 		wrong("max-connection-age", "%s is below %s", o.MaxConnectionAge, minConnectionAge)
@@ -708,6 +711,10 @@ func (o *Options) validateListeners(wrong func(flag, format string, args ...any)
 		}
 	}
 }
+
+// maxHeartbeatInterval leaves a client time that ends a silent stream after three of pkg/client's
+// heartbeat intervals.
+const maxHeartbeatInterval = 20 * time.Second
 
 // minConnectionAge leaves watches time for more than their first snapshot.
 const minConnectionAge = time.Minute

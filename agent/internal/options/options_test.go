@@ -57,6 +57,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"fewer ended claims of all":      {func(o *options.Options) { o.MaxAllEndedClaims = -1 }, "--max-all-ended-claims"},
 		"less storage of all than none":  {func(o *options.Options) { o.MaxAllClaimBytes.Neg() }, "--max-all-claim-bytes"},
 		"no heartbeat":                   {func(o *options.Options) { o.HeartbeatInterval = 0 }, "--heartbeat-interval"},
+		"rare heartbeats":                {func(o *options.Options) { o.HeartbeatInterval = 30 * time.Second }, "--heartbeat-interval"},
 		"no buffer":                      {func(o *options.Options) { o.WatchBuffer = 0 }, "--watch-buffer"},
 		"policy":                         {func(o *options.Options) { o.Policy = "policy" }, "--policy: \"policy\" is not <namespace>/<name>"},
 		"two policies":                   {func(o *options.Options) { o.Policy, o.PolicyFile = "hub/p", "file" }, "--policy: excludes --policy-file"},

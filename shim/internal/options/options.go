@@ -204,6 +204,10 @@ func (o *Options) Parse(fs *options.FlagSet, args ...string) error {
 		}
 		return fmt.Errorf("parsing flags, %w", err)
 	}
+	// flag would ignore it, and everything after it.
+	if fs.NArg() > 0 {
+		return fmt.Errorf("%q is not a flag: write the value of a flag as --name=value, and a command before all flags", fs.Arg(0))
+	}
 	if err := o.parseEnvironment(fs); err != nil {
 		return fmt.Errorf("parsing the environment, %w", err)
 	}

@@ -152,6 +152,13 @@ func TestErrorsNameTheFlagAtFault(t *testing.T) {
 	}
 }
 
+func TestWhatIsNoFlagIsNotIgnored(t *testing.T) {
+	for _, args := range [][]string{{"--disable-leader-election", "false", "--feature-gates=NodeRepair=true"}, {"plan-adoption"}} {
+		_, err := parse(t, append(minimal[:4:4], args...)...)
+		require.ErrorContains(t, err, "is not a flag")
+	}
+}
+
 func TestASettingWithoutEffectIsAcceptedWithAWarning(t *testing.T) {
 	for name, c := range map[string]struct{ variable, value, flag, instead string }{
 		"an expression":        {"MACHINE_FAILURE_REASONS", "failed$", "--machine-failure-reasons", "--failure-reasons of the agent"},
