@@ -28,6 +28,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	clusterctlv1 "sigs.k8s.io/cluster-api/cmd/clusterctl/api/v1alpha3"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
@@ -199,6 +200,9 @@ func TestCRDsAreThoseOfTheFiles(t *testing.T) {
 			require.ElementsMatch(t, lo.Keys(files), lo.Keys(all))
 			for name, crd := range all {
 				require.Equal(t, files[name].Spec, crd.Spec, name)
+				if l.chart == charts[0] {
+					require.Contains(t, crd.Labels, clusterctlv1.ClusterctlLabel, "%s: clusterctl moves only kinds that have it", name)
+				}
 				for key, value := range files[name].Labels {
 					require.Equal(t, value, crd.Labels[key], "%s, for clusterctl", name)
 				}

@@ -19,6 +19,8 @@ import (
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -57,9 +59,18 @@ func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
 	before, bystander := h.fill(t, nodes)
 	destroyed := providerLogs(t, h.source, "instance stops")
 	made := providerLogs(t, h.target, "instance exists")
+	set := &agentv1.NodePoolSet{
+		ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "of-others"},
+		Spec: agentv1.NodePoolSetSpec{
+			ClusterSelector: &metav1.LabelSelector{MatchLabels: map[string]string{"pools": "of-others"}},
+			NodeClasses:     []agentv1.PublishedTemplate{{Name: "general", Spec: runtime.RawExtension{Raw: []byte("{}")}}},
+		},
+	}
+	require.NoError(t, h.source.Hub.Create(t.Context(), set))
 
 	began := time.Now()
 	h.move(t)
+	require.NoError(t, h.target.Hub.Get(t.Context(), client.ObjectKeyFromObject(set), set), "NodePoolSets are moved with their namespace")
 	figure("clusterctl moved %d Machines in %.0f s", nodes+own, time.Since(began).Seconds())
 	// A user points the shim to the target some time later. Meanwhile it sends its claims to the
 	// source, and requests them there.
@@ -441,7 +452,7 @@ func (h hubs) sourceIsEmpty(ctx context.Context) (string, error) {
 	for _, list := range []client.ObjectList{
 		&clusterv1.ClusterList{}, &clusterv1.MachineDeploymentList{}, &clusterv1.MachineSetList{}, &clusterv1.MachineList{},
 		&simv1.SimMachineList{}, &simv1.SimMachineTemplateList{}, &simv1.SimClusterList{}, &simv1.SimControlPlaneList{},
-		&agentv1.MachineClaimList{}, &corev1.SecretList{},
+		&agentv1.MachineClaimList{}, &agentv1.NodePoolSetList{}, &corev1.SecretList{},
 	} {
 		if err := h.source.Hub.List(ctx, list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
 			return "", err

@@ -10,7 +10,7 @@ import (
 // has no effect unless both the agent and the shim are configured for it.
 //
 // +kubebuilder:object:root=true
-// +kubebuilder:metadata:labels="clusterctl.cluster.x-k8s.io/move="
+// +kubebuilder:metadata:labels={"clusterctl.cluster.x-k8s.io=","clusterctl.cluster.x-k8s.io/move="}
 // +kubebuilder:resource:categories=cluster-api,shortName=nps
 // +kubebuilder:subresource:status
 // +kubebuilder:printcolumn:name="Clusters",type=integer,JSONPath=`.status.clusters`
