@@ -274,6 +274,9 @@ func (a *Agent) renderGroup(g *group) *agentv1alpha1.NodeGroup {
 	object := proto.CloneOf(g.described)
 	object.Replicas = g.replicas()
 	object.FloorReplicas = int32(g.owned())
-	object.Availability = a.availability(g, "")
+	object.Availability, object.HolderAvailability = a.availability(g, ""), nil
+	if holder := g.described.GetHolder(); holder != "" {
+		object.HolderAvailability = a.availability(g, holder)
+	}
 	return object
 }

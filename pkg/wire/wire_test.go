@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 
@@ -133,4 +134,27 @@ func TestClaimPhasesRoundTrip(t *testing.T) {
 	require.Equal(t, "Unknown", wire.ClaimPhase(99))
 	_, err := wire.ParseClaimPhase("Lost")
 	require.ErrorContains(t, err, `"Lost"`)
+}
+
+func TestTheAvailabilityIsThatForTheHolder(t *testing.T) {
+	open := &agentv1alpha1.Availability{Available: true}
+	full := &agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE}
+	reserved := &agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED}
+	for name, c := range map[string]struct {
+		group *agentv1alpha1.NodeGroup
+		want  *agentv1alpha1.Availability
+	}{
+		"everybody's":             {&agentv1alpha1.NodeGroup{Availability: open}, open},
+		"everybody's, full":       {&agentv1alpha1.NodeGroup{Availability: full}, full},
+		"another's":               {&agentv1alpha1.NodeGroup{Availability: reserved, Holder: "b", HolderAvailability: open}, reserved},
+		"the holder's":            {&agentv1alpha1.NodeGroup{Availability: reserved, Holder: "a", HolderAvailability: open}, open},
+		"the holder's, full":      {&agentv1alpha1.NodeGroup{Availability: reserved, Holder: "a", HolderAvailability: full}, full},
+		"of an old agent":         {&agentv1alpha1.NodeGroup{Availability: reserved, Holder: "a"}, open},
+		"of an old agent, paused": {&agentv1alpha1.NodeGroup{Availability: full, Holder: "a"}, full},
+		"unknown":                 {&agentv1alpha1.NodeGroup{Holder: "a"}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			require.True(t, proto.Equal(c.want, wire.AvailabilityFor(c.group, "a")))
+		})
+	}
 }

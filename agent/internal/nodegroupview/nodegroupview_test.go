@@ -206,7 +206,9 @@ func TestTheClusterAutoscalersGroupsAreAView(t *testing.T) {
 	reserved := func(g *agentv1alpha1.NodeGroup) bool {
 		return g.GetAvailability().GetReason() == agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED
 	}
-	require.Equal(t, "cluster-autoscaler", f.until("small", reserved).GetHolder())
+	shown := f.until("small", reserved)
+	require.Equal(t, "cluster-autoscaler", shown.GetHolder())
+	require.True(t, shown.GetHolderAvailability().GetAvailable())
 	group, found := held()
 	require.True(t, found)
 	require.Nil(t, group.Limits.Refusal(), "to its holder it is open")

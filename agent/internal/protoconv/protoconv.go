@@ -106,6 +106,9 @@ func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 		Sources:           sources,
 		CreatedAt:         timestamp(g.CreatedAt),
 	}
+	if g.Limits.Holder != "" {
+		message.HolderAvailability = availability(g.Limits.With(g.Limits.For(g.Key.Name, g.Limits.Holder)))
+	}
 	for _, devices := range g.Machine.Devices {
 		message.Devices = append(message.Devices, &agentv1alpha1.DeviceCount{
 			Driver: devices.Driver, Count: devices.Count, Kind: text(devices.Kind),

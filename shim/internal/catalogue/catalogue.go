@@ -32,6 +32,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/scheduling"
 
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
@@ -430,7 +431,7 @@ func (c *Catalogue) prepare(ctx context.Context) (
 	invalid = map[string]error{}
 	unavailableNow := sets.New[string]()
 	for _, source := range sources {
-		if !source.GetAvailability().GetAvailable() {
+		if !wire.AvailabilityFor(source, v1alpha1.Holder).GetAvailable() {
 			unavailableNow.Insert(source.GetId())
 		} else if c.unavailableBefore.Has(source.GetId()) {
 			c.unavailable.Delete(source.GetId())

@@ -7,6 +7,7 @@ import (
 
 	"github.com/samber/lo"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
@@ -62,7 +63,7 @@ func (s *Snapshot) show(g *instancetype.Group) v1alpha1.SelectedNodeGroup {
 	if shown.Available {
 		return shown
 	}
-	switch availability := g.Source.GetAvailability(); {
+	switch availability := wire.AvailabilityFor(g.Source, v1alpha1.Holder); {
 	case !availability.GetAvailable():
 		shown.Reason, shown.Message = reasonOf(availability.GetReason()), availability.GetMessage()
 	case g.PriceRefused != "":

@@ -236,8 +236,30 @@ func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 				return
 			}
 			assertCreateError(t, err, c.reason)
+			var first, second *corecloudprovider.CreateError
+			require.ErrorAs(t, err, &first)
+			_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("claim"))
+			require.ErrorAs(t, err, &second)
+			assert.Equal(t, first.ConditionMessage, second.ConditionMessage, "each change would be retried at once")
 		})
 	}
+}
+
+// TestAGroupOfItsOwnIsUsed covers a group that is reserved for Karpenter, so that nobody else claims from it.
+func TestAGroupOfItsOwnIsUsed(t *testing.T) {
+	most := int32(1)
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Holder: v1alpha1.Holder, MaxSize: &most}})
+	nodePool := w.NodePool()
+	offered := func() bool {
+		types, err := w.CloudProvider.GetInstanceTypes(w.Context(), nodePool)
+		require.NoError(t, err)
+		require.Len(t, types, 1)
+		return len(types[0].Offerings.Available()) == 1
+	}
+	w.Eventually(offered, "the group is offered")
+	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("claim"))
+	require.NoError(t, err)
+	w.Eventually(func() bool { return !offered() }, "the group has reached its max size")
 }
 
 // A NodeClaim without a machine holds up all planning and all disruption of core, and those that would end

@@ -168,21 +168,12 @@ func (k *Keeper) conclude(ctx context.Context, a *attempts, purpose, what string
 	a.failed(err, k.Clock.Now())
 	if !refused(err) {
 		count(purpose, resultFailed)
-		k.Held.Explain(fmt.Errorf("there is no client certificate yet: %s", explain(err)))
+		k.Held.Explain(fmt.Errorf("there is no client certificate yet: %s", agenterrors.Describe(err)))
 		return fmt.Errorf("getting a client certificate %s: %w", what, err)
 	}
 	count(purpose, resultRefused)
-	k.tell(ctx, reasonRefused, fmt.Sprintf("The agent issues no client certificate %s: %s. %s", what, explain(err), k.remedy()))
+	k.tell(ctx, reasonRefused, fmt.Sprintf("The agent issues no client certificate %s: %s. %s", what, agenterrors.Describe(err), k.remedy()))
 	return nil
-}
-
-// explain omits the request id, which differs between attempts.
-func explain(err error) string {
-	var said interface{ GRPCStatus() *status.Status }
-	if errors.As(err, &said) {
-		return fmt.Sprintf("%s: %s", said.GRPCStatus().Code(), said.GRPCStatus().Message())
-	}
-	return err.Error()
 }
 
 // certificate is an issued certificate.

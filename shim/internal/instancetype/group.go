@@ -126,7 +126,7 @@ func NewGroup(source *agentv1alpha1.NodeGroup) (*Group, error) {
 		Overhead:     overhead,
 		Allocatable:  allocatableOf(capacity, overhead),
 		learned:      learned,
-		Available:    source.GetAvailability().GetAvailable(),
+		Available:    wire.AvailabilityFor(source, v1alpha1.Holder).GetAvailable(),
 	}
 	for _, must := range []struct{ field, value string }{
 		{"instance_type", group.InstanceType},
@@ -284,7 +284,7 @@ func reservationLeft(source *agentv1alpha1.NodeGroup) int {
 }
 
 func atMaxSize(source *agentv1alpha1.NodeGroup) bool {
-	return source.GetAvailability().GetReason() == agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE
+	return wire.AvailabilityFor(source, v1alpha1.Holder).GetReason() == agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE
 }
 
 // full reports whether the group is a reservation that is unavailable only because of its max size.

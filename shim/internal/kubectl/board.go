@@ -15,7 +15,9 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubectl/explain"
 )
 
@@ -213,7 +215,7 @@ func (b *board) seeGroup(g *agentv1alpha1.NodeGroup) []change {
 	if before != nil && before.GetReplicas() != g.GetReplicas() {
 		changes = append(changes, change{"NodeGroup", g.GetId(), fmt.Sprintf("%d -> %d machines", before.GetReplicas(), g.GetReplicas())})
 	}
-	was, is := before.GetAvailability(), g.GetAvailability()
+	was, is := wire.AvailabilityFor(before, v1alpha1.Holder), wire.AvailabilityFor(g, v1alpha1.Holder)
 	switch {
 	case before != nil && was.GetAvailable() && !is.GetAvailable(), before == nil && !is.GetAvailable():
 		changes = append(changes, change{"NodeGroup", g.GetId(), "refuses claims: " + joined(explain.Word(is.GetReason()), is.GetMessage())})
@@ -328,8 +330,8 @@ func (b *board) groupRows() [][]string {
 	for _, id := range slices.Sorted(maps.Keys(b.groups)) {
 		g := b.groups[id]
 		takes := "yes"
-		if !g.GetAvailability().GetAvailable() {
-			takes = joined(explain.Word(g.GetAvailability().GetReason()), g.GetAvailability().GetMessage())
+		if !wire.AvailabilityFor(g, v1alpha1.Holder).GetAvailable() {
+			takes = joined(explain.Word(wire.AvailabilityFor(g, v1alpha1.Holder).GetReason()), wire.AvailabilityFor(g, v1alpha1.Holder).GetMessage())
 		}
 		rows = append(rows, []string{id, strconv.Itoa(int(g.GetReplicas())), most(g), strconv.Itoa(claims[id]), price(g), takes})
 	}

@@ -12,7 +12,9 @@ import (
 	"github.com/samber/lo"
 	"github.com/spf13/cobra"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubectl/explain"
 )
 
@@ -75,7 +77,7 @@ func writeGroups(to io.Writer, groups []*agentv1alpha1.NodeGroup, wide bool, now
 	}
 	rows := [][]string{header}
 	for _, g := range groups {
-		available := lo.Ternary(g.GetAvailability().GetAvailable(), "yes", explain.Word(g.GetAvailability().GetReason()))
+		available := lo.Ternary(wire.AvailabilityFor(g, v1alpha1.Holder).GetAvailable(), "yes", explain.Word(wire.AvailabilityFor(g, v1alpha1.Holder).GetReason()))
 		row := []string{
 			g.GetId(), g.GetInstanceType(), g.GetZone(), capacityType(g), strconv.Itoa(int(g.GetReplicas())), strconv.Itoa(int(g.GetMinSize())), most(g),
 			strconv.Itoa(int(g.GetFloorReplicas())), price(g), sourceKind(g.GetSources()["price"]), available, count(len(g.GetProblems())),
@@ -130,11 +132,11 @@ func rollout(g *agentv1alpha1.NodeGroup) string {
 }
 
 func whyNot(g *agentv1alpha1.NodeGroup, now time.Time) string {
-	if g.GetAvailability().GetAvailable() {
+	if wire.AvailabilityFor(g, v1alpha1.Holder).GetAvailable() {
 		return ""
 	}
-	text := oneLine(g.GetAvailability().GetMessage())
-	if retry := g.GetAvailability().GetRetryAt(); retry.IsValid() && retry.AsTime().After(now) {
+	text := oneLine(wire.AvailabilityFor(g, v1alpha1.Holder).GetMessage())
+	if retry := wire.AvailabilityFor(g, v1alpha1.Holder).GetRetryAt(); retry.IsValid() && retry.AsTime().After(now) {
 		text += fmt.Sprintf(" (again in %s)", explain.Age(retry.AsTime().Sub(now)))
 	}
 	return text
@@ -169,10 +171,10 @@ func values(g *agentv1alpha1.NodeGroup) map[string]string {
 // writeGroup writes everything about one node group.
 func writeGroup(to io.Writer, g *agentv1alpha1.NodeGroup, now time.Time) error {
 	fmt.Fprintf(to, "%s: %s\n", g.GetId(), explain.Size(g))
-	if g.GetAvailability().GetAvailable() {
+	if wire.AvailabilityFor(g, v1alpha1.Holder).GetAvailable() {
 		fmt.Fprintln(to, "A machine can be claimed now.")
 	} else {
-		fmt.Fprintf(to, "No machine can be claimed now: %s: %s\n", explain.Word(g.GetAvailability().GetReason()), whyNot(g, now))
+		fmt.Fprintf(to, "No machine can be claimed now: %s: %s\n", explain.Word(wire.AvailabilityFor(g, v1alpha1.Holder).GetReason()), whyNot(g, now))
 	}
 	if g.GetRollingOut() {
 		fmt.Fprintln(to, "Cluster API is replacing its machines after a template change.")

@@ -14,7 +14,9 @@ import (
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
 // step is a machine's progress from claim to Node.
@@ -50,7 +52,7 @@ func (c *Controller) comes(claim *agentv1alpha1.Claim) bool {
 		return false
 	}
 	group, known := c.NodeGroups.Get(claim.GetNodeGroupId())
-	return !known || group.GetAvailability().GetReason() != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED
+	return !known || wire.AvailabilityFor(group, v1alpha1.Holder).GetReason() != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED
 }
 
 // joinedAt returns when the machine's Node joined, according to Cluster API or this cluster, or the

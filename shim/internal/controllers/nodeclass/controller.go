@@ -9,7 +9,6 @@ package nodeclass
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -40,6 +39,7 @@ import (
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 	podutils "sigs.k8s.io/karpenter/pkg/utils/pod"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -353,7 +353,7 @@ func (c *Controller) describeConnection(conditions status.ConditionSet) {
 		switch known, err := c.LiveSets.Refused(); {
 		case err != nil:
 			// Machines of new claims would join the cluster whose identity the shim has.
-			message := "the agent refuses the live set of this cluster: " + explain(err)
+			message := "the agent refuses the live set of this cluster: " + agenterrors.Describe(err)
 			conditions.SetFalse(v1alpha1.ConditionAgentReachable, reasonLiveSetRefused, lo.Ellipsis(message, longestMessage))
 		case !known && before.IsFalse() && before.Reason == reasonLiveSetRefused:
 			conditions.Set(*before) // A restart alone does not change the condition.
@@ -378,7 +378,7 @@ func (c *Controller) describeConnection(conditions status.ConditionSet) {
 	}
 	message := fmt.Sprintf("no connection to the agent since %s", since.UTC().Format(time.RFC3339))
 	if state.LastError != nil {
-		message += ": " + explain(state.LastError)
+		message += ": " + agenterrors.Describe(state.LastError)
 	}
 	conditions.SetFalse(v1alpha1.ConditionAgentReachable, reason, lo.Ellipsis(message, longestMessage))
 }
@@ -405,16 +405,6 @@ func (c *Controller) describeCompatibility(conditions status.ConditionSet) {
 	default:
 		conditions.SetFalse(v1alpha1.ConditionAgentCompatible, result.Reason, lo.Ellipsis(result.Message, longestMessage))
 	}
-}
-
-// explain omits what differs between attempts, such as the request id, because every change of a
-// condition is a write.
-func explain(err error) string {
-	var status interface{ GRPCStatus() *grpcstatus.Status }
-	if errors.As(err, &status) {
-		return fmt.Sprintf("%s: %s", status.GRPCStatus().Code(), status.GRPCStatus().Message())
-	}
-	return err.Error()
 }
 
 // announce publishes events on conditions that became worse, and when the agent is reachable again.

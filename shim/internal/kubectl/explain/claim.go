@@ -8,7 +8,9 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
 const objectClaim = "Claim"
@@ -128,7 +130,7 @@ func (t *story) noClaim(machine *agentv1alpha1.Machine) {
 
 func (t *story) claimPending(claim *agentv1alpha1.Claim) State {
 	group := t.group(claim.GetNodeGroupId())
-	reason := group.GetAvailability().GetReason()
+	reason := wire.AvailabilityFor(group, v1alpha1.Holder).GetReason()
 	blocked := unavailable(group, t.s.Now)
 	switch {
 	case claim.GetReason() == claimreasons.WriteRefused:

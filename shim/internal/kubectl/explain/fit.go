@@ -16,6 +16,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/scheduling"
 	"sigs.k8s.io/karpenter/pkg/utils/resources"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
@@ -134,7 +135,7 @@ func brief(err error) string {
 
 // unavailable returns why the agent accepts no claim on the group now.
 func unavailable(group *agentv1alpha1.NodeGroup, now time.Time) string {
-	availability := group.GetAvailability()
+	availability := wire.AvailabilityFor(group, v1alpha1.Holder)
 	if availability.GetAvailable() {
 		return ""
 	}
@@ -171,7 +172,7 @@ func Camel(name string) string {
 func remedy(group *agentv1alpha1.NodeGroup) string {
 	namespace, name, _ := strings.Cut(group.GetId(), "/")
 	deployment := fmt.Sprintf("kubectl --context <hub> -n %s", namespace)
-	switch group.GetAvailability().GetReason() {
+	switch wire.AvailabilityFor(group, v1alpha1.Holder).GetReason() {
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE:
 		return fmt.Sprintf("Raise its max size: %s annotate machinedeployment %s --overwrite "+
 			"cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size=<machines>", deployment, name)
