@@ -30,11 +30,11 @@ func (b *books) unassign() {
 }
 
 // assign assigns free Machines to the waiting claims, oldest first, and leaves the floor as many as
-// it owns. If no usable Machine is left, the claim is assigned a failed one that was made after
+// it owns, those that take the place of Machines which others are deleting included. If no usable Machine is left, the claim is assigned a failed one that was made after
 // the claim, so that it fails now rather than at its own deadline.
 func (b *books) assign() {
 	free := b.free()
-	give := len(free) - int(b.floor())
+	give := len(free) + b.leaving() - int(b.floor())
 	usable := lo.Filter(free, func(m *clusterv1.Machine, _ int) bool { return b.class(m) == fresh })
 	useless := lo.Filter(free, func(m *clusterv1.Machine, _ int) bool {
 		return b.class(m) == failed && ClaimOf(m) == "" && !Outdated(m)

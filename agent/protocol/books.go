@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"slices"
 
+	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -146,6 +147,13 @@ func (b *books) free() []*clusterv1.Machine {
 	return free
 }
 
+// leaving counts the Machines without a claim that another actor is deleting, or has asked Cluster API
+// to delete. Each of them still takes up a replica, of the floor or of the spare. That can be long:
+// it is drained first, and its host may have to be cleaned. The next Machine takes its place.
+func (b *books) leaving() int {
+	return lo.CountBy(b.Machines, func(m *clusterv1.Machine) bool { return b.class(m) == going && ClaimOf(m) == "" })
+}
+
 // floor returns the number of Machines that claims may not have: what the user owns, and at least
 // the min size.
 func (b *books) floor() int32 {
@@ -203,10 +211,10 @@ func (b *books) settled() bool {
 	return !dying || !slices.ContainsFunc(b.Sets, func(set *clusterv1.MachineSet) bool { return made[set.Name] != ReplicasOf(set) })
 }
 
-// unusable counts the free Machines beyond the floor that no claim may have. If exceptUndecided is
-// set, [books.undecided] ones do not count.
+// unusable counts the Machines beyond the floor that no claim may have, and that no claim has. If
+// exceptUndecided is set, [books.undecided] ones do not count.
 func (b *books) unusable(exceptUndecided bool) int32 {
-	var n int32
+	n := clamp(b.leaving())
 	for _, m := range b.free() {
 		if b.class(m) != fresh && (!exceptUndecided || !b.undecided(m)) {
 			n++

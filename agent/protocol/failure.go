@@ -146,15 +146,17 @@ func (s *Snapshot) checkDeadlines(d *Decision, c *v1alpha1.MachineClaim, m *clus
 		} else if s.Quota != "" {
 			why += ": " + s.Quota
 			class = failures.Quota
-		} else if blocked := s.blocked(); blocked != "" {
-			why += ": " + blocked
+		} else if cause := cmp.Or(s.blocked(), s.crowdedOut()); cause != "" {
+			why += ": " + cause
 		}
 	case s.infrastructureGone(m):
 		why, _ = missing(m)
 		class = failures.GivenUp
 	default:
 		if what, since := missing(m); what != "" {
-			d.Wake(missingAfter - s.ago(since))
+			if left := missingAfter - s.ago(since); left > 0 { // else it is not certain that there is no Node
+				d.Wake(left)
+			}
 		}
 		final, reported, counts := s.final(m)
 		if final != "" {

@@ -219,3 +219,20 @@ func TestNothingIsOrderedForAClaimThatAnUnseenMachineMayServe(t *testing.T) {
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, "m", d.Ledger.Pending["c"].Machine)
 }
+
+// Only what is certain ends a claim; what is not must not be looked at again and again.
+func TestMissingInfrastructureIsNotLookedAtAllTheTime(t *testing.T) {
+	for name, change := range unseenNodes() {
+		t.Run(name, func(t *testing.T) {
+			s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
+			change(s)
+			s.Machines[0].Status.Conditions = append(s.Machines[0].Status.Conditions, metav1.Condition{
+				Type: clusterv1.MachineInfrastructureReadyCondition, Status: metav1.ConditionFalse,
+				Reason: clusterv1.MachineInfrastructureDeletedReason, LastTransitionTime: metav1.NewTime(s.Now.Add(-time.Hour)),
+			})
+			if after := Decide(s).RequeueAfter; after != 0 {
+				require.GreaterOrEqual(t, after, time.Second)
+			}
+		})
+	}
+}

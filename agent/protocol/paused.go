@@ -60,25 +60,20 @@ func (b *books) decrementPaused(ready []types.UID) {
 // lowering has taken already. Nothing is lowered for them, and what replaces them is a spare. It
 // returns the others. The numbers do not change meanwhile, because the MachineDeployment is paused.
 func (b *books) skipReplaced(begun []types.UID) []types.UID {
-	after, excess := map[string]int32{}, map[string]int32{} // by MachineSet: replicas after all lowering; Machines beyond that
+	after, beyond := map[string]int32{}, map[string]int32{} // by MachineSet: replicas after all lowering; those that can be lowered
 	for _, set := range b.Sets {
-		after[set.Name], excess[set.Name] = ReplicasOf(set), -ReplicasOf(set)
-	}
-	for _, m := range b.Machines {
-		if !b.next.Releasing[m.UID].Decremented && (!slices.Contains(begun, m.UID) || !b.lowered(m.UID)) {
-			excess[SetOf(m)]++
-		}
+		after[set.Name], beyond[set.Name] = ReplicasOf(set), b.beyondLive(set, ReplicasOf(set))
 	}
 	left := slices.DeleteFunc(slices.Clone(begun), func(uid types.UID) bool {
 		name := b.next.Releasing[uid].Set
 		switch {
 		case b.lowered(uid):
 			return false
-		case excess[name] > 0 && b.machine(uid) != nil:
-			excess[name]--
+		case beyond[name] == 0 && b.machine(uid) != nil:
 			b.recordDecrement(uid)
 			return true
 		}
+		beyond[name]--
 		after[name]--
 		return false
 	})

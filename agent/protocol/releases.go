@@ -127,15 +127,9 @@ func (b *books) decrement() {
 		if b.Deployment.Status.ObservedGeneration < b.Deployment.Generation {
 			return // a template change that was not observed yet would make this the wrong variant
 		}
-		// Another writer's lowering has already taken the Machines beyond the MachineSet's
-		// replicas. Lowering again would have Cluster API choose another Machine.
-		taken := -ReplicasOf(active[0])
-		for _, m := range b.Machines {
-			if SetOf(m) == active[0].Name && !b.next.Releasing[m.UID].Decremented {
-				taken++
-			}
-		}
-		b.d.Replicas -= min(max(0, Count(ready)-max(0, taken)), b.d.Replicas)
+		// Another writer's lowering may have taken the replicas already. Lowering again would have
+		// Cluster API choose another Machine.
+		b.d.Replicas -= min(Count(ready), b.beyondLive(active[0], b.Group.Replicas), b.d.Replicas)
 		for _, uid := range ready {
 			b.recordDecrement(uid)
 		}
@@ -143,6 +137,19 @@ func (b *books) decrement() {
 		return
 	}
 	b.decrementPaused(ready)
+}
+
+// beyondLive returns how many of the replicas of a MachineSet, or of most if that is fewer, belong to
+// Machines that Cluster API is deleting. By so many, they can be lowered without Cluster API choosing
+// other Machines: it takes those first that it is deleting, as soon as it reports that.
+func (b *books) beyondLive(set *clusterv1.MachineSet, most int32) int32 {
+	beyond := min(ReplicasOf(set), most)
+	for _, m := range b.Machines {
+		if SetOf(m) == set.Name && !reportedAsDeleting(m) {
+			beyond--
+		}
+	}
+	return max(0, beyond)
 }
 
 // stampGenerations records the generation that carries this decision's decrements. If claims

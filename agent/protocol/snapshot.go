@@ -388,6 +388,12 @@ func DeletingReason(m *clusterv1.Machine) string {
 	return ""
 }
 
+// reportedAsDeleting reports whether Cluster API has stated that it is deleting the Machine. From then
+// on, a MachineSet that has too many Machines counts this one among them.
+func reportedAsDeleting(m *clusterv1.Machine) bool {
+	return !Alive(m) && meta.IsStatusConditionTrue(m.Status.Conditions, clusterv1.MachineDeletingCondition)
+}
+
 // deletingMessage returns the message that belongs to [DeletingReason].
 func deletingMessage(m *clusterv1.Machine) string {
 	if c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineDeletingCondition); c != nil {

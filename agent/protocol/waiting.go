@@ -1,6 +1,7 @@
 package protocol
 
 import (
+	"cmp"
 	"fmt"
 	"strings"
 	"time"
@@ -157,6 +158,21 @@ func (s *Snapshot) blocked() string {
 	for _, set := range s.Sets {
 		if reasons := Blocked(set); reasons != "" {
 			return Line(fmt.Sprintf("MachineSet %s creates no Machines: %s", set.Name, reasons))
+		}
+	}
+	return ""
+}
+
+// crowdedOut returns which Machine has to go before Cluster API creates another one; "" if there is
+// none. A Machine that is being deleted counts until it is gone.
+func (s *Snapshot) crowdedOut() string {
+	if len(s.Machines) < int(s.Group.Replicas) {
+		return ""
+	}
+	for _, m := range s.Machines { // oldest first
+		if !Alive(m) {
+			return Line(fmt.Sprintf("Machine %s is being deleted (%s), and Cluster API creates no other one before it is gone",
+				m.Name, cmp.Or(DeletingReason(m), "no reason is given")))
 		}
 	}
 	return ""

@@ -214,6 +214,53 @@ func TestAMachineThatIsBeingReleasedHidesNoShortage(t *testing.T) {
 	require.False(t, d.HasSpare, "the release makes room")
 }
 
+// A Machine of the floor, or a spare, that others are deleting may take long to go: it is drained, and
+// its host is cleaned. Cluster API makes the Machine for the claim meanwhile.
+func TestAMachineThatOthersAreDeletingHoldsUpNoClaim(t *testing.T) {
+	s := atRest(4, &Ledger{Version: 1, Seq: 9, LastReplicas: 4, Floor: 3, Pending: map[string]Assignment{"c": {}}}).
+		withMachine("f1", "", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withMachine("f2", "", node).withMachine("f3", "", node).
+		withMachine("m", "", booting).withClaim("c", v1alpha1.PhasePending, "")
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	require.Equal(t, types.UID("m"), d.Ledger.Pending["c"].UID, "what takes the place of f1 is the floor's")
+
+	s = atRest(3, &Ledger{Version: 1, Seq: 9, LastReplicas: 3, Floor: 2, Spare: 1}).
+		withMachine("f1", "", node).withMachine("f2", "", node).withMachine("s", "", deleting(clusterv1.MachineDeletingDrainingNodeReason)).
+		withClaim("c", "", "")
+	require.Equal(t, int32(4), Decide(s).Replicas, "the spare is not there to be had")
+
+	s = atRest(4, &Ledger{Version: 1, Seq: 9, LastReplicas: 4, Floor: 3, Pending: map[string]Assignment{"c": {}}}).
+		withMachine("f1", "", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withMachine("f2", "", node).withMachine("f3", "", node).
+		withMachine("f4", "", node).withClaim("c", v1alpha1.PhasePending, "") // a user has lowered replicas: f4 is to stay
+	s.Failure.ObjectDeadline = 5 * time.Minute
+	s.Claims[0].CreationTimestamp = metav1.NewTime(s.Now.Add(-s.Failure.ObjectDeadline - time.Second))
+	d = Decide(s)
+	require.Equal(t, []ActionKind{Fail}, kinds(d))
+	require.Contains(t, d.Actions[0].Event.Message, "Machine f1 is being deleted (DrainingNode)")
+}
+
+// A user lowers replicas by one, and Cluster API takes f2, which is drained for long. That f2 is there
+// yet must not keep the replica of a release: it would become another Machine once f2 is gone.
+func TestAReplicaIsGivenBackWhileAnotherMachineGoes(t *testing.T) {
+	s := atRest(3, &Ledger{Version: 1, Seq: 9, LastReplicas: 3, Floor: 1, Releasing: map[types.UID]Release{"m2": {Machine: "m2", Claim: "c2"}}}).
+		withMachine("f1", "", node).withMachine("f2", "", deleting(clusterv1.MachineDeletingDrainingNodeReason)).
+		withMachine("m1", "c1", node).withClaim("c1", v1alpha1.PhaseBound, "m1").
+		withMachine("m2", "c2", completed).withClaim("c2", v1alpha1.PhaseReleasing, "m2")
+	d := Decide(s)
+	require.Equal(t, int32(2), d.Replicas)
+	require.True(t, d.Ledger.Releasing["m2"].Decremented)
+
+	s.Machines[1].Status.Conditions = nil // Cluster API may not know yet that it is being deleted
+	d = Decide(s)
+	require.Equal(t, int32(3), d.Replicas, "it might delete f1 or m1 instead")
+	require.True(t, d.Ledger.Releasing["m2"].Decremented)
+
+	s = atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Floor: 1, Releasing: map[types.UID]Release{"m2": {Machine: "m2", Claim: "c2"}}}).
+		withMachine("f1", "", node).withMachine("m1", "c1", node).withClaim("c1", v1alpha1.PhaseBound, "m1").
+		withMachine("m2", "c2", completed).withClaim("c2", v1alpha1.PhaseReleasing, "m2")
+	require.Equal(t, int32(2), Decide(s).Replicas, "the lowering has taken the replica of m2")
+}
+
 // The Machine that was made for the claim joined unseen after some minutes, and the group is full.
 // What follows takes the grace period and a deletion.
 func TestAClaimHasTimeForTheMachineThatAnotherOneMakesRoomFor(t *testing.T) {
