@@ -606,6 +606,22 @@ func TestABootstrapOfAnEarlierOnboardingTakesNothingAway(t *testing.T) {
 	r.works()
 }
 
+// A backup holds both secrets of an earlier onboarding whose bootstrap certificate has not expired yet.
+func TestBothSecretsOfAnEarlierOnboardingTakeNothingAway(t *testing.T) {
+	w := newEnvironment(t)
+	earlier := w.agent.onboard("earlier")
+	r := w.enrolled()
+	w.put(bootstrapSecret, earlier)
+	w.put(identitySecret, w.before("/cluster/team-a/production/earlier"))
+	r.looks()
+	require.Equal(t, "first", onboardingOf(r.present()))
+	require.NoError(t, r.calls())
+	r.looks()
+	require.NoError(t, r.calls())
+	r.works()
+	require.Equal(t, "first", onboardingOf(r.present()))
+}
+
 func TestACertificateOfElsewhereIsUsedAndReplacedByAnOnboarding(t *testing.T) {
 	w := newEnvironment(t)
 	w.agent.onboard("")

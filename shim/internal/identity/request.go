@@ -121,7 +121,7 @@ func (k *Keeper) enrollmentKey(ctx context.Context, s *stored, onboarding string
 	if err != nil {
 		return nil, nil, err
 	}
-	return key, encoded, k.change(ctx, s, func(secret *corev1.Secret) {
+	return key, encoded, k.change(ctx, s, k.take, func(secret *corev1.Secret) {
 		secret.Data[EnrollmentKey] = encoded
 		secret.Annotations[EnrollmentAnnotation] = onboarding
 	})
@@ -137,7 +137,7 @@ func (k *Keeper) tryRenew(ctx context.Context, s *stored, present *x509.Certific
 
 func (k *Keeper) renew(ctx context.Context, s *stored) error {
 	if !s.exists() {
-		if err := k.change(ctx, s, func(*corev1.Secret) {}); err != nil {
+		if err := k.change(ctx, s, k.take, func(*corev1.Secret) {}); err != nil {
 			return err
 		}
 	}
@@ -222,7 +222,7 @@ func (k *Keeper) request(
 
 // store writes an issued certificate to the identity secret, and puts it into use.
 func (k *Keeper) store(ctx context.Context, s *stored, issued certificate, more func(*corev1.Secret)) error {
-	err := k.change(ctx, s, func(secret *corev1.Secret) {
+	err := k.change(ctx, s, k.hold, func(secret *corev1.Secret) {
 		secret.Data[corev1.TLSCertKey], secret.Data[corev1.TLSPrivateKeyKey] = issued.Certificate, issued.Key
 		secret.Data[authoritiesEntry] = issued.Authorities
 		secret.Annotations[RenewAtAnnotation] = issued.renewAt.UTC().Format(time.RFC3339)
