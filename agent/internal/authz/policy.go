@@ -86,7 +86,7 @@ func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
 		return nil, fmt.Errorf("not a policy: %w", err)
 	}
 	policy := &Policy{grants: map[string][]Grant{}}
-	var errs []error
+	errs := []error{checkClusters(content)}
 	for i, identity := range file.Identities {
 		wrong := func(format string, args ...any) {
 			errs = append(errs, fmt.Errorf("identities[%d] %q: %s", i, identity.ID, fmt.Sprintf(format, args...)))
@@ -129,6 +129,19 @@ func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
 		return nil, err
 	}
 	return policy, nil
+}
+
+// checkClusters returns an error if there is the field clusters without a value, which looks like no Clusters, and
+// would mean all.
+func checkClusters(content []byte) error {
+	var fields map[string]any
+	if err := yaml.Unmarshal(content, &fields); err != nil {
+		return err
+	}
+	if clusters, set := fields["clusters"]; set && clusters == nil {
+		return errors.New("clusters: it has no value; write [] for no Clusters, or leave the field out for all")
+	}
+	return nil
 }
 
 // String summarizes the policy in one line.
