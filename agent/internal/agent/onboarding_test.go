@@ -472,6 +472,26 @@ identities:
 	})
 }
 
+// A move would leave behind what records that the bootstrap certificate was used.
+func TestABootstrapWaitsWhileTheClusterIsPaused(t *testing.T) {
+	t.Parallel()
+	o := newOnboarded(t)
+	by, key := o.with(0, o.onboard(false)), o.key()
+	pause := func(paused bool) {
+		cluster := &clusterv1.Cluster{}
+		require.NoError(t, plane.Client.Get(t.Context(), o.cluster, cluster))
+		cluster.Spec.Paused = &paused
+		require.NoError(t, plane.Client.Update(t.Context(), cluster))
+	}
+	pause(true)
+	_, err := o.issue(by, key)
+	require.True(t, agenterrors.IsUnavailable(err), "%v", err)
+	pause(false)
+	response, err := o.issue(by, key)
+	require.NoError(t, err)
+	o.serves(o.issued(0, response, key))
+}
+
 // An onboarding that has ended meanwhile does not replace the current one.
 func TestAnEarlierOnboardingDoesNotEnroll(t *testing.T) {
 	t.Parallel()

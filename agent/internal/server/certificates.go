@@ -144,6 +144,10 @@ func (s *certificateService) issue(
 		return nil, agenterrors.CertificatesNotIssued("the Cluster is not onboarded; `capi-agent onboard` makes a bootstrap certificate for it")
 	}
 	if purpose == enrollment {
+		// A move would leave the record of the use behind, and the bootstrap certificate could be used again.
+		if _, err := s.config.Engine.UnpausedCluster(ctx, of.Cluster); err != nil {
+			return nil, s.answer(ctx, err, keyOf(request.GetCluster(), ""))
+		}
 		if err := issuing.enroll(ctx, of, key); err != nil {
 			return nil, err
 		}

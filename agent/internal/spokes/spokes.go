@@ -27,6 +27,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
@@ -99,6 +100,8 @@ type Spokes struct {
 	noted map[types.NamespacedName]note
 	// reports are the last reports about NodePools.
 	reports map[types.NamespacedName]reported
+	// paused is when the Clusters of silent Spokes were last seen to be paused.
+	paused map[types.NamespacedName]time.Time
 	// seen are the served Spokes, as last read or written.
 	seen map[types.NamespacedName]sight
 	// failed is the error that was logged last.
@@ -135,7 +138,7 @@ func New(c Config) *Spokes {
 	}
 	return &Spokes{
 		Config: c, noted: map[types.NamespacedName]note{}, reports: map[types.NamespacedName]reported{},
-		seen: map[types.NamespacedName]sight{},
+		paused: map[types.NamespacedName]time.Time{}, seen: map[types.NamespacedName]sight{},
 	}
 }
 
@@ -601,6 +604,11 @@ func (s *Spokes) forget() {
 			delete(s.noted, name)
 		}
 	}
+	for name, at := range s.paused {
+		if s.Clock.Since(at) >= silence {
+			delete(s.paused, name)
+		}
+	}
 	for name, r := range s.reports {
 		if s.Clock.Since(r.at) >= silence {
 			delete(s.reports, name)
@@ -663,6 +671,23 @@ func Remove(
 	return removed, err
 }
 
+// held reports whether the Cluster is paused, or was a short time ago. No live set of it is accepted while it is,
+// and a Spoke that is being moved is not written. Thereafter the shim first gets the time to synchronize.
+func (s *Spokes) held(ctx context.Context, name types.NamespacedName) (bool, error) {
+	var cluster clusterv1.Cluster
+	if err := s.Client.Get(ctx, name, &cluster); client.IgnoreNotFound(err) != nil {
+		return false, fmt.Errorf("reading the Cluster %s: %w", name, err)
+	}
+	now := s.Clock.Now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if eligibility.ClusterPaused(&cluster) {
+		s.paused[name] = now
+	}
+	at, was := s.paused[name]
+	return was && now.Sub(at) < catchUp, nil
+}
+
 func (s *Spokes) lookAt(ctx context.Context, spoke *v1alpha1.Spoke) error {
 	now := s.HubTime.Now()
 	last := spoke.Status.LastSyncTime
@@ -676,6 +701,9 @@ func (s *Spokes) lookAt(ctx context.Context, spoke *v1alpha1.Spoke) error {
 	}
 	if last != nil && now.Sub(last.Time) < silence {
 		return nil
+	}
+	if held, err := s.held(ctx, client.ObjectKeyFromObject(spoke)); held || err != nil {
+		return err
 	}
 	before := spoke.DeepCopy()
 	meta.SetStatusCondition(&spoke.Status.Conditions, metav1.Condition{

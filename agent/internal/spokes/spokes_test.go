@@ -417,3 +417,28 @@ func TestShimsGetTimeAfterAnOutage(t *testing.T) {
 	require.NoError(t, agent.Look(t.Context()))
 	require.False(t, connected())
 }
+
+// While a Cluster is paused, such as during a move, no live set of it is accepted.
+func TestTheShimOfAPausedClusterIsNotSilent(t *testing.T) {
+	w := newWorld(t, "a")
+	agent := w.agent(interceptor.Funcs{})
+	w.note(agent, spokes.Contact{SpokeID: "id"})
+	connected := func() bool {
+		require.NoError(t, agent.Look(t.Context()))
+		return meta.IsStatusConditionTrue(w.spoke().Status.Conditions, v1alpha1.ConnectedCondition)
+	}
+	require.True(t, connected())
+	pause := func(paused bool) {
+		cluster := w.cluster("a")
+		cluster.Spec.Paused = &paused
+		require.NoError(t, w.hub.Update(t.Context(), cluster))
+	}
+	pause(true)
+	w.now.Step(time.Hour)
+	require.True(t, connected())
+	pause(false)
+	w.now.Step(time.Minute)
+	require.True(t, connected(), "the shim may synchronize now")
+	w.now.Step(time.Hour)
+	require.False(t, connected())
+}
