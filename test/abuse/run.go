@@ -27,8 +27,7 @@ const (
 	// slowdown limits the 99th percentile of the victim's calls during an attack, as a multiple of
 	// that without one.
 	slowdown = 2.0
-	// memoryLimit is the agent's memory limit in the chart (deploy/charts/agent/values.yaml), which
-	// leaves room for one identity at its worst. memoryOfAll is what all identities together can
+	// memoryLimit leaves room for one identity at its worst. memoryOfAll is what all identities together can
 	// occupy in addition to the agent's own memory (docs/sizing.md).
 	memoryLimit, memoryOfAll = 1 << 30, 2 << 30
 	// heapShare is the ratio of resident memory to held memory: Go collects garbage when the heap

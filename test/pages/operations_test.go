@@ -102,7 +102,7 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 	first := awaitConnected(ctx, t, hub.client, key, "", agent, shim)
 
 	require.Contains(t, do(onboard[3]), "team-a/staging is onboarded")
-	require.Len(t, list(ctx, t, hub.client, resourceSetKind), 1)
+	require.Len(t, list(ctx, t, hub.client, resourceSetKind), 2)
 
 	see := steps("See the spokes", 2)
 	shown := strings.Split(do(see[0]), "\n")

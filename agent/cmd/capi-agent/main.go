@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"runtime/debug"
 	"syscall"
 
 	"github.com/go-logr/logr"
@@ -76,7 +77,13 @@ func newFlags() *pflag.FlagSet {
 	return flags
 }
 
+// memoryLimitShare is the share of the container's memory that Go may use.
+const memoryLimitShare = 0.9
+
 func serve(ctx context.Context, o *options.Options) error {
+	if o.MemoryLimit > 0 {
+		debug.SetMemoryLimit(int64(float64(o.MemoryLimit) * memoryLimitShare))
+	}
 	logger := newLogger(o, os.Stderr)
 	log.SetLogger(logger)
 	klog.SetLogger(logger)

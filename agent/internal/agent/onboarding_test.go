@@ -758,18 +758,26 @@ func TestAClusterResourceSetIsForOneOnboardingOfOneCluster(t *testing.T) {
 	t.Parallel()
 	o := newOnboarded(t)
 	first := o.dispatched(false)
-	sets := o.sets()
-	require.Len(t, sets, 1)
-	require.Equal(t, map[string]string{v1alpha1.OnboardingLabel: first.ID}, sets[0].Spec.ClusterSelector.MatchLabels)
-	var secret corev1.Secret
-	require.NoError(t, plane.Client.Get(t.Context(), kubeclient.ObjectKeyFromObject(&sets[0]), &secret))
-	require.EqualValues(t, "addons.cluster.x-k8s.io/resource-set", secret.Type)
-	require.Contains(t, string(secret.Data["bootstrap.yaml"]), "name: bootstrap")
+	strategies := map[string]string{}
+	for _, set := range o.sets() {
+		require.Equal(t, map[string]string{v1alpha1.OnboardingLabel: first.ID}, set.Spec.ClusterSelector.MatchLabels)
+		var secret corev1.Secret
+		require.NoError(t, plane.Client.Get(t.Context(), kubeclient.ObjectKeyFromObject(&set), &secret))
+		require.EqualValues(t, "addons.cluster.x-k8s.io/resource-set", secret.Type)
+		for file, manifest := range secret.Data {
+			strategies[file] = set.Spec.Strategy
+			require.Equal(t, file == "bootstrap.yaml", strings.Contains(string(manifest), "kind: Secret"))
+			require.Equal(t, file == "namespace.yaml", strings.Contains(string(manifest), "kind: Namespace"))
+		}
+	}
+	require.Equal(t, map[string]string{"namespace.yaml": "ApplyOnce", "bootstrap.yaml": "Reconcile"}, strategies)
 
 	second := o.dispatched(true)
-	sets = o.sets()
-	require.Len(t, sets, 1, "what was for the earlier one is gone")
-	require.Equal(t, second.ID, sets[0].Labels[v1alpha1.OnboardingLabel])
+	sets := o.sets()
+	require.Len(t, sets, 2, "what was for the earlier one is gone")
+	for _, set := range sets {
+		require.Equal(t, second.ID, set.Labels[v1alpha1.OnboardingLabel])
+	}
 	_, err := onboarding.Offboard(t.Context(), plane.Client, o.cluster, false)
 	require.NoError(t, err)
 	require.Empty(t, o.sets())

@@ -108,7 +108,9 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		md := &deployments.Items[i]
 		groups[client.ObjectKeyFromObject(md)] = true
 		if _, member := md.Labels[v1alpha1.MemberLabel]; member {
-			served[types.NamespacedName{Namespace: md.Namespace, Name: md.Spec.ClusterName}] = true
+			cluster := types.NamespacedName{Namespace: md.Namespace, Name: md.Spec.ClusterName}
+			served[cluster] = true
+			startGroupSeries(cluster, md.Name)
 		}
 		text, present := md.Annotations[v1alpha1.LedgerAnnotation]
 		if !present {

@@ -97,6 +97,19 @@ func startSeries(cluster types.NamespacedName) {
 	}
 }
 
+// startGroupSeries does so for a node group. Its claims may end in another agent than the one that created them.
+func startGroupSeries(cluster types.NamespacedName, nodeGroup string) {
+	for _, reason := range []string{
+		protocol.ReasonReleased, protocol.ReasonCancelled, protocol.ReasonHandedOver, protocol.ReasonReturned, protocol.ReasonLate,
+		protocol.ReasonMachineLost,
+	} {
+		endedCounter(cluster, nodeGroup, reason, "")
+	}
+	for _, class := range failures.Final() {
+		endedCounter(cluster, nodeGroup, protocol.ReasonFailed, string(class))
+	}
+}
+
 // observeCreate counts an attempt to create a claim of an existing Cluster, and its duration if the
 // claim is durable.
 func observeCreate(c clock.Clock, begun time.Time, cluster types.NamespacedName, claim *v1alpha1.MachineClaim, err error) {
@@ -106,15 +119,7 @@ func observeCreate(c clock.Clock, begun time.Time, cluster types.NamespacedName,
 		return
 	}
 	createSeconds.WithLabelValues(cluster.Namespace, cluster.Name).Observe(c.Since(begun).Seconds())
-	for _, reason := range []string{
-		protocol.ReasonReleased, protocol.ReasonCancelled, protocol.ReasonHandedOver, protocol.ReasonReturned, protocol.ReasonLate,
-		protocol.ReasonMachineLost,
-	} {
-		endedCounter(claim, reason, "").Add(0)
-	}
-	for _, class := range failures.Final() {
-		endedCounter(claim, protocol.ReasonFailed, string(class)).Add(0)
-	}
+	startGroupSeries(cluster, claim.Spec.NodeGroup)
 }
 
 // These are the values of the label result of attempts to create a claim.
@@ -152,7 +157,7 @@ func observeJoined(c clock.Clock, claim *v1alpha1.MachineClaim) {
 }
 
 func countEnded(claim *v1alpha1.MachineClaim, reason string) {
-	endedCounter(claim, reason, classLabel(claim, reason)).Inc()
+	endedCounter(clusterOf(claim), claim.Spec.NodeGroup, reason, classLabel(claim, reason)).Inc()
 }
 
 // classLabel returns the value of the label class. Only the classes that this agent knows become
@@ -167,10 +172,10 @@ func classLabel(claim *v1alpha1.MachineClaim, reason string) string {
 	return "Unknown"
 }
 
-func endedCounter(claim *v1alpha1.MachineClaim, reason, class string) prometheus.Counter {
-	clusterSeries.note(clusterOf(claim))
-	groupSeries.note(types.NamespacedName{Namespace: claim.Namespace, Name: claim.Spec.NodeGroup})
-	return endedTotal.WithLabelValues(claim.Namespace, claim.Spec.ClusterName, claim.Spec.NodeGroup, reason, class)
+func endedCounter(cluster types.NamespacedName, nodeGroup, reason, class string) prometheus.Counter {
+	clusterSeries.note(cluster)
+	groupSeries.note(types.NamespacedName{Namespace: cluster.Namespace, Name: nodeGroup})
+	return endedTotal.WithLabelValues(cluster.Namespace, cluster.Name, nodeGroup, reason, class)
 }
 
 // CountRefused counts a refusal because a bound was reached.

@@ -154,6 +154,7 @@ func TestTheSeriesOfAClusterExistBeforeItsFirstClaim(t *testing.T) {
 	measured(t, "", nil, e.Collector())
 	for _, name := range []string{
 		"capi_agent_claim_creates_total", "capi_agent_claim_create_seconds", "capi_agent_claim_bound_seconds", "capi_agent_claim_node_joined_seconds",
+		"capi_agent_claims_ended_total",
 	} {
 		assert.InDelta(t, 0, measured(t, name, prometheus.Labels{"namespace": namespace, "cluster": "first-cluster"}), 0, name)
 		assert.InDelta(t, -1, measured(t, name, prometheus.Labels{"namespace": namespace, "cluster": "other-cluster"}), 0, name)

@@ -232,20 +232,25 @@ func setLabel(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster
 
 // Manifest returns the spoke's namespace and secret as YAML.
 func (o *Onboarding) Manifest() ([]byte, error) {
-	namespace, err := yaml.Marshal(map[string]any{
+	namespace, secret, err := o.manifests()
+	return append(append(namespace, "---\n"...), secret...), err
+}
+
+func (o *Onboarding) manifests() (namespace, secret []byte, err error) {
+	namespace, err = yaml.Marshal(map[string]any{
 		"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": o.Secret.Namespace},
 	})
 	if err != nil {
-		return nil, fmt.Errorf("encoding the namespace: %w", err)
+		return nil, nil, fmt.Errorf("encoding the namespace: %w", err)
 	}
-	secret, err := yaml.Marshal(map[string]any{
+	secret, err = yaml.Marshal(map[string]any{
 		"apiVersion": "v1", "kind": "Secret", "type": o.Secret.Type, "data": o.Secret.Data,
 		"metadata": map[string]any{"name": o.Secret.Name, "namespace": o.Secret.Namespace},
 	})
 	if err != nil {
-		return nil, fmt.Errorf("encoding the secret: %w", err)
+		return nil, nil, fmt.Errorf("encoding the secret: %w", err)
 	}
-	return append(append(namespace, "---\n"...), secret...), nil
+	return namespace, secret, nil
 }
 
 // Deliver writes the secret to the spoke, and creates its namespace if needed. A dry run only
@@ -295,20 +300,32 @@ func create(ctx context.Context, c client.Client, object client.Object, dryRun b
 // resourceType is the type of secrets that a ClusterResourceSet applies.
 const resourceType corev1.SecretType = "addons.cluster.x-k8s.io/resource-set"
 
-// Dispatch makes Cluster API apply the secret to the spoke as soon as the spoke has an API server.
-// It creates a ClusterResourceSet for this onboarding of this Cluster only. [Onboarding.Recall]
+// Dispatch makes Cluster API apply the secret, and its namespace, to the spoke as soon as the spoke has an API
+// server. It creates ClusterResourceSets for this onboarding of this Cluster only. [Onboarding.Recall]
 // must be called once the onboarding has begun.
 func (o *Onboarding) Dispatch(ctx context.Context, hub client.Client, dryRun bool) error {
-	manifest, err := o.Manifest()
+	namespace, secret, err := o.manifests()
 	if err != nil {
 		return err
 	}
 	name := fmt.Sprintf("%s-onboarding-%s", o.cluster.Name, o.ID[:8])
+	// A secret of an earlier onboarding is replaced. A namespace that exists keeps its labels, which the strategy
+	// Reconcile would take off.
+	return errors.Join(
+		o.dispatch(ctx, hub, name+"-namespace", "namespace.yaml", namespace, addonsv1.ClusterResourceSetStrategyApplyOnce, dryRun),
+		o.dispatch(ctx, hub, name, "bootstrap.yaml", secret, addonsv1.ClusterResourceSetStrategyReconcile, dryRun),
+	)
+}
+
+// dispatch creates a ClusterResourceSet that applies one manifest.
+func (o *Onboarding) dispatch(
+	ctx context.Context, hub client.Client, name, file string, manifest []byte, strategy addonsv1.ClusterResourceSetStrategy, dryRun bool,
+) error {
 	labels := map[string]string{v1alpha1.ClusterLabel: o.cluster.Name, v1alpha1.OnboardingLabel: o.ID}
 	secret := &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{Namespace: o.cluster.Namespace, Name: name, Labels: labels},
 		Type:       resourceType,
-		Data:       map[string][]byte{"bootstrap.yaml": manifest},
+		Data:       map[string][]byte{file: manifest},
 	}
 	set := &addonsv1.ClusterResourceSet{
 		ObjectMeta: metav1.ObjectMeta{Namespace: o.cluster.Namespace, Name: name, Labels: labels},
@@ -316,8 +333,7 @@ func (o *Onboarding) Dispatch(ctx context.Context, hub client.Client, dryRun boo
 			// The label is set when the onboarding begins, and replaced when it ends.
 			ClusterSelector: metav1.LabelSelector{MatchLabels: map[string]string{v1alpha1.OnboardingLabel: o.ID}},
 			Resources:       []addonsv1.ResourceRef{{Name: name, Kind: string(addonsv1.SecretClusterResourceSetResourceKind)}},
-			// A secret of an earlier onboarding is replaced.
-			Strategy: string(addonsv1.ClusterResourceSetStrategyReconcile),
+			Strategy:        string(strategy),
 		},
 	}
 	for _, object := range []client.Object{secret, set} {

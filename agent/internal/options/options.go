@@ -76,6 +76,8 @@ type Options struct {
 	// Kubeconfig is the kubeconfig file of the hub. Empty means the KUBECONFIG variable, or else
 	// the pod's service account.
 	Kubeconfig string
+	// MemoryLimit is the container's memory limit in bytes. 0 means that it has none.
+	MemoryLimit int64
 	// KubeAPIQPS and KubeAPIBurst limit the agent's requests to the hub for each kind of object,
 	// per second and at once.
 	KubeAPIQPS   float32
@@ -243,6 +245,9 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"Default `architecture` of machines, a value of the label kubernetes.io/arch, if no label, infrastructure template or Node has one.")
 	flags.Float32Var(&o.KubeAPIQPS, "kube-api-qps", o.KubeAPIQPS,
 		"Average number of requests per second to the hub's API server, for each kind of object.")
+	flags.Int64Var(&o.MemoryLimit, "memory-limit", o.MemoryLimit,
+		"The container's memory limit in bytes, of which Go may use 90 %: the rest is for memory that it does not account for, such as the buffers of "+
+			"connections. 0 means no limit of its own; the environment variable GOMEMLIMIT applies then.")
 	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst,
 		"Number of requests to the hub's API server that may exceed --kube-api-qps at once, for each kind of object.")
 	flags.StringVar(&o.MetricsBindAddress, "metrics-bind-address", o.MetricsBindAddress,
@@ -436,6 +441,9 @@ func (o *Options) Validate() error {
 	}
 	if o.KubeAPIQPS <= 0 {
 		wrong("kube-api-qps", "%v is not above 0", o.KubeAPIQPS)
+	}
+	if o.MemoryLimit < 0 {
+		wrong("memory-limit", "%d is below 0", o.MemoryLimit)
 	}
 	if o.KubeAPIBurst < 1 {
 		wrong("kube-api-burst", "%d is below 1", o.KubeAPIBurst)

@@ -45,6 +45,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"label pattern":                  {func(o *options.Options) { o.AdditionalSyncMachineLabels = []string{"("} }, "--additional-sync-machine-labels"},
 		"qps":                            {func(o *options.Options) { o.KubeAPIQPS = 0 }, "--kube-api-qps"},
 		"burst":                          {func(o *options.Options) { o.KubeAPIBurst = 0 }, "--kube-api-burst"},
+		"memory limit":                   {func(o *options.Options) { o.MemoryLimit = -1 }, "--memory-limit"},
 		"metrics address":                {func(o *options.Options) { o.MetricsBindAddress = "no" }, "--metrics-bind-address"},
 		"probe address":                  {func(o *options.Options) { o.HealthProbeBindAddress = "no" }, "--health-probe-bind-address"},
 		"log level":                      {func(o *options.Options) { o.LogLevel = "loud" }, "--log-level"},

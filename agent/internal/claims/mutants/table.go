@@ -352,7 +352,16 @@ var mutants = []mutant{
 		{"	case !kept && (b.nodeless(m) || b.nodeUnregistered(m) && !b.registered(m)):\n", "	case !kept:\n"},
 	}},
 	{name: "the floor's Machines are given to claims", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0 -young", violation: "I6", edits: []edit{
-		{"	give := len(free) - int(b.floor())\n", "	give := len(free)\n"},
+		{"	give := len(free) + b.leaving() - int(b.floor())\n", "	give := len(free)\n"},
+	}},
+	{name: "a Machine of the floor that goes for long holds up a claim", test: "TestAMachineThatOthersAreDeletingHoldsUpNoClaim", edits: []edit{
+		{"	give := len(free) + b.leaving() - int(b.floor())\n", "	give := len(free) - int(b.floor())\n"},
+	}},
+	{name: "a claim is entered on the replica of a Machine that goes", test: "TestAMachineThatOthersAreDeletingHoldsUpNoClaim", edits: []edit{
+		{"	n := clamp(b.leaving())\n", "	var n int32\n"},
+	}},
+	{name: "a replica is lowered twice", test: "TestAReplicaIsGivenBackWhileAnotherMachineGoes", edits: []edit{
+		{"		if SetOf(m) == set.Name && !reportedAsDeleting(m) {\n", "		if SetOf(m) == set.Name && Alive(m) {\n"},
 	}},
 	{name: "the floor's Nodes keep their taint", edits: []edit{
 		{"	b.markFloors()\n", ""},
