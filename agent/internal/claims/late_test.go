@@ -133,6 +133,7 @@ func (w *slowWorld) served() bool {
 // A machine that takes longer than a claim waits is kept for the next claims until it comes: 25
 // minutes with a deadline of 15, or anything less than [patience] deadlines.
 func TestALateMachineComesInTheEnd(t *testing.T) {
+	inOneGoroutine(t)
 	rapid.Check(t, func(t *rapid.T) {
 		takes := time.Duration(rapid.IntRange(1, protocol.Patience*15-3).Draw(t, "minutes")) * time.Minute
 		w := newSlowWorld(t, func(*clusterv1.Machine) time.Duration { return takes })
@@ -151,6 +152,7 @@ func TestALateMachineComesInTheEnd(t *testing.T) {
 // A machine that never comes is removed in bounded time, its node group cools down, and the next
 // claim gets another machine.
 func TestAMachineThatNeverComesIsGivenUpInTheEnd(t *testing.T) {
+	inOneGoroutine(t)
 	rapid.Check(t, func(t *rapid.T) {
 		const never = 1000 * time.Hour
 		provisioned := rapid.Bool().Draw(t, "it has a provider ID")

@@ -18,6 +18,7 @@ import (
 // cool-downs, and with agents whose clocks are ahead of the API server's or behind it, each by up
 // to a minute. So two of them may differ by two minutes.
 func TestProtocolAgainstClocks(t *testing.T) {
+	inOneGoroutine(t)
 	rapid.Check(t, func(t *rapid.T) {
 		w := newWorld(t, worldOptions{
 			groups: rapid.IntRange(1, 2).Draw(t, "groups"), floor: rapid.Int32Range(0, 1).Draw(t, "floor"),

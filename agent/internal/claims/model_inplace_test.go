@@ -17,6 +17,7 @@ import (
 // API rolls a change out by moving Machines from the old MachineSet to the new one, which updates
 // them in place.
 func TestProtocolAgainstInPlaceUpdates(t *testing.T) {
+	inOneGoroutine(t)
 	rapid.Check(t, func(t *rapid.T) {
 		w := newWorld(t, worldOptions{
 			groups: 1, floor: rapid.Int32Range(0, 2).Draw(t, "floor"),

@@ -11,6 +11,7 @@ import (
 // TestProtocolAgainstAdversary drives two agents through random histories. It checks the invariants
 // after every step and, at the end, when everything has come to rest.
 func TestProtocolAgainstAdversary(t *testing.T) {
+	inOneGoroutine(t)
 	rapid.Check(t, func(t *rapid.T) {
 		w := newWorld(t, worldOptions{
 			groups:  rapid.IntRange(1, 2).Draw(t, "groups"),
@@ -29,6 +30,7 @@ func TestProtocolAgainstAdversary(t *testing.T) {
 
 // TestProtocolAgainstMoves does the same in histories that consist mostly of moves of the hub.
 func TestProtocolAgainstMoves(t *testing.T) {
+	inOneGoroutine(t)
 	rapid.Check(t, func(t *rapid.T) {
 		w := newWorld(t, worldOptions{
 			groups: 1, floor: rapid.Int32Range(0, 2).Draw(t, "floor"),
@@ -59,4 +61,13 @@ func (w *world) runHistory() {
 	}
 	w.dice.Repeat(actions)
 	w.settle()
+}
+
+// inOneGoroutine skips a test under the race detector, which would find nothing: its agents take turns. `make test`
+// runs it without.
+func inOneGoroutine(t *testing.T) {
+	t.Helper()
+	if raced {
+		t.Skip("it runs without the race detector")
+	}
 }

@@ -80,6 +80,7 @@ func gaps(calm *course) []trouble {
 // TestEveryPointOfACourse plays each course with one trouble at every point. Nothing is leaked,
 // given twice or taken from its owner, and the course runs to its end.
 func TestEveryPointOfACourse(t *testing.T) {
+	inOneGoroutine(t)
 	t.Parallel()
 	for i, script := range scripts {
 		oneIn := oneInOthers
