@@ -228,15 +228,15 @@ func run(ctx context.Context) error {
 	})
 	undecorated := metrics.Decorate(provider)
 	decorated := overlay.Decorate(undecorated, op.GetClient(), op.InstanceTypeStore)
-	adopting = adoption.New(adoption.Config{
-		Kube: op.GetClient(), CloudProvider: decorated, Provider: provider, Claims: claims, Unclaimed: finder, Agent: agent, Cluster: cluster,
-		Recorder: op.EventRecorder,
-	})
 	repairPolicies, err := health.NewRepairPolicyMatcher(ctx, decorated)
 	if err != nil {
 		return fmt.Errorf("compiling the repair policies: %w", err)
 	}
 	clusterState := state.NewCluster(op.Clock, op.GetClient(), decorated, state.WithRepairPolicyMatcher(repairPolicies))
+	adopting = adoption.New(adoption.Config{
+		Kube: op.GetClient(), CloudProvider: decorated, Provider: provider, Claims: claims, Unclaimed: finder, Agent: agent, Cluster: cluster,
+		Recorder: op.EventRecorder, Unmark: clusterState.UnmarkForDeletion,
+	})
 	failed := failedmachine.New(failedmachine.Config{
 		Kube: op.GetClient(), Live: op.GetAPIReader(), CloudProvider: decorated, Claims: claims, NodeGroups: nodeGroups, Agent: agent.Claims,
 		Cluster: cluster, Recorder: op.EventRecorder, Unclaimed: finder, Timeout: opts.AgentTimeout, Clock: op.Clock,

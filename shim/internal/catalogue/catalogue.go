@@ -13,7 +13,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"runtime/debug"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -36,6 +35,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/panics"
 )
 
 // ErrNotSynced means that the agent has not been reached since the process started, so nothing is
@@ -340,22 +340,11 @@ func (c *Catalogue) Start(ctx context.Context) error {
 		case <-c.wake:
 		case <-retry.C:
 		}
-		if err := confined(func() error { return c.rebuild(ctx) }); err != nil && ctx.Err() == nil {
+		if err := panics.Confined(func() error { return c.rebuild(ctx) }); err != nil && ctx.Err() == nil {
 			log.FromContext(ctx).Error(err, "making the catalogue of node groups")
 			retry.Reset(retryDelay)
 		}
 	}
-}
-
-// confined turns a panic into an error. What the agent says about one node group must not end the
-// process, with everything else that it does.
-func confined(do func() error) (err error) {
-	defer func() {
-		if value := recover(); value != nil {
-			err = fmt.Errorf("an internal error of the shim, please report it: panic: %v, at %s", value, debug.Stack())
-		}
-	}()
-	return do()
 }
 
 func (c *Catalogue) rebuild(ctx context.Context) error {
@@ -469,7 +458,7 @@ func (c *Catalogue) prepare(ctx context.Context) (
 
 // group is [instancetype.NewGroup], but reports a node group on which it panics as unusable.
 func (c *Catalogue) group(ctx context.Context, source *agentv1alpha1.NodeGroup) (group *instancetype.Group, err error) {
-	bug := confined(func() error {
+	bug := panics.Confined(func() error {
 		group, err = c.newGroup(source)
 		return nil
 	})

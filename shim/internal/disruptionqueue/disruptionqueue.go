@@ -22,6 +22,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/controllers/disruption"
 
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/panics"
 )
 
 const (
@@ -78,7 +79,11 @@ func (f *Finisher) Look(ctx context.Context) {
 		if f.clock.Since(since) < settled {
 			continue
 		}
-		if _, err := f.queue.Reconcile(ctx, first); err != nil {
+		err = panics.Confined(func() error {
+			_, err := f.queue.Reconcile(ctx, first)
+			return err
+		})
+		if err != nil {
 			log.FromContext(ctx).Error(err, "finishing a disruption whose first candidate is gone", "NodeClaim", first.Name)
 		}
 	}

@@ -26,6 +26,7 @@ import (
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/panics"
 )
 
 const (
@@ -104,9 +105,38 @@ func (r *Resumption) hasTypes(ctx context.Context) bool {
 
 // resume leaves NodeClaims that fail again to core, which tries again later.
 func (r *Resumption) resume(ctx context.Context, nodeClaim *karpv1.NodeClaim) {
-	_, stateErr := r.state.Reconcile(ctx, reconcile.Request{NamespacedName: client.ObjectKeyFromObject(nodeClaim)})
-	_, disruptionErr := r.disruption.Reconcile(ctx, nodeClaim)
-	if err := errors.Join(stateErr, disruptionErr); err != nil {
+	err := panics.Confined(func() error {
+		stateErr := r.updateState(ctx, client.ObjectKeyFromObject(nodeClaim))
+		_, disruptionErr := r.disruption.Reconcile(ctx, nodeClaim)
+		return errors.Join(stateErr, disruptionErr)
+	})
+	if err != nil {
 		log.FromContext(ctx).V(1).Info("not resumed; core tries again later", "NodeClaim", nodeClaim.Name, "reason", err.Error())
 	}
+}
+
+// updateState tells core's cluster state of a NodeClaim. Core's own worker may do so at the same time, with a newer
+// version that this one would undo; for a NodeClaim that was deleted, nothing would take it back. So what was told
+// must have been the newest version.
+func (r *Resumption) updateState(ctx context.Context, key client.ObjectKey) error {
+	for {
+		before, err := r.version(ctx, key)
+		if err != nil {
+			return err
+		}
+		_, stateErr := r.state.Reconcile(ctx, reconcile.Request{NamespacedName: key})
+		switch after, err := r.version(ctx, key); {
+		case err != nil, ctx.Err() != nil, after == before:
+			return errors.Join(stateErr, err)
+		}
+	}
+}
+
+// version returns the version of a NodeClaim, or "" if there is none.
+func (r *Resumption) version(ctx context.Context, key client.ObjectKey) (string, error) {
+	nodeClaim := &karpv1.NodeClaim{}
+	if err := r.kube.Get(ctx, key, nodeClaim); client.IgnoreNotFound(err) != nil {
+		return "", fmt.Errorf("getting NodeClaim %s: %w", key.Name, err)
+	}
+	return nodeClaim.ResourceVersion, nil
 }

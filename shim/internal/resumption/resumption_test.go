@@ -131,6 +131,49 @@ func TestWorkOnNodeClaimsResumesWhenTheNodeGroupsAreKnown(t *testing.T) {
 	assert.True(t, e.isDrifted())
 }
 
+// overtaken is a client that is overtaken by another actor right after it has read a NodeClaim.
+type overtaken struct {
+	client.Client
+
+	by func()
+}
+
+func (o *overtaken) Get(ctx context.Context, key client.ObjectKey, object client.Object, options ...client.GetOption) error {
+	err := o.Client.Get(ctx, key, object, options...)
+	if by := o.by; by != nil {
+		o.by = nil
+		by()
+	}
+	return err
+}
+
+// Core's own worker handles the deletion of a NodeClaim while an older version of it is being told to core.
+func TestANodeClaimThatIsDeletedMeanwhileIsForgotten(t *testing.T) {
+	e := setUp(t)
+	cluster := state.NewCluster(e.clock, e.Kube, e.CloudProvider)
+	own := informer.NewNodeClaimController(e.Kube, e.CloudProvider, cluster, e.cost)
+	reader := &overtaken{Client: e.Kube, by: func() {
+		e.Get(e.nodeClaim)
+		e.nodeClaim.Finalizers = nil
+		e.Update(e.nodeClaim)
+		require.NoError(t, e.Kube.Delete(e.Context(), e.nodeClaim))
+		_, err := own.Reconcile(e.Context(), e.request())
+		require.NoError(t, err)
+	}}
+	shared := informer.NewNodeClaimController(reader, e.CloudProvider, cluster, e.cost)
+	asked := make(chan struct{}, 100)
+	ready := func() bool { asked <- struct{}{}; return e.CloudProvider.Ready() }
+	r, err := resumption.New(e.Kube, e.CloudProvider, ready, []controller.Controller{e.disruption, shared})
+	require.NoError(t, err)
+	ended := make(chan error, 1)
+	go func() { ended <- r.Start(e.Context()) }()
+	<-asked
+	e.Unsettled.Store(false)
+	require.NoError(t, <-ended)
+	require.Nil(t, reader.by)
+	require.False(t, cluster.NodeClaimExists(e.nodeClaim.Name))
+}
+
 // unevaluated is a provider whose NodeOverlays are not applied yet.
 type unevaluated struct {
 	cloudprovider.CloudProvider

@@ -97,6 +97,8 @@ type Config struct {
 	Cluster *agentv1alpha1.ClusterRef
 	// Recorder records events.
 	Recorder events.Recorder
+	// Unmark tells core's cluster state that Nodes, by provider ID, are not about to be removed.
+	Unmark func(providerIDs ...string)
 }
 
 // Controller adopts the Machines of NodeClaims without a claim, and returns Machines to the user.

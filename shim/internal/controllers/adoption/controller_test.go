@@ -30,6 +30,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/controllers/state"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
@@ -66,7 +67,7 @@ func setUp(t *testing.T) *env {
 func (e *env) config() adoption.Config {
 	return adoption.Config{
 		Kube: e.Kube, CloudProvider: e.CloudProvider, Provider: e.CloudProvider, Claims: e.Claims, Unclaimed: e.Unclaimed, Agent: e.Client,
-		Cluster: e.Cluster, Recorder: e.Recorder,
+		Cluster: e.Cluster, Recorder: e.Recorder, Unmark: func(...string) {},
 	}
 }
 
@@ -634,6 +635,40 @@ func TestAMachineIsReturnedAsItIs(t *testing.T) {
 	assert.Equal(t, e.Placeholder(nodeClaim.UID), nodeClaim.Status.ProviderID, "core finds no Node to drain")
 	assert.True(t, corecloudprovider.IsNodeClaimNotFoundError(e.CloudProvider.Delete(e.Context(), nodeClaim)), "and ends")
 	assert.Contains(t, e.Recorder.Reasons(), "MachineReturned")
+}
+
+// Core may be replacing the Node, and has marked it in memory.
+func TestCoreForgetsThatItWasRemovingAReturnedNode(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("left")
+	node := e.join(nodeClaim)
+	e.reconcile(nodeClaim)
+	e.known(nodeClaim)
+	core := state.NewCluster(e.clock, e.Kube, e.CloudProvider)
+	knows := func() {
+		core.UpdateNodeClaim(nodeClaim)
+		require.NoError(t, core.UpdateNode(e.Context(), node))
+	}
+	knows()
+	core.MarkForDeletion(node.Spec.ProviderID)
+	c := e.config()
+	c.Unmark = core.UnmarkForDeletion
+	e.controller = adoption.New(c)
+	returning(nodeClaim)
+	e.Update(nodeClaim)
+	e.reconcile(nodeClaim)
+	e.reconcile(nodeClaim)
+	require.False(t, nodeClaim.DeletionTimestamp.IsZero())
+	e.Get(node)
+	knows()
+	core.DeleteNodeClaim(nodeClaim.Name)
+	for known := range core.Nodes() {
+		if known.Node != nil && known.Node.Name == node.Name {
+			require.False(t, known.MarkedForDeletion())
+			return
+		}
+	}
+	t.Fatal("core does not know the Node")
 }
 
 func TestAReturnIsCompletedAfterACrash(t *testing.T) {

@@ -79,6 +79,11 @@ func (c *Controller) returnMachine(ctx context.Context, nodeClaim *karpv1.NodeCl
 			return reconcile.Result{RequeueAfter: soon}, nil
 		}
 	}
+	if node != nil {
+		// Core may have begun to disrupt the Node, and would never forget that: a disruption that succeeds removes its
+		// Nodes. It would plan other Nodes for this one's pods, again and again.
+		c.Unmark(node.Spec.ProviderID)
+	}
 	log.FromContext(ctx).Info("returned a machine to the user", "machine", claim.GetMachine().GetName())
 	// Delete only the version just written: with another provider ID, core would drain the Node.
 	preconditions := client.Preconditions{UID: &nodeClaim.UID, ResourceVersion: &nodeClaim.ResourceVersion}
