@@ -55,6 +55,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubeconfig"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/outage"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/resumption"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/retries"
@@ -242,7 +243,7 @@ func run(ctx context.Context) error {
 		Cluster: cluster, Recorder: op.EventRecorder, Unclaimed: finder, Timeout: opts.AgentTimeout, Clock: op.Clock,
 	})
 	core := controllers.NewControllers(
-		ctx, op.Manager, op.Clock, registration.PlanningClient(failed.Client(static.Client(op.GetClient()))),
+		ctx, op.Manager, op.Clock, registration.PlanningClient(failed.Client(static.Client(outage.Client(op.GetClient())))),
 		registration.CoreRecorder(op.EventRecorder),
 		decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),

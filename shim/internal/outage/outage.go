@@ -1,0 +1,76 @@
+// Package outage keeps core from removing Nodes that it cannot replace, while the agent or the hub is away.
+//
+// Core replaces no Node then: no NodePool is Ready. But it drains Nodes that have expired, whether or not
+// their pods can run elsewhere, and removes those that are empty. Their machines stay until the hub is
+// back, and can run no pods meanwhile.
+package outage
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/controllers/disruption"
+	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/expiration"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+)
+
+// retrySeconds is how soon core is told to try again. It uses its own backoff, which is at most a quarter of
+// an hour.
+const retrySeconds = 30
+
+// Names of core's controllers, which it passes in the context.
+var (
+	expiring   = (&expiration.Controller{}).Name()
+	disrupting = (&disruption.Controller{}).Name()
+)
+
+// Client returns a client for core's controllers, which gets node classes from kube. As long as a node class
+// says that the agent is not reachable, core finds none of its NodePools to disrupt, and deletes none of its
+// NodeClaims because they have expired. Everything else is passed to kube.
+func Client(kube client.Client) client.Client { return &holding{kube} }
+
+type holding struct{ client.Client }
+
+// List implements [client.Reader].
+func (h *holding) List(ctx context.Context, list client.ObjectList, options ...client.ListOption) error {
+	if err := h.Client.List(ctx, list, options...); err != nil {
+		return err
+	}
+	if nodePools, is := list.(*karpv1.NodePoolList); is && injection.GetControllerName(ctx) == disrupting {
+		nodePools.Items = slices.DeleteFunc(nodePools.Items, func(nodePool karpv1.NodePool) bool {
+			return h.away(ctx, nodePool.Spec.Template.Spec.NodeClassRef)
+		})
+	}
+	return nil
+}
+
+// Delete implements [client.Writer].
+func (h *holding) Delete(ctx context.Context, object client.Object, options ...client.DeleteOption) error {
+	if nodeClaim, is := object.(*karpv1.NodeClaim); is && injection.GetControllerName(ctx) == expiring && h.away(ctx, nodeClaim.Spec.NodeClassRef) {
+		return apierrors.NewTooManyRequests(
+			fmt.Sprintf("NodeClaim %s has expired, and is kept while the agent is not reachable", nodeClaim.Name), retrySeconds)
+	}
+	return h.Client.Delete(ctx, object, options...)
+}
+
+// away reports whether a node class says that the agent is not reachable.
+func (h *holding) away(ctx context.Context, ref *karpv1.NodeClassReference) bool {
+	if ref == nil || ref.Group != v1alpha1.Group {
+		return false
+	}
+	class := &v1alpha1.ClusterAPINodeClass{}
+	if err := h.Get(ctx, client.ObjectKey{Name: ref.Name}, class); err != nil {
+		if !apierrors.IsNotFound(err) {
+			log.FromContext(ctx).Error(err, "getting a node class, to see whether the agent is reachable", "ClusterAPINodeClass", ref.Name)
+		}
+		return false
+	}
+	return class.StatusConditions().Get(v1alpha1.ConditionAgentReachable).IsFalse()
+}
