@@ -1,6 +1,7 @@
 package client
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -81,7 +82,10 @@ func New(options Options) (*Client, error) {
 			return nil, err
 		}
 		return &line{ClientConn: conn, outdated: outdated, accepted: accepted}, nil
-	})
+	}, func(ctx context.Context, conn *grpc.ClientConn) error {
+		_, err := agentv1alpha1.NewStatusServiceClient(conn).GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
+		return err
+	}, options.Clock)
 	if err != nil {
 		stopReading()
 		return nil, fmt.Errorf("agent address %s: %w", options.Address, err)

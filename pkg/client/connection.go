@@ -4,21 +4,32 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/connectivity"
+	"k8s.io/utils/clock"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
 // connection carries a client's calls. gRPC keeps a connection for as long as it works, with the
 // certificate that it was made with. When the certificate is replaced, connection therefore dials a
-// second line, and sends new calls there once the agent has accepted the new certificate. Calls and
+// second line, and sends new calls there once the agent has accepted the new certificate: in the
+// handshake, and in a call, because its policy may refuse an identity that TLS accepts. Calls and
 // streams that have already begun end on the old line.
 //
 // A new certificate that the agent rejects thus breaks nothing that works. If the line is lost
 // meanwhile, it reconnects with the accepted certificate until that has expired. From then on,
-// calls fail with the error of the new certificate's handshake.
+// calls fail with the error that the new certificate causes.
 type connection struct {
 	dial func() (*line, error)
+	// check makes a call on a new line, and returns its error.
+	check func(context.Context, *grpc.ClientConn) error
+	clock clock.PassiveClock
+	// ending ends checks.
+	ending context.Context //nolint:containedctx // it is the connection's, not a call's
+	end    context.CancelFunc
 
 	mu      sync.Mutex
 	closed  bool
@@ -41,7 +52,28 @@ type line struct {
 	accepted func()
 	// calls is the number of calls that have not ended. It is guarded by the connection's mutex.
 	calls int
+	// checked is the state of the check of a new line, and refusedAt when it was last refused. They are
+	// guarded by the connection's mutex.
+	checked   checked
+	refusedAt time.Time
 }
+
+// checked is how far the check of a line is.
+type checked int
+
+const (
+	notChecked checked = iota
+	checking
+	refused
+	passed
+)
+
+// checkAgain is when a line is checked again on which the agent has refused the certificate: a person may
+// correct its policy.
+const checkAgain = 30 * time.Second
+
+// checkWithin limits one check.
+const checkWithin = 10 * time.Second
 
 // ready reports whether calls can use the line. If so, it records that the agent has accepted the
 // certificate: in TLS 1.3, a client's handshake succeeds before the server has verified its
@@ -54,12 +86,42 @@ func (l *line) ready() bool {
 	return true
 }
 
-func newConnection(dial func() (*line, error)) (*connection, error) {
+func newConnection(
+	dial func() (*line, error), check func(context.Context, *grpc.ClientConn) error, clk clock.PassiveClock,
+) (*connection, error) {
 	first, err := dial()
 	if err != nil {
 		return nil, err
 	}
-	return &connection{dial: dial, current: first, former: map[*line]struct{}{}}, nil
+	ending, end := context.WithCancel(context.Background())
+	return &connection{
+		dial: dial, check: check, clock: clk, ending: ending, end: end, current: first, former: map[*line]struct{}{},
+	}, nil
+}
+
+// tried reports whether the agent accepts the calls of a new line that is connected. Until that is known, and
+// when it was long ago that it did not, it has the line checked. c.mu must be held.
+func (c *connection) tried(l *line) bool {
+	again := l.checked == refused && c.clock.Since(l.refusedAt) >= checkAgain
+	if l.checked == notChecked || again {
+		l.checked = checking
+		c.closing.Go(func() {
+			ctx, cancel := context.WithTimeout(c.ending, checkWithin)
+			defer cancel()
+			err := c.check(ctx, l.ClientConn)
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			switch {
+			case agenterrors.IsUnauthenticated(err):
+				l.checked, l.refusedAt = refused, c.clock.Now()
+			case agenterrors.IsUnavailable(err), ctx.Err() != nil:
+				l.checked = notChecked // nothing is known yet
+			default: // another error is no answer to who the caller is
+				l.checked = passed
+			}
+		})
+	}
+	return l.checked == passed
 }
 
 // Invoke implements [grpc.ClientConnInterface].
@@ -106,7 +168,7 @@ func (c *connection) replace() {
 	}
 	switch {
 	case c.next == nil:
-	case c.next.ready():
+	case c.next.GetState() == connectivity.Ready && c.tried(c.next) && c.next.ready():
 		c.former[c.current] = struct{}{}
 		c.retire(c.current)
 		c.current, c.next = c.next, nil
@@ -153,6 +215,7 @@ func (c *connection) Close() error {
 	for l := range c.former {
 		lines = append(lines, l)
 	}
+	c.end()
 	again := c.closed
 	c.closed, c.next = true, nil
 	clear(c.former)

@@ -13,6 +13,9 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials/insecure"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
 // lines are connections to a server. The first one is outdated.
@@ -21,6 +24,9 @@ type lines struct {
 
 	t       *testing.T
 	refused atomic.Bool // no further connection can be made
+	answer  atomic.Pointer[error]
+	checks  atomic.Int32
+	clock   *clocktesting.FakePassiveClock
 
 	mu    sync.Mutex
 	conns []net.Conn
@@ -28,7 +34,7 @@ type lines struct {
 
 func newLines(t *testing.T, more ...grpc.DialOption) *lines {
 	t.Helper()
-	l := &lines{t: t}
+	l := &lines{t: t, clock: clocktesting.NewFakePassiveClock(time.Unix(1_800_000_000, 0))}
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	server := grpc.NewServer()
@@ -57,7 +63,13 @@ func newLines(t *testing.T, more ...grpc.DialOption) *lines {
 		first = false
 		conn, err := grpc.NewClient(listener.Addr().String(), options...)
 		return &line{ClientConn: conn, outdated: func() bool { return outdated }, accepted: func() {}}, err
-	})
+	}, func(context.Context, *grpc.ClientConn) error {
+		l.checks.Add(1)
+		if answer := l.answer.Load(); answer != nil {
+			return *answer
+		}
+		return nil
+	}, l.clock)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, l.Close()) })
 	return l
@@ -101,5 +113,38 @@ func TestALineThatWasRefusedForLongIsMadeAgain(t *testing.T) {
 	l.becomes(next, connectivity.TransientFailure)
 	l.becomes(next, connectivity.Idle)
 	l.refused.Store(false)
+	l.replaced(next)
+}
+
+// TLS accepts the new certificate, and the agent's policy refuses its identity.
+func TestALineWhoseIdentityIsRefusedIsNotUsed(t *testing.T) {
+	l := newLines(t)
+	answer := func(err error) { l.answer.Store(&err) }
+	answer(agenterrors.Unauthenticated("the policy denies this certificate"))
+	l.call()
+	first, next := l.current, l.next
+	l.becomes(next, connectivity.Ready)
+	checked := func(times int32) {
+		t.Helper()
+		require.Eventually(t, func() bool {
+			l.call()
+			return l.checks.Load() >= times
+		}, patience, time.Millisecond)
+	}
+	checked(1)
+	for range 100 {
+		l.call()
+	}
+	require.EqualValues(t, 1, l.checks.Load(), "it is not checked with each call")
+	require.Same(t, first, l.current)
+
+	l.clock.SetTime(l.clock.Now().Add(time.Minute))
+	checked(2)
+	require.Same(t, first, l.current)
+	answer(agenterrors.NotSynced("the agent starts"))
+	l.clock.SetTime(l.clock.Now().Add(time.Minute))
+	checked(10) // until the agent answers
+	require.Same(t, first, l.current)
+	answer(agenterrors.PermissionDenied("the identity may not do this"))
 	l.replaced(next)
 }
