@@ -236,6 +236,30 @@ func TestAnAgentThatDoesNotConformFails(t *testing.T) {
 	require.Regexp(t, `conformance: FAIL passed=0 failed=1 skipped=0\n$`, out)
 }
 
+func TestAnInterruptionIsNoVerdictAboutTheAgent(t *testing.T) {
+	f := start(t, quick, "--plaintext-loopback")
+	arguments := []string{"--address=" + f.address, "--plaintext-loopback", "--cluster=fleet/spoke", "--only=^claims[.]not-found$"}
+	var out, errOut bytes.Buffer
+	missing := filepath.Join(t.TempDir(), "missing", "verdict.json")
+	require.Equal(t, unchecked, run(t.Context(), append(arguments, "--json="+missing), &out, &errOut), "a file of before may be there")
+	require.Contains(t, out.String(), "conformance: PASS")
+	require.Contains(t, errOut.String(), "verdict.json")
+
+	errOut.Reset()
+	ctx, interrupt := context.WithCancel(t.Context())
+	defer interrupt()
+	require.Equal(t, unchecked, run(ctx, arguments, writer(func(text []byte) { interrupt() }), &errOut)) // with the first result
+	require.Contains(t, errOut.String(), "interrupted")
+}
+
+// writer calls a function with what is written.
+type writer func([]byte)
+
+func (w writer) Write(text []byte) (int, error) {
+	w(text)
+	return len(text), nil
+}
+
 func TestWhoMayNotReadIsToldSo(t *testing.T) {
 	f := secured(t)
 	var out, errOut bytes.Buffer

@@ -1,6 +1,7 @@
 // Command capi-agent-conformance checks that an agent keeps the contract of the API: this project's
 // agent, the fake, or any other. The last line of its output is the verdict. The exit status is 0
-// if the agent conforms, 1 if it does not, and 2 if it could not be checked.
+// if the agent conforms, 1 if it does not, and 2 if it could not be checked, or the verdict could not be
+// written.
 package main
 
 import (
@@ -89,19 +90,23 @@ func check(ctx context.Context, o *options, out io.Writer, fail func(error) int)
 		NewEnv: target.NewEnv, Lacks: target.Lacks, Profiles: o.selected(), Only: o.only.MatchString,
 		Progress: func(r conformance.Result) { show(out, r) },
 	})
+	status := conforms
+	if !verdict.Pass() {
+		status = breaks
+	}
 	for file, write := range map[string]func(io.Writer) error{o.junit: verdict.WriteJUnit, o.json: verdict.WriteJSON} {
 		if file == "" {
 			continue
 		}
 		if err := writeFile(file, write); err != nil {
-			_ = fail(err) // The verdict is unaffected.
+			status = fail(err) // a verdict of before may be in its place
 		}
 	}
-	fmt.Fprintln(out, verdict.Line())
-	if !verdict.Pass() {
-		return breaks
+	if ctx.Err() != nil {
+		status = fail(errors.New("interrupted: behaviours that were not checked count as failed"))
 	}
-	return conforms
+	fmt.Fprintln(out, verdict.Line())
+	return status
 }
 
 // show prints a result, with its message unless it passed.

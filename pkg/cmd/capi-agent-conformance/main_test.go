@@ -21,12 +21,15 @@ func TestMistakesNameTheirFlag(t *testing.T) {
 		"--patience: 0s is not positive":                {"--address=x", "--cluster=a/b", "--patience=0s"},
 		"--admin-cert-file and --admin-key-file belong": {"--address=x", "--cluster=a/b", "--admin-cert-file=a"},
 		"--control: it makes Clusters":                  {"--address=x", "--cluster=a/b", "--control=http://127.0.0.1:1"},
-		`"nowhere" is not the URL of a control`:         {"--address=x", "--control=nowhere"},
-		"control: Post":                                 {"--address=x", "--control=http://127.0.0.1:1"},
-		"address 192.0.2.1:1 needs TLS":                 {"--address=192.0.2.1:1", "--cluster=a/b"},
-		"asking the agent who the caller is":            {"--address=127.0.0.1:1", "--plaintext-loopback", "--cluster=a/b"},
-		"unknown flag: --nonsense":                      {"--nonsense"},
-		`"127.0.0.1:1" is not a flag`:                   {"127.0.0.1:1"},
+		"and the files of all certificates": {
+			"--address=x", "--control=http://127.0.0.1:1", "--admin-cert-file=a", "--admin-key-file=b",
+		},
+		`"nowhere" is not the URL of a control`: {"--address=x", "--control=nowhere"},
+		"control: Post":                         {"--address=x", "--control=http://127.0.0.1:1"},
+		"address 192.0.2.1:1 needs TLS":         {"--address=192.0.2.1:1", "--cluster=a/b"},
+		"asking the agent who the caller is":    {"--address=127.0.0.1:1", "--plaintext-loopback", "--cluster=a/b"},
+		"unknown flag: --nonsense":              {"--nonsense"},
+		`"127.0.0.1:1" is not a flag`:           {"127.0.0.1:1"},
 	} {
 		var out, errOut bytes.Buffer
 		require.Equal(t, unchecked, run(t.Context(), arguments, &out, &errOut), "%v", arguments)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"regexp"
 	"slices"
 	"strings"
@@ -101,9 +102,10 @@ func (o *options) validate() error {
 		}
 	}
 	if o.control != "" {
-		if o.cluster != "" || len(o.nodeGroups) > 0 || o.caller != (pair{}) || o.caFile != "" || o.plaintextLoopback {
-			wrong("--control: it makes Clusters, node groups and certificates of its own; drop --cluster, --node-group, --cert-file, --key-file, " +
-				"--ca-file and --plaintext-loopback")
+		others := slices.ContainsFunc(slices.Collect(maps.Values(o.others)), func(files *pair) bool { return *files != (pair{}) })
+		if o.cluster != "" || len(o.nodeGroups) > 0 || o.caller != (pair{}) || o.caFile != "" || o.plaintextLoopback || others {
+			wrong("--control: it makes Clusters, node groups and certificates of its own; drop --cluster, --node-group, --ca-file, " +
+				"--plaintext-loopback, and the files of all certificates")
 		}
 		return errors.Join(errs...)
 	}

@@ -51,7 +51,8 @@ func (o *Options) addFlags(flags *pflag.FlagSet) {
 		"Context of the hub in its kubeconfig. Defaults to the current context, if --hub-kubeconfig is set.")
 	flags.StringVar(&o.AgentAddress, "agent-address", "",
 		"Address of the agent: host:port, or unix:///path. Defaults to the address in Karpenter's Deployment.")
-	flags.StringVar(&o.ServerName, "server-name", "", "Name expected in the agent's certificate. Defaults to the name that Karpenter expects.")
+	flags.StringVar(&o.ServerName, "server-name", "", "Name expected in the agent's certificate. Defaults to the name that "+
+		"Karpenter expects, or to the host of --agent-address if --tls-dir is set, too.")
 	flags.StringVar(&o.TLSDir, "tls-dir", "",
 		"Path of the `directory` with tls.crt, tls.key and ca.crt, with which the agent is called. Defaults to the secret that Karpenter uses.")
 	flags.BoolVar(&o.PlaintextLoopback, "plaintext-loopback", false, "Connect to the agent without TLS. Only allowed with a loopback address.")
