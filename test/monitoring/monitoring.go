@@ -135,7 +135,7 @@ var labelValues = regexp.MustCompile(`^label_values\((.+), ?([a-z_]+)\)$`)
 type Metrics map[string][]string
 
 // targetLabels are labels that Prometheus adds to every series of a target.
-var targetLabels = []string{model.MetricNameLabel, "instance", "job", "pod"}
+var targetLabels = []string{model.MetricNameLabel, "instance", "job", "namespace", "pod"}
 
 var row = regexp.MustCompile("^\\| `([a-z_0-9]+)` \\| (counter|gauge|histogram|summary) \\| [a-z]* \\| (?:`(.*)`)? ?\\| ")
 

@@ -126,6 +126,30 @@ func TestEachCauseIsMadeInATestOfItsComponent(t *testing.T) {
 	}
 }
 
+// Several hub-hosted shims, or several releases of the agent, may be scraped by one Prometheus.
+func TestAHealthyReleaseHidesNoOther(t *testing.T) {
+	engine := monitoring.NewEngine()
+	beside := strings.ReplaceAll(healthy, "{", `{job="healthy",`)
+	checked := 0
+	for _, a := range alerts(t) {
+		if strings.HasPrefix(a.Alert, "CapiAgent") && a.Alert != "CapiAgentHubUnreachable" {
+			continue // it concerns one agent, or one of the hub's Clusters, whose metrics all agents have
+		}
+		if strings.Contains(a.Expr, "absent(") {
+			continue // that nothing is scraped is known of all together only
+		}
+		t.Run(a.Alert, func(t *testing.T) {
+			series, err := monitoring.Load(causes[a.Alert].series + "\n" + beside)
+			require.NoError(t, err)
+			firing, err := engine.Firing(t.Context(), series, a, now)
+			require.NoError(t, err)
+			require.Len(t, firing, 1)
+		})
+		checked++
+	}
+	require.Greater(t, checked, 10)
+}
+
 func TestNoAlertFiresInAHealthyFleet(t *testing.T) {
 	series, err := monitoring.Load(healthy)
 	require.NoError(t, err)
