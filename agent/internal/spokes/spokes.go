@@ -268,7 +268,8 @@ func (s *Spokes) NoteIssued(ctx context.Context, name types.NamespacedName, issu
 	if issued.Enrolled {
 		how = "issued for a bootstrap certificate"
 	}
-	s.event(spoke, corev1.EventTypeNormal, "CertificateIssued", "Issue",
+	// Events that differ in their message alone are counted as one, which shows the first serial number.
+	s.event(spoke, corev1.EventTypeNormal, "CertificateIssued", "Issue-"+issued.Serial,
 		fmt.Sprintf("the shim's certificate was %s: serial %s, valid until %s", how, issued.Serial, issued.NotAfter.UTC().Format(time.RFC3339)))
 }
 

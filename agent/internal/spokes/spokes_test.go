@@ -442,3 +442,23 @@ func TestTheShimOfAPausedClusterIsNotSilent(t *testing.T) {
 	w.now.Step(time.Hour)
 	require.False(t, connected())
 }
+
+// actions are the actions of the events that were recorded.
+type actions []string
+
+func (a *actions) Eventf(_, _ runtime.Object, _, _, action, _ string, _ ...any) { *a = append(*a, action) }
+
+// The API server's events are counted as one if they differ in their message alone.
+func TestEachCertificateThatIsIssuedIsAnEventOfItsOwn(t *testing.T) {
+	w := newWorld(t, "a")
+	recorded := &actions{}
+	agent := spokes.New(spokes.Config{
+		Client: w.hub, Clock: w.now, Serves: func(types.NamespacedName) bool { return true }, Recorder: recorded,
+	})
+	w.note(agent, spokes.Contact{SpokeID: "id"})
+	for _, serial := range []string{"4f01", "4f02"} {
+		agent.NoteIssued(t.Context(), key("a"), spokes.Issued{Serial: serial, NotAfter: w.now.Now()})
+	}
+	require.Len(t, *recorded, 2)
+	require.NotEqual(t, (*recorded)[0], (*recorded)[1])
+}
