@@ -314,6 +314,11 @@ func (a *Agent) followPolicy(c *Config, watches *contact.Watches) error {
 		if a.file, err = authz.LoadPolicyFile(o.PolicyFile, o.TrustDomain, c.Log); err != nil {
 			return fmt.Errorf("--policy-file: %w", err)
 		}
+		if c.Registerer != nil {
+			if err := c.Registerer.Register(a.file.Collector()); err != nil {
+				return fmt.Errorf("registering the metric of the policy file: %w", err)
+			}
+		}
 		c.Policy = a.file.Current
 	case c.followsPolicy():
 		a.policy, err = configmap.New(a.manager, configmap.Config[authz.Policy]{

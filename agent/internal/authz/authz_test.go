@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/spiffe/go-spiffe/v2/spiffeid"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -449,10 +450,17 @@ func TestPolicyFileIsFollowedAndMistakesLeaveTheLastValidOne(t *testing.T) {
 		return caller.Roles()
 	}
 	require.Equal(t, []string{"reader"}, roles())
+	usable := func(want float64) {
+		t.Helper()
+		require.Eventually(t, func() bool { return testutil.ToFloat64(file.Collector()) == want }, 20*time.Second, time.Millisecond)
+	}
+	usable(1)
 	write("nonsense")
+	usable(0)
 	require.Never(t, func() bool { return !slices.Equal(roles(), []string{"reader"}) }, 50*time.Millisecond, 10*time.Millisecond)
 	write("admin")
 	require.EventuallyWithT(t, func(c *assert.CollectT) { require.Equal(c, []string{"admin"}, roles()) }, 20*time.Second, 10*time.Millisecond)
+	usable(1)
 }
 
 // Every served method has a rule, and every rule for a Cluster belongs to a request that names one.

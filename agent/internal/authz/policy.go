@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spiffe/go-spiffe/v2/spiffeid"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
@@ -178,6 +179,8 @@ type PolicyFile struct {
 	content []byte // as last read, nil before
 	failure error  // why content cannot be used
 	current atomic.Pointer[Policy]
+	// unusable is whether the file could not be used when it was last read.
+	unusable atomic.Bool
 }
 
 // LoadPolicyFile reads a policy file, which must be valid for the trust domain.
@@ -195,6 +198,19 @@ func LoadPolicyFile(path, trustDomain string, log logr.Logger) (*PolicyFile, err
 // Current returns the last valid policy of the file. It is safe for concurrent use.
 func (f *PolicyFile) Current() *Policy { return f.current.Load() }
 
+// Collector returns the metric that a policy in a ConfigMap has, too.
+func (f *PolicyFile) Collector() prometheus.Collector {
+	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "capi_agent_policy_usable",
+		Help: "1 if the current policy is usable. 0 if the last usable one is in use instead, or none.",
+	}, func() float64 {
+		if f.unusable.Load() {
+			return 0
+		}
+		return 1
+	})
+}
+
 // Follow rereads the file periodically until the context ends. If the file is invalid, the last
 // valid policy stays in force. It polls, because the notifications of a mounted ConfigMap are about links
 // of the kubelet, and a file that was replaced needs a new watch.
@@ -206,6 +222,7 @@ func (f *PolicyFile) Follow(ctx context.Context) {
 	failed := ""
 	wait.UntilWithContext(ctx, func(context.Context) {
 		err := f.load()
+		f.unusable.Store(err != nil)
 		switch {
 		case err == nil:
 			failed = ""
