@@ -1394,6 +1394,39 @@ func TestAMachineSetThatAPersonPausedHoldsUpItsOwnReleasesAlone(t *testing.T) {
 	assert.Equal(t, "small-a", Decide(s).Ledger.Releasing["m"].Set)
 }
 
+// A person pauses the MachineSet while the agent has paused the MachineDeployment to lower it.
+func TestAMachineSetThatAPersonPausesMeanwhileKeepsNothingPaused(t *testing.T) {
+	paused := func(lowered bool) *Snapshot {
+		s := atRest(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c", Set: "small-a"}}}).
+			withMachine("m", "c", completed)
+		s.Deployment.Annotations = map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent}
+		s.Deployment.Status.Conditions = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: "True"}}
+		set := s.Sets[0]
+		set.Generation, set.Spec.Replicas = 3, new(int32(2))
+		s.Sets = append(s.Sets, &clusterv1.MachineSet{
+			ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
+		})
+		set.Annotations = map[string]string{clusterv1.PausedAnnotation: "maintenance"}
+		if lowered {
+			set.Annotations[v1alpha1.ReleasedAnnotation], set.Spec.Replicas = "m", new(int32(1))
+		}
+		return s
+	}
+	d := Decide(paused(false))
+	assert.Equal(t, PauseRemove, d.Pause)
+	assert.Empty(t, d.Ledger.Releasing["m"].Set, "it begins anew")
+	assert.Equal(t, int32(3), d.Replicas)
+	assert.Empty(t, d.Actions)
+
+	s := paused(true)
+	assert.Equal(t, PauseKeep, Decide(s).Pause, "Cluster API may not know of it yet")
+	s.Sets[0].Status.Conditions = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: "True", ObservedGeneration: 3}}
+	d = Decide(s)
+	assert.Equal(t, PauseRemove, d.Pause)
+	assert.Equal(t, int32(2), d.Replicas)
+	assert.True(t, d.Ledger.Releasing["m"].Decremented)
+}
+
 // Nothing that a person paused is deleted: a deletion cannot be undone, and a move of the Cluster
 // loses it.
 func TestReleasesWaitWhileTheGroupIsPaused(t *testing.T) {

@@ -34,8 +34,17 @@ func (b *books) decrementPaused(ready []types.UID) {
 		lost := b.machine(uid) == nil && !b.lowered(uid)
 		if lost {
 			delete(b.next.Releasing, uid)
+			return true
 		}
-		return lost
+		// A person has paused the MachineSet before it was lowered: it begins anew once it is not paused.
+		// Otherwise the MachineDeployment would stay paused for as long.
+		r := b.next.Releasing[uid]
+		if set := b.set(r.Set); set != nil && hasPausedAnnotation(set) && !b.lowered(uid) {
+			r.Set = ""
+			b.next.Releasing[uid] = r
+			return true
+		}
+		return false
 	})
 	if ours && IsPaused(b.Deployment.Status.Conditions) {
 		begun = b.skipReplaced(begun)
@@ -140,7 +149,7 @@ func (b *books) setsLowered(begun []types.UID) bool {
 		case !b.lowered(uid):
 			missing[name] = append(missing[name], uid)
 			done = false
-		case set != nil && behind(set):
+		case set != nil && behind(set) && !observedAsPaused(set):
 			done = false
 		}
 	}
@@ -150,6 +159,14 @@ func (b *books) setsLowered(begun []types.UID) bool {
 		}
 	}
 	return done
+}
+
+// observedAsPaused reports whether Cluster API has observed the MachineSet's present generation, and leaves it
+// as it is because a person has paused it. Its Machines wait for it: see [Snapshot.reconciledFor].
+func observedAsPaused(set *clusterv1.MachineSet) bool {
+	return hasPausedAnnotation(set) && slices.ContainsFunc(set.Status.Conditions, func(c metav1.Condition) bool {
+		return c.Type == clusterv1.PausedCondition && c.Status == metav1.ConditionTrue && c.ObservedGeneration >= set.Generation
+	})
 }
 
 func (s *Snapshot) set(name string) *clusterv1.MachineSet {
