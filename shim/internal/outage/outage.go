@@ -68,7 +68,7 @@ func (h *holding) away(ctx context.Context, ref *karpv1.NodeClassReference) bool
 	class := &v1alpha1.ClusterAPINodeClass{}
 	if err := h.Get(ctx, client.ObjectKey{Name: ref.Name}, class); err != nil {
 		if !apierrors.IsNotFound(err) {
-			log.FromContext(ctx).Error(err, "getting a node class, to see whether the agent is reachable", "ClusterAPINodeClass", ref.Name)
+			log.FromContext(ctx).Error(err, "getting a NodeClass, to see whether the agent is reachable", "ClusterAPINodeClass", ref.Name)
 		}
 		return false
 	}
