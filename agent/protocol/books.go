@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"slices"
 
-	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -147,11 +146,25 @@ func (b *books) free() []*clusterv1.Machine {
 	return free
 }
 
-// leaving counts the Machines without a claim that another actor is deleting, or has asked Cluster API
-// to delete. Each of them still takes up a replica, of the floor or of the spare. That can be long:
-// it is drained first, and its host may have to be cleaned. The next Machine takes its place.
+// leaving counts the Machines without a claim that another actor is deleting, and whose replica remains,
+// of the floor or of the spare: Cluster API makes another Machine once they are gone. That can be long:
+// a Machine is drained first, and its host may have to be cleaned. Machines beyond the replicas have lost
+// theirs, to a person who lowered them. In a rollout, the Machine that replaces one may exist before it.
 func (b *books) leaving() int {
-	return lo.CountBy(b.Machines, func(m *clusterv1.Machine) bool { return b.class(m) == going && ClaimOf(m) == "" })
+	if b.rollingOut() {
+		return 0
+	}
+	leaving, all := 0, 0
+	for _, m := range b.Machines {
+		switch class := b.class(m); {
+		case class == decremented:
+			continue
+		case class == going && ClaimOf(m) == "":
+			leaving++
+		}
+		all++
+	}
+	return max(0, leaving-max(0, all-int(b.Group.Replicas)))
 }
 
 // floor returns the number of Machines that claims may not have: what the user owns, and at least

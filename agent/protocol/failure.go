@@ -154,7 +154,8 @@ func (s *Snapshot) checkDeadlines(d *Decision, c *v1alpha1.MachineClaim, m *clus
 		class = failures.GivenUp
 	default:
 		if what, since := missing(m); what != "" {
-			if left := missingAfter - s.ago(since); left > 0 { // else it is not certain that there is no Node
+			// Then it is certain that there is no Node, or time alone does not make it certain.
+			if left := max(missingAfter-s.ago(since), unpauseSettles-s.ago(unpausedAt(m.Status.Conditions))); left > 0 {
 				d.Wake(left)
 			}
 		}

@@ -129,7 +129,11 @@ func (b *books) decrement() {
 		}
 		// Another writer's lowering may have taken the replicas already. Lowering again would have
 		// Cluster API choose another Machine.
-		b.d.Replicas -= min(Count(ready), b.beyondLive(active[0], b.Group.Replicas), b.d.Replicas)
+		beyond := b.beyondLive(active[0], b.Group.Replicas)
+		if beyond < Count(ready) && b.deletionUnreported(active[0]) {
+			return // it may be one of those that can be lowered for
+		}
+		b.d.Replicas -= min(Count(ready), beyond, b.d.Replicas)
 		for _, uid := range ready {
 			b.recordDecrement(uid)
 		}
@@ -150,6 +154,13 @@ func (b *books) beyondLive(set *clusterv1.MachineSet, most int32) int32 {
 		}
 	}
 	return max(0, beyond)
+}
+
+// deletionUnreported reports whether a Machine of the set is being deleted, and Cluster API is about to report that.
+func (b *books) deletionUnreported(set *clusterv1.MachineSet) bool {
+	return slices.ContainsFunc(b.Machines, func(m *clusterv1.Machine) bool {
+		return SetOf(m) == set.Name && !Alive(m) && !reportedAsDeleting(m) && !b.paused(m)
+	})
 }
 
 // stampGenerations records the generation that carries this decision's decrements. If claims

@@ -239,6 +239,31 @@ func TestAMachineThatOthersAreDeletingHoldsUpNoClaim(t *testing.T) {
 	require.Contains(t, d.Actions[0].Event.Message, "Machine f1 is being deleted (DrainingNode)")
 }
 
+// In a rollout with surge, or after a person has lowered replicas, a Machine that goes has no replica left.
+func TestAMachineThatIsReplacedAlreadyTakesNothingFromTheFloor(t *testing.T) {
+	old := func(m *clusterv1.Machine) {
+		node(m)
+		m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{
+			Type: clusterv1.MachineUpToDateCondition, Status: "False", Reason: clusterv1.MachineNotUpToDateReason,
+		})
+	}
+	s := atRest(4, &Ledger{Version: 1, Seq: 9, LastReplicas: 4, Floor: 3, Pending: map[string]Assignment{"c": {}}}).
+		withMachine("f1", "", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withMachine("f2", "", old).withMachine("f3", "", old).
+		withMachine("n1", "", booting).withClaim("c", v1alpha1.PhasePending, "")
+	if d := Decide(s); d.Ledger != nil {
+		require.Empty(t, d.Ledger.Pending["c"].UID, "n1 replaces f1")
+	}
+
+	s = atRest(3, &Ledger{Version: 1, Seq: 9, LastReplicas: 3, Floor: 2, Spare: 1}).
+		withMachine("f1", "", node).withMachine("f2", "", node).withMachine("f3", "", deleting(clusterv1.MachineDeletingDrainingNodeReason)).
+		withMachine("s", "", booting).withClaim("c", "", "")
+	s.Group.Max = new(int32(3))
+	d := Decide(s)
+	require.Empty(t, d.Refused, "there is a spare")
+	require.Equal(t, int32(3), d.Replicas)
+	require.Equal(t, types.UID("s"), d.Ledger.Pending["c"].UID)
+}
+
 // A user lowers replicas by one, and Cluster API takes f2, which is drained for long. That f2 is there
 // yet must not keep the replica of a release: it would become another Machine once f2 is gone.
 func TestAReplicaIsGivenBackWhileAnotherMachineGoes(t *testing.T) {
@@ -253,7 +278,7 @@ func TestAReplicaIsGivenBackWhileAnotherMachineGoes(t *testing.T) {
 	s.Machines[1].Status.Conditions = nil // Cluster API may not know yet that it is being deleted
 	d = Decide(s)
 	require.Equal(t, int32(3), d.Replicas, "it might delete f1 or m1 instead")
-	require.True(t, d.Ledger.Releasing["m2"].Decremented)
+	require.Nil(t, d.Ledger, "but it soon knows")
 
 	s = atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Floor: 1, Releasing: map[types.UID]Release{"m2": {Machine: "m2", Claim: "c2"}}}).
 		withMachine("f1", "", node).withMachine("m1", "c1", node).withClaim("c1", v1alpha1.PhaseBound, "m1").
