@@ -115,6 +115,8 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			for _, lost := range d.made {
 				nodeClaim := &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: lost.nodeClaim}}
 				require.NoError(t, h.source.Spoke.Delete(within(t, soon), nodeClaim))
+				h.drained(t, nodeClaim)
+				h.silence(t, lost.machine) // its instance is deleted in the infrastructure
 			}
 			h.atRest(t, pods)
 			now := h.holdings(t, h.source)
@@ -124,6 +126,17 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 		})
 	}
 	require.Empty(t, h.faultsBut(startsUp(starts...)))
+}
+
+// drained waits until the Node of a NodeClaim that is being deleted has been drained. The NodeClaim waits for a
+// person then, because nobody else removes the instance.
+func (h hubs) drained(t *testing.T, nodeClaim *karpenterv1.NodeClaim) {
+	t.Helper()
+	poll(t, settleWithin, func(ctx context.Context) (string, error) {
+		err := h.source.Spoke.Get(ctx, client.ObjectKeyFromObject(nodeClaim), nodeClaim)
+		is := nodeClaim.StatusConditions().Get(karpenterv1.ConditionTypeDrained).IsTrue()
+		return lo.Ternary(is, "", "the Node of NodeClaim "+nodeClaim.Name+" to be drained"), err
+	})
 }
 
 // noted waits until each claim records that its Node was registered, except for the claim of a
