@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -83,7 +84,10 @@ func New(options Options) (*Client, error) {
 		}
 		return &line{ClientConn: conn, outdated: outdated, accepted: accepted}, nil
 	}, func(ctx context.Context, conn *grpc.ClientConn) error {
-		_, err := agentv1alpha1.NewStatusServiceClient(conn).GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
+		status, err := agentv1alpha1.NewStatusServiceClient(conn).GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
+		if err == nil && len(status.GetRoles()) == 0 { // everyone may make this call
+			return agenterrors.Unauthenticated("the identity has no role")
+		}
 		return err
 	}, options.Clock)
 	if err != nil {

@@ -81,7 +81,7 @@ func newFlags() *pflag.FlagSet {
 const memoryLimitShare = 0.9
 
 func serve(ctx context.Context, o *options.Options) error {
-	if o.MemoryLimit > 0 {
+	if o.MemoryLimit > 0 && os.Getenv("GOMEMLIMIT") == "" {
 		debug.SetMemoryLimit(int64(float64(o.MemoryLimit) * memoryLimitShare))
 	}
 	logger := newLogger(o, os.Stderr)

@@ -100,7 +100,7 @@ type Spokes struct {
 	noted map[types.NamespacedName]note
 	// reports are the last reports about NodePools.
 	reports map[types.NamespacedName]reported
-	// paused is when the Clusters of silent Spokes were last seen to be paused.
+	// paused is when the Clusters of Spokes that are silent, or nearly so, were last seen to be paused.
 	paused map[types.NamespacedName]time.Time
 	// seen are the served Spokes, as last read or written.
 	seen map[types.NamespacedName]sight
@@ -700,10 +700,10 @@ func (s *Spokes) lookAt(ctx context.Context, spoke *v1alpha1.Spoke) error {
 	case connected == nil:
 		last = &spoke.Spec.Enrollment.Time
 	}
-	if last != nil && now.Sub(last.Time) < silence {
+	if last != nil && now.Sub(last.Time) < silence-catchUp {
 		return nil
 	}
-	if held, err := s.held(ctx, client.ObjectKeyFromObject(spoke)); held || err != nil {
+	if held, err := s.held(ctx, client.ObjectKeyFromObject(spoke)); held || err != nil || last != nil && now.Sub(last.Time) < silence {
 		return err
 	}
 	before := spoke.DeepCopy()

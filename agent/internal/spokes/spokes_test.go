@@ -439,6 +439,13 @@ func TestTheShimOfAPausedClusterIsNotSilent(t *testing.T) {
 	pause(false)
 	w.now.Step(time.Minute)
 	require.True(t, connected(), "the shim may synchronize now")
+	w.note(agent, spokes.Contact{SpokeID: "id"})
+	pause(true)
+	w.now.Step(14*time.Minute + 30*time.Second)
+	require.True(t, connected())
+	pause(false)
+	w.now.Step(40 * time.Second)
+	require.True(t, connected(), "the same after a pause that ends just before the shim counts as silent")
 	w.now.Step(time.Hour)
 	require.False(t, connected())
 }
@@ -446,7 +453,9 @@ func TestTheShimOfAPausedClusterIsNotSilent(t *testing.T) {
 // actions are the actions of the events that were recorded.
 type actions []string
 
-func (a *actions) Eventf(_, _ runtime.Object, _, _, action, _ string, _ ...any) { *a = append(*a, action) }
+func (a *actions) Eventf(_, _ runtime.Object, _, _, action, _ string, _ ...any) {
+	*a = append(*a, action)
+}
 
 // The API server's events are counted as one if they differ in their message alone.
 func TestEachCertificateThatIsIssuedIsAnEventOfItsOwn(t *testing.T) {

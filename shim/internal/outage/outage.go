@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/controllers/disruption"
+	"sigs.k8s.io/karpenter/pkg/controllers/node/legacyrepair"
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/expiration"
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
 
@@ -28,12 +29,13 @@ const retrySeconds = 30
 // Names of core's controllers, which it passes in the context.
 var (
 	expiring   = (&expiration.Controller{}).Name()
+	repairing  = (&legacyrepair.Controller{}).Name()
 	disrupting = (&disruption.Controller{}).Name()
 )
 
 // Client returns a client for core's controllers, which gets node classes from kube. As long as a node class
 // says that the agent is not reachable, core finds none of its NodePools to disrupt, and deletes none of its
-// NodeClaims because they have expired. Everything else is passed to kube.
+// NodeClaims because they have expired, or because their Nodes are unhealthy. Everything else is passed to kube.
 func Client(kube client.Client) client.Client { return &holding{kube} }
 
 type holding struct{ client.Client }
@@ -53,9 +55,10 @@ func (h *holding) List(ctx context.Context, list client.ObjectList, options ...c
 
 // Delete implements [client.Writer].
 func (h *holding) Delete(ctx context.Context, object client.Object, options ...client.DeleteOption) error {
-	if nodeClaim, is := object.(*karpv1.NodeClaim); is && injection.GetControllerName(ctx) == expiring && h.away(ctx, nodeClaim.Spec.NodeClassRef) {
+	controller := injection.GetControllerName(ctx)
+	if nodeClaim, is := object.(*karpv1.NodeClaim); is && (controller == expiring || controller == repairing) && h.away(ctx, nodeClaim.Spec.NodeClassRef) {
 		return apierrors.NewTooManyRequests(
-			fmt.Sprintf("NodeClaim %s has expired, and is kept while the agent is not reachable", nodeClaim.Name), retrySeconds)
+			fmt.Sprintf("NodeClaim %s is kept while the agent is not reachable: its Node could not be replaced", nodeClaim.Name), retrySeconds)
 	}
 	return h.Client.Delete(ctx, object, options...)
 }

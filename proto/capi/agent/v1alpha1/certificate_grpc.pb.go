@@ -44,6 +44,7 @@ type CertificateServiceClient interface {
 	// | the request is not a signing request, its signature is wrong, or its key is too weak | INVALID_ARGUMENT | correct the named field |
 	// | the agent has no issuer, or the Cluster is not onboarded | FAILED_PRECONDITION (`CERTIFICATES_NOT_ISSUED`) | get certificates from another issuer |
 	// | no such Cluster | NOT_FOUND (`CLUSTER_NOT_FOUND`) | do not repeat |
+	// | the Cluster is paused, and the caller has a bootstrap certificate | UNAVAILABLE (`CLUSTER_PAUSED`) | retry with backoff |
 	// | the agent's view is not complete yet | UNAVAILABLE (`NOT_SYNCED`) | retry with backoff |
 	// | the hub does not answer | UNAVAILABLE (`HUB_UNREACHABLE`) | retry with backoff |
 	IssueCertificate(ctx context.Context, in *IssueCertificateRequest, opts ...grpc.CallOption) (*IssueCertificateResponse, error)
@@ -89,6 +90,7 @@ type CertificateServiceServer interface {
 	// | the request is not a signing request, its signature is wrong, or its key is too weak | INVALID_ARGUMENT | correct the named field |
 	// | the agent has no issuer, or the Cluster is not onboarded | FAILED_PRECONDITION (`CERTIFICATES_NOT_ISSUED`) | get certificates from another issuer |
 	// | no such Cluster | NOT_FOUND (`CLUSTER_NOT_FOUND`) | do not repeat |
+	// | the Cluster is paused, and the caller has a bootstrap certificate | UNAVAILABLE (`CLUSTER_PAUSED`) | retry with backoff |
 	// | the agent's view is not complete yet | UNAVAILABLE (`NOT_SYNCED`) | retry with backoff |
 	// | the hub does not answer | UNAVAILABLE (`HUB_UNREACHABLE`) | retry with backoff |
 	IssueCertificate(context.Context, *IssueCertificateRequest) (*IssueCertificateResponse, error)
