@@ -646,7 +646,7 @@ var mutants = []mutant{
 		{"	case ours && IsPaused(b.Deployment.Status.Conditions) && b.setsLowered(begun):\n", "	case ours && b.setsLowered(begun):\n"},
 	}},
 	{name: "a lowered MachineSet is not waited for", world: "-claims=1 -floor=2 -sets=2 -machines=4 -stale=0", violation: "I3", edits: []edit{
-		{"		case set != nil && behind(set):\n", "		case set != nil && actedOn(set) < 0:\n"},
+		{"		case set != nil && behind(set) && !observedAsPaused(set):\n", "		case set != nil && actedOn(set) < 0:\n"},
 	}},
 
 	// Machines that no claim has.
