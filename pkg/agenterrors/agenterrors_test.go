@@ -262,7 +262,7 @@ func received(t *testing.T, err error) error {
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return listener.DialContext(ctx) }),
 		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithMaxHeaderListSize(8<<10))
 	require.NoError(t, dialErr)
-	defer connection.Close()
+	defer func() { require.NoError(t, connection.Close()) }()
 	return connection.Invoke(t.Context(), "/an.agent/Call", &emptypb.Empty{}, &emptypb.Empty{})
 }
 

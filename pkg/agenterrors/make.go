@@ -105,9 +105,9 @@ func infosOf(rejections []Rejection, room int) []protoadapt.MessageV1 {
 			continue
 		}
 		without := sizeOf(info)
-		info.Metadata[MetadataMessage] = bounded(rejections[i].Message, maxText)
+		info.Metadata[MetadataMessage] = bounded(rejections[i].Message)
 		if room -= sizeOf(info) - without; room < 0 {
-			delete(info.Metadata, MetadataMessage)
+			delete(info.GetMetadata(), MetadataMessage)
 			break
 		}
 	}
@@ -252,13 +252,13 @@ func RightsChanged(message string) error {
 func invalidArgument(reason Reason, violations ...FieldViolation) error {
 	sentences := make([]string, 0, len(violations))
 	for _, v := range violations {
-		sentences = append(sentences, bounded(v.Field, maxText)+": "+v.Description)
+		sentences = append(sentences, bounded(v.Field)+": "+v.Description)
 	}
 	message := "invalid request: " + abridge(sentences)
 	info, badRequest := errorInfo(reason, nil), &errdetails.BadRequest{}
 	room := roomFor(codes.InvalidArgument, message, info, badRequest)
 	for i, v := range lo.Slice(violations, 0, maxViolations) {
-		violation := &errdetails.BadRequest_FieldViolation{Field: bounded(v.Field, maxText), Description: bounded(v.Description, maxText)}
+		violation := &errdetails.BadRequest_FieldViolation{Field: bounded(v.Field), Description: bounded(v.Description)}
 		if room -= sizeOf(violation); room < 0 && i > 0 {
 			break
 		}
@@ -271,7 +271,7 @@ func errorInfo(reason Reason, metadata map[string]string) *errdetails.ErrorInfo 
 	return &errdetails.ErrorInfo{
 		Reason:   string(reason),
 		Domain:   Domain,
-		Metadata: lo.MapValues(metadata, func(value, _ string) string { return bounded(value, maxText) }),
+		Metadata: lo.MapValues(metadata, func(value, _ string) string { return bounded(value) }),
 	}
 }
 
@@ -316,7 +316,7 @@ const (
 // negative.
 func roomFor(code codes.Code, message string, details ...protoadapt.MessageV1) int {
 	message = boundedHeader(message, maxMessage)
-	s := &statuspb.Status{Code: int32(code), Message: message} //nolint:gosec // codes are small
+	s := &statuspb.Status{Code: int32(code), Message: message}
 	used := proto.Size(s)
 	for _, detail := range details {
 		used += sizeOf(detail)
@@ -359,13 +359,13 @@ func boundedHeader(message string, most int) string {
 	return message
 }
 
-// bounded is like [valid], and truncates the text to most bytes.
-func bounded(s string, most int) string {
+// bounded is like [valid], and truncates the text to [maxText] bytes.
+func bounded(s string) string {
 	const cut = "…"
-	if len(s) <= most {
+	if len(s) <= maxText {
 		return valid(s)
 	}
-	return valid(s[:most-len(cut)]) + cut
+	return valid(s[:maxText-len(cut)]) + cut
 }
 
 // abridge joins sentences for a readable message: five at most, and those for which it has room.

@@ -57,7 +57,9 @@ func TestAnInterruptedClaimIsReleased(t *testing.T) {
 
 	ctx, interrupt := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
-	go func() { ended <- run(ctx, agent.Client(), fakeagent.DefaultCluster(), "a-claim", group, &bytes.Buffer{}) }()
+	go func() {
+		ended <- run(ctx, agent.Client(), fakeagent.DefaultCluster(), "a-claim", group, &bytes.Buffer{})
+	}()
 	for agent.NodeGroup(group).GetReplicas() == 0 {
 		if err := t.Context().Err(); err != nil {
 			t.Fatal(err)

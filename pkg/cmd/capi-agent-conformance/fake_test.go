@@ -248,7 +248,7 @@ func TestAnInterruptionIsNoVerdictAboutTheAgent(t *testing.T) {
 	errOut.Reset()
 	ctx, interrupt := context.WithCancel(t.Context())
 	defer interrupt()
-	require.Equal(t, unchecked, run(ctx, arguments, writer(func(text []byte) { interrupt() }), &errOut)) // with the first result
+	require.Equal(t, unchecked, run(ctx, arguments, writer(func([]byte) { interrupt() }), &errOut)) // with the first result
 	require.Contains(t, errOut.String(), "interrupted")
 }
 

@@ -77,7 +77,8 @@ func writeGroups(to io.Writer, groups []*agentv1alpha1.NodeGroup, wide bool, now
 	}
 	rows := [][]string{header}
 	for _, g := range groups {
-		available := lo.Ternary(wire.AvailabilityFor(g, v1alpha1.Holder).GetAvailable(), "yes", explain.Word(wire.AvailabilityFor(g, v1alpha1.Holder).GetReason()))
+		availability := wire.AvailabilityFor(g, v1alpha1.Holder)
+		available := lo.Ternary(availability.GetAvailable(), "yes", explain.Word(availability.GetReason()))
 		row := []string{
 			g.GetId(), g.GetInstanceType(), g.GetZone(), capacityType(g), strconv.Itoa(int(g.GetReplicas())), strconv.Itoa(int(g.GetMinSize())), most(g),
 			strconv.Itoa(int(g.GetFloorReplicas())), price(g), sourceKind(g.GetSources()["price"]), available, count(len(g.GetProblems())),

@@ -56,7 +56,8 @@ func (h *holding) List(ctx context.Context, list client.ObjectList, options ...c
 // Delete implements [client.Writer].
 func (h *holding) Delete(ctx context.Context, object client.Object, options ...client.DeleteOption) error {
 	controller := injection.GetControllerName(ctx)
-	if nodeClaim, is := object.(*karpv1.NodeClaim); is && (controller == expiring || controller == repairing) && h.away(ctx, nodeClaim.Spec.NodeClassRef) {
+	nodeClaim, is := object.(*karpv1.NodeClaim)
+	if is && (controller == expiring || controller == repairing) && h.away(ctx, nodeClaim.Spec.NodeClassRef) {
 		return apierrors.NewTooManyRequests(
 			fmt.Sprintf("NodeClaim %s is kept while the agent is not reachable: its Node could not be replaced", nodeClaim.Name), retrySeconds)
 	}
