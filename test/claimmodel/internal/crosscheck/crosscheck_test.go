@@ -21,7 +21,7 @@ import (
 )
 
 // patience allows for a machine that is busy with other work.
-const patience = 9 * time.Minute
+const patience = 15 * time.Minute
 
 func TestMain(m *testing.M) {
 	ctrl.SetLogger(logr.Discard())
