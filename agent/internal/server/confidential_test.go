@@ -105,7 +105,11 @@ func hubsErrors() map[string]error {
 }
 
 // failing is an engine that fails like the hub.
-type failing struct{ why *atomic.Pointer[error] }
+type failing struct {
+	why *atomic.Pointer[error]
+	// cluster returns the error of a live read of a Cluster.
+	cluster func() error
+}
 
 func (f failing) err() error { return *f.why.Load() }
 
@@ -134,7 +138,7 @@ func (f failing) Sync(context.Context, claims.SyncRequest) (claims.SyncResult, e
 }
 
 func (f failing) UnpausedCluster(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
-	return nil, f.err()
+	return &clusterv1.Cluster{}, f.cluster()
 }
 
 // requests are valid requests for all methods whose answers depend on the hub, or on the caches of it.
@@ -270,8 +274,14 @@ func TestWhatTheHubAnswersStaysInTheHub(t *testing.T) {
 				ClaimId: id, Holder: autoscaler.Holder, NodeGroupId: "fleet/scaled", Machine: machine, Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND,
 			})
 		}
-		c.Engine = failing{why}
-		c.Autoscaler = autoscaler.New(autoscaler.Config{Engine: failing{why}, Groups: held, Claims: f.claims})
+		engine := failing{why: why, cluster: func() error {
+			if broken.Load() == "enrollments" { // what follows the read
+				return nil
+			}
+			return *why.Load()
+		}}
+		c.Engine = engine
+		c.Autoscaler = autoscaler.New(autoscaler.Config{Engine: engine, Groups: held, Claims: f.claims})
 		c.NodePools = &server.NodePools{
 			Cache: newCache[*agentv1alpha1.PublishedObject](4),
 			List: func(context.Context, *clusterv1.Cluster) ([]*agentv1alpha1.PublishedObject, []string, error) {
