@@ -154,7 +154,7 @@ func (s *Snapshot) checkDeadlines(d *Decision, c *v1alpha1.MachineClaim, m *clus
 		class = failures.GivenUp
 	default:
 		if what, since := missing(m); what != "" {
-			// Then it is certain that there is no Node, or time alone does not make it certain.
+			// By then it is certain that there is no Node, unless that depends on more than time.
 			if left := max(missingAfter-s.ago(since), unpauseSettles-s.ago(unpausedAt(m.Status.Conditions))); left > 0 {
 				d.Wake(left)
 			}

@@ -69,20 +69,20 @@ func (b *books) decrementPaused(ready []types.UID) {
 // lowering has taken already. Nothing is lowered for them, and what replaces them is a spare. It
 // returns the others. The numbers do not change meanwhile, because the MachineDeployment is paused.
 func (b *books) skipReplaced(begun []types.UID) []types.UID {
-	after, beyond := map[string]int32{}, map[string]int32{} // by MachineSet: replicas after all lowering; those that can be lowered
+	after, lowerable := map[string]int32{}, map[string]int32{} // by MachineSet: replicas after all lowering; by how much they can be lowered
 	for _, set := range b.Sets {
-		after[set.Name], beyond[set.Name] = ReplicasOf(set), b.beyondLive(set, ReplicasOf(set))
+		after[set.Name], lowerable[set.Name] = ReplicasOf(set), b.lowerable(set, ReplicasOf(set))
 	}
 	left := slices.DeleteFunc(slices.Clone(begun), func(uid types.UID) bool {
 		name := b.next.Releasing[uid].Set
 		switch {
 		case b.lowered(uid):
 			return false
-		case beyond[name] == 0 && b.machine(uid) != nil:
+		case lowerable[name] == 0 && b.machine(uid) != nil:
 			b.recordDecrement(uid)
 			return true
 		}
-		beyond[name]--
+		lowerable[name]--
 		after[name]--
 		return false
 	})

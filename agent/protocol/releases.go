@@ -129,11 +129,11 @@ func (b *books) decrement() {
 		}
 		// Another writer's lowering may have taken the replicas already. Lowering again would have
 		// Cluster API choose another Machine.
-		beyond := b.beyondLive(active[0], b.Group.Replicas)
-		if beyond < Count(ready) && b.deletionUnreported(active[0]) {
-			return // it may be one of those that can be lowered for
+		lowerable := b.lowerable(active[0], b.Group.Replicas)
+		if lowerable < Count(ready) && b.deletionUnreported(active[0]) {
+			return // once it is reported, replicas may be lowered by one more
 		}
-		b.d.Replicas -= min(Count(ready), beyond, b.d.Replicas)
+		b.d.Replicas -= min(Count(ready), lowerable, b.d.Replicas)
 		for _, uid := range ready {
 			b.recordDecrement(uid)
 		}
@@ -143,17 +143,17 @@ func (b *books) decrement() {
 	b.decrementPaused(ready)
 }
 
-// beyondLive returns how many of the replicas of a MachineSet, or of most if that is fewer, belong to
-// Machines that Cluster API is deleting. By so many, they can be lowered without Cluster API choosing
-// other Machines: it takes those first that it is deleting, as soon as it reports that.
-func (b *books) beyondLive(set *clusterv1.MachineSet, most int32) int32 {
-	beyond := min(ReplicasOf(set), most)
+// lowerable returns by how much the replicas of a MachineSet, or most if that is less, can be lowered without
+// Cluster API choosing another Machine to delete. It counts the Machines that it already reports as being
+// deleted first.
+func (b *books) lowerable(set *clusterv1.MachineSet, most int32) int32 {
+	lowerable := min(ReplicasOf(set), most)
 	for _, m := range b.Machines {
 		if SetOf(m) == set.Name && !reportedAsDeleting(m) {
-			beyond--
+			lowerable--
 		}
 	}
-	return max(0, beyond)
+	return max(0, lowerable)
 }
 
 // deletionUnreported reports whether a Machine of the set is being deleted, and Cluster API is about to report that.
