@@ -83,13 +83,7 @@ func New(options Options) (*Client, error) {
 			return nil, err
 		}
 		return &line{ClientConn: conn, outdated: outdated, accepted: accepted}, nil
-	}, func(ctx context.Context, conn *grpc.ClientConn) error {
-		status, err := agentv1alpha1.NewStatusServiceClient(conn).GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
-		if err == nil && len(status.GetRoles()) == 0 { // everyone may make this call
-			return agenterrors.Unauthenticated("the identity has no role")
-		}
-		return err
-	}, options.Clock)
+	}, checkIdentity, options.Clock)
 	if err != nil {
 		stopReading()
 		return nil, fmt.Errorf("agent address %s: %w", options.Address, err)
@@ -98,6 +92,16 @@ func New(options Options) (*Client, error) {
 	c.source = source
 	c.close = []func() error{conn.Close, func() error { stopReading(); return nil }}
 	return c, nil
+}
+
+// checkIdentity returns an error if the agent does not accept the connection's identity. An identity without a
+// role may call GetStatus, too, and nothing else.
+func checkIdentity(ctx context.Context, conn *grpc.ClientConn) error {
+	status, err := agentv1alpha1.NewStatusServiceClient(conn).GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
+	if err == nil && len(status.GetRoles()) == 0 {
+		return agenterrors.Unauthenticated("the identity has no role")
+	}
+	return err
 }
 
 // FromConn returns a client that uses an existing connection. The caller closes the connection, and

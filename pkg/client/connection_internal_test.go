@@ -13,9 +13,11 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/test/bufconn"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // lines are connections to a server. The first one is outdated.
@@ -147,4 +149,30 @@ func TestALineWhoseIdentityIsRefusedIsNotUsed(t *testing.T) {
 	require.Same(t, first, l.current)
 	answer(agenterrors.PermissionDenied("the identity may not do this"))
 	l.replaced(next)
+}
+
+// status is an agent that answers GetStatus.
+type status struct {
+	agentv1alpha1.UnimplementedStatusServiceServer
+
+	roles []string
+}
+
+func (s status) GetStatus(context.Context, *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
+	return &agentv1alpha1.GetStatusResponse{Roles: s.roles}, nil
+}
+
+func TestAnIdentityWithoutARoleIsNotAccepted(t *testing.T) {
+	for _, roles := range [][]string{nil, {"cluster"}} {
+		listener := bufconn.Listen(1 << 10)
+		server := grpc.NewServer()
+		agentv1alpha1.RegisterStatusServiceServer(server, status{roles: roles})
+		go func() { _ = server.Serve(listener) }()
+		conn, err := grpc.NewClient("passthrough:///agent", grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return listener.DialContext(ctx) }))
+		require.NoError(t, err)
+		require.Equal(t, roles == nil, agenterrors.IsUnauthenticated(checkIdentity(t.Context(), conn)))
+		require.NoError(t, conn.Close())
+		server.Stop()
+	}
 }
