@@ -330,8 +330,8 @@ func (b *board) groupRows() [][]string {
 	for _, id := range slices.Sorted(maps.Keys(b.groups)) {
 		g := b.groups[id]
 		takes := "yes"
-		if !wire.AvailabilityFor(g, v1alpha1.Holder).GetAvailable() {
-			takes = joined(explain.Word(wire.AvailabilityFor(g, v1alpha1.Holder).GetReason()), wire.AvailabilityFor(g, v1alpha1.Holder).GetMessage())
+		if availability := wire.AvailabilityFor(g, v1alpha1.Holder); !availability.GetAvailable() {
+			takes = joined(explain.Word(availability.GetReason()), availability.GetMessage())
 		}
 		rows = append(rows, []string{id, strconv.Itoa(int(g.GetReplicas())), most(g), strconv.Itoa(claims[id]), price(g), takes})
 	}

@@ -133,11 +133,12 @@ func rollout(g *agentv1alpha1.NodeGroup) string {
 }
 
 func whyNot(g *agentv1alpha1.NodeGroup, now time.Time) string {
-	if wire.AvailabilityFor(g, v1alpha1.Holder).GetAvailable() {
+	availability := wire.AvailabilityFor(g, v1alpha1.Holder)
+	if availability.GetAvailable() {
 		return ""
 	}
-	text := oneLine(wire.AvailabilityFor(g, v1alpha1.Holder).GetMessage())
-	if retry := wire.AvailabilityFor(g, v1alpha1.Holder).GetRetryAt(); retry.IsValid() && retry.AsTime().After(now) {
+	text := oneLine(availability.GetMessage())
+	if retry := availability.GetRetryAt(); retry.IsValid() && retry.AsTime().After(now) {
 		text += fmt.Sprintf(" (again in %s)", explain.Age(retry.AsTime().Sub(now)))
 	}
 	return text
@@ -172,10 +173,10 @@ func values(g *agentv1alpha1.NodeGroup) map[string]string {
 // writeGroup writes everything about one node group.
 func writeGroup(to io.Writer, g *agentv1alpha1.NodeGroup, now time.Time) error {
 	fmt.Fprintf(to, "%s: %s\n", g.GetId(), explain.Size(g))
-	if wire.AvailabilityFor(g, v1alpha1.Holder).GetAvailable() {
+	if availability := wire.AvailabilityFor(g, v1alpha1.Holder); availability.GetAvailable() {
 		fmt.Fprintln(to, "A machine can be claimed now.")
 	} else {
-		fmt.Fprintf(to, "No machine can be claimed now: %s: %s\n", explain.Word(wire.AvailabilityFor(g, v1alpha1.Holder).GetReason()), whyNot(g, now))
+		fmt.Fprintf(to, "No machine can be claimed now: %s: %s\n", explain.Word(availability.GetReason()), whyNot(g, now))
 	}
 	if g.GetRollingOut() {
 		fmt.Fprintln(to, "Cluster API is replacing its machines after a template change.")
