@@ -167,8 +167,8 @@ func RetryDelay(err error) (time.Duration, bool) {
 }
 
 // Describe returns the code and the message of the error's gRPC status, or the text of any other
-// error. Unlike that of err, it does not differ between attempts of one call, as request IDs do. So it
-// can be shown in a condition, of which each change is a write.
+// error. It omits what differs between attempts, such as the request ID. Use it for conditions: each
+// change of a condition is a write.
 func Describe(err error) string {
 	var said interface{ GRPCStatus() *status.Status }
 	if errors.As(err, &said) {

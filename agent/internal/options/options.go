@@ -246,8 +246,8 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.Float32Var(&o.KubeAPIQPS, "kube-api-qps", o.KubeAPIQPS,
 		"Average number of requests per second to the hub's API server, for each kind of object.")
 	flags.Int64Var(&o.MemoryLimit, "memory-limit", o.MemoryLimit,
-		"The container's memory limit in bytes, of which Go may use 90 %: the rest is for memory that it does not account for, such as the buffers of "+
-			"connections. 0 means no limit. The environment variable GOMEMLIMIT takes precedence.")
+		"The container's memory limit in bytes. Go's own limit is set to 90 % of it, which leaves room for memory that Go does not count, such as "+
+			"socket buffers. 0 means no limit. The environment variable GOMEMLIMIT takes precedence.")
 	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst,
 		"Number of requests to the hub's API server that may exceed --kube-api-qps at once, for each kind of object.")
 	flags.StringVar(&o.MetricsBindAddress, "metrics-bind-address", o.MetricsBindAddress,

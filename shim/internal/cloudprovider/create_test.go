@@ -245,7 +245,7 @@ func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 	}
 }
 
-// TestAGroupOfItsOwnIsUsed covers a group that is reserved for Karpenter, so that nobody else claims from it.
+// TestAGroupOfItsOwnIsUsed covers a node group that only Karpenter may claim from.
 func TestAGroupOfItsOwnIsUsed(t *testing.T) {
 	most := int32(1)
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Holder: v1alpha1.Holder, MaxSize: &most}})

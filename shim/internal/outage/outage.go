@@ -22,8 +22,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// retrySeconds is how soon core is told to try again. It uses its own backoff, which is at most a quarter of
-// an hour.
+// retrySeconds is the Retry-After of a refused deletion. Core ignores it and uses its own backoff.
 const retrySeconds = 30
 
 // Names of core's controllers, which it passes in the context.
