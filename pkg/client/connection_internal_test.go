@@ -151,14 +151,14 @@ func TestALineWhoseIdentityIsRefusedIsNotUsed(t *testing.T) {
 	l.replaced(next)
 }
 
-// status is an agent that answers GetStatus.
-type status struct {
+// statusOnly is an agent that answers GetStatus.
+type statusOnly struct {
 	agentv1alpha1.UnimplementedStatusServiceServer
 
 	roles []string
 }
 
-func (s status) GetStatus(context.Context, *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
+func (s statusOnly) GetStatus(context.Context, *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
 	return &agentv1alpha1.GetStatusResponse{Roles: s.roles}, nil
 }
 
@@ -166,7 +166,7 @@ func TestAnIdentityWithoutARoleIsNotAccepted(t *testing.T) {
 	for _, roles := range [][]string{nil, {"cluster"}} {
 		listener := bufconn.Listen(1 << 10)
 		server := grpc.NewServer()
-		agentv1alpha1.RegisterStatusServiceServer(server, status{roles: roles})
+		agentv1alpha1.RegisterStatusServiceServer(server, statusOnly{roles: roles})
 		go func() { _ = server.Serve(listener) }()
 		conn, err := grpc.NewClient("passthrough:///agent", grpc.WithTransportCredentials(insecure.NewCredentials()),
 			grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return listener.DialContext(ctx) }))
