@@ -14,6 +14,7 @@ require (
 	github.com/prometheus/prometheus v0.310.0
 	github.com/samber/lo v1.53.0
 	github.com/stretchr/testify v1.12.1
+	github.com/yuin/gopher-lua v1.1.2
 	golang.org/x/mod v0.42.0
 	golang.org/x/sync v0.24.0
 	gonum.org/v1/plot v0.17.0
