@@ -159,6 +159,11 @@ func (c *connection) acquire() *line {
 // replace dials and switches lines as needed. c.mu must be held.
 func (c *connection) replace() {
 	c.current.ready()
+	// The certificate that was refused has been replaced in turn.
+	if c.next != nil && c.next.checked == refused && c.next.outdated() {
+		c.close(c.next)
+		c.next = nil
+	}
 	if c.next == nil && c.current.outdated() {
 		// The same options have worked before, so an error is not expected. It is tried again with
 		// the next call.

@@ -29,6 +29,8 @@ type lines struct {
 	answer  atomic.Pointer[error]
 	checks  atomic.Int32
 	clock   *clocktesting.FakePassiveClock
+	// replacements is how many lines, the first among them, have been made with a certificate that has been replaced.
+	replacements atomic.Int32
 
 	mu    sync.Mutex
 	conns []net.Conn
@@ -59,12 +61,13 @@ func newLines(t *testing.T, more ...grpc.DialOption) *lines {
 			return conn, nil
 		}),
 	}, more...)
-	first := true
+	var dialed int32
+	l.replacements.Store(1)
 	l.connection, err = newConnection(func() (*line, error) {
-		outdated := first
-		first = false
+		dialed++
+		number := dialed
 		conn, err := grpc.NewClient(listener.Addr().String(), options...)
-		return &line{ClientConn: conn, outdated: func() bool { return outdated }, accepted: func() {}}, err
+		return &line{ClientConn: conn, outdated: func() bool { return number <= l.replacements.Load() }, accepted: func() {}}, err
 	}, func(context.Context, *grpc.ClientConn) error {
 		l.checks.Add(1)
 		if answer := l.answer.Load(); answer != nil {
@@ -149,6 +152,29 @@ func TestALineWhoseIdentityIsRefusedIsNotUsed(t *testing.T) {
 	require.Same(t, first, l.current)
 	answer(agenterrors.PermissionDenied("the identity may not do this"))
 	l.replaced(next)
+}
+
+func TestTheNextCertificateAfterARefusedOneIsTried(t *testing.T) {
+	l := newLines(t)
+	answer := func(err error) { l.answer.Store(&err) }
+	answer(agenterrors.Unauthenticated("the certificate has no role"))
+	l.call()
+	first, second := l.current, l.next
+	l.becomes(second, connectivity.Ready)
+	require.Eventually(t, func() bool {
+		l.call()
+		l.connection.mu.Lock()
+		defer l.connection.mu.Unlock()
+		return second.checked == refused
+	}, patience, time.Millisecond)
+
+	answer(nil)
+	l.replacements.Store(2)
+	require.Eventually(t, func() bool {
+		l.call()
+		return l.current != first
+	}, patience, time.Millisecond, "without waiting for the next check of the refused line")
+	require.NotSame(t, second, l.current)
 }
 
 // statusOnly is an agent that answers GetStatus.

@@ -251,6 +251,9 @@ func run(ctx context.Context) error {
 	if core, err = retries.Soon(core); err != nil {
 		return fmt.Errorf("having core try again soon: %w", err)
 	}
+	if core, err = outage.Patient(core, decorated); err != nil {
+		return fmt.Errorf("having core wait for the hub: %w", err)
+	}
 	op.WithControllers(ctx, core...)
 	finisher, err := disruptionqueue.New(op.Clock, op.GetClient(), core)
 	if err != nil {

@@ -22,7 +22,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// retrySeconds is the Retry-After of a refused deletion. Core ignores it and uses its own backoff.
+// retrySeconds is the Retry-After of a refused deletion. [Patient] has core's expiry obey it; core's repair of Nodes uses its own backoff.
 const retrySeconds = 30
 
 // Names of core's controllers, which it passes in the context.
@@ -52,15 +52,28 @@ func (h *holding) List(ctx context.Context, list client.ObjectList, options ...c
 	return nil
 }
 
+// Patch implements [client.Writer]. Core's repair of Nodes notes when a Node has to be gone before it deletes its
+// NodeClaim. The note would stay: whenever the NodeClaim is deleted later, no pod would be given time to end.
+func (h *holding) Patch(ctx context.Context, object client.Object, patch client.Patch, options ...client.PatchOption) error {
+	if nodeClaim, is := object.(*karpv1.NodeClaim); is && injection.GetControllerName(ctx) == repairing && h.away(ctx, nodeClaim.Spec.NodeClassRef) {
+		return kept(nodeClaim)
+	}
+	return h.Client.Patch(ctx, object, patch, options...)
+}
+
 // Delete implements [client.Writer].
 func (h *holding) Delete(ctx context.Context, object client.Object, options ...client.DeleteOption) error {
 	controller := injection.GetControllerName(ctx)
 	nodeClaim, is := object.(*karpv1.NodeClaim)
 	if is && (controller == expiring || controller == repairing) && h.away(ctx, nodeClaim.Spec.NodeClassRef) {
-		return apierrors.NewTooManyRequests(
-			fmt.Sprintf("NodeClaim %s is kept while the agent is not reachable: its Node could not be replaced", nodeClaim.Name), retrySeconds)
+		return kept(nodeClaim)
 	}
 	return h.Client.Delete(ctx, object, options...)
+}
+
+func kept(nodeClaim *karpv1.NodeClaim) error {
+	return apierrors.NewTooManyRequests(
+		fmt.Sprintf("NodeClaim %s is kept while the agent is not reachable: its Node could not be replaced", nodeClaim.Name), retrySeconds)
 }
 
 // away reports whether a node class says that the agent is not reachable.
