@@ -19,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/events"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -33,6 +34,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/configmap"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/contact"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eventlimit"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/fleet"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
@@ -77,10 +79,12 @@ type Config struct {
 type Agent struct {
 	manager manager.Manager
 	server  *server.Server
-	issuer  *issuer.Authority // nil if it issues no certificates
-	file    *authz.PolicyFile // at most one of file and policy is set
-	policy  *configmap.Follower[authz.Policy]
-	log     logr.Logger
+	// recorder records the agent's events about objects of the hub.
+	recorder events.EventRecorder
+	issuer   *issuer.Authority // nil if it issues no certificates
+	file     *authz.PolicyFile // at most one of file and policy is set
+	policy   *configmap.Follower[authz.Policy]
+	log      logr.Logger
 }
 
 // New assembles an agent. It asks the hub for nothing but [Config.Mapper] before [Agent.Run].
@@ -104,7 +108,12 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if a.manager, err = newManager(c, scope, corrected, budget, watches); err != nil {
 		return nil, err
 	}
-	if err := budget.Follow(ctx, a.manager.GetCache(), a.manager.GetEventRecorder("capi-agent")); err != nil {
+	recorder, err := eventlimit.New(a.manager.GetEventRecorder("capi-agent"), clock.RealClock{}, c.Registerer)
+	if err != nil {
+		return nil, fmt.Errorf("registering the metric of events: %w", err)
+	}
+	a.recorder = recorder
+	if err := budget.Follow(ctx, a.manager.GetCache(), a.recorder); err != nil {
 		return nil, err
 	}
 	if err := hub.Index(ctx, a.manager.GetFieldIndexer()); err != nil {
@@ -127,7 +136,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		},
 		Name:    o.InstanceName,
 		Indexes: claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, NotEnded: hub.NotEndedClaims(),
-		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
+		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.recorder,
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,
 		Failure: o.FailurePolicy(), Report: infrastructure.NewReports(a.manager.GetAPIReader(), clock.RealClock{}).Of,
@@ -165,7 +174,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	}
 	groups, err = nodegroupview.New(nodegroupview.Config{
 		Cache: nodeGroups, Held: held, Templates: templates, Scope: scope, Settings: o.MachineSettings(),
-		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+		Recorder: a.recorder, Registerer: c.Registerer,
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock, Observed: nodes, Pricing: o.Pricing(), PriceList: prices,
 	})
 	if err != nil {
@@ -205,7 +214,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: clock.RealClock{}, HubTime: c.Clock,
 		Log:          c.Log.WithName("spokes"),
 		Changed:      func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
-		AgentVersion: version.Version(), APIVersion: server.APIVersion, Recorder: a.manager.GetEventRecorder("capi-agent"),
+		AgentVersion: version.Version(), APIVersion: server.APIVersion, Recorder: a.recorder,
 	})
 	clusters := newCache(o, fleet.Equal)
 	scaler := autoscaler.New(autoscaler.Config{Engine: budgeted, Groups: held, Claims: shownClaims})
@@ -276,7 +285,7 @@ func (a *Agent) publishing(c Config, scope hub.Scope, keeper *spokes.Spokes) (*s
 	}
 	objects := newCache(c.Options, nodepools.Equal)
 	publisher, err := nodepools.New(nodepools.Config{
-		Cache: objects, Scope: scope, Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+		Cache: objects, Scope: scope, Recorder: a.recorder, Registerer: c.Registerer,
 	})
 	if err != nil {
 		return nil, err
@@ -322,7 +331,7 @@ func (a *Agent) followPolicy(c *Config, watches *contact.Watches) error {
 		c.Policy = a.file.Current
 	case c.followsPolicy():
 		a.policy, err = configmap.New(a.manager, configmap.Config[authz.Policy]{
-			Name: o.PolicyName(), Key: authz.PolicyKey, What: "policy", Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+			Name: o.PolicyName(), Key: authz.PolicyKey, What: "policy", Recorder: a.recorder, Registerer: c.Registerer,
 			Parse: func(content []byte) (*authz.Policy, error) { return authz.ParsePolicy(content, o.TrustDomain) },
 			// Denials must survive the deletion of the ConfigMap.
 			Lasting: true,
@@ -373,7 +382,7 @@ func (a *Agent) followPrices(c Config, watches *contact.Watches) (*pricelist.Fol
 	}
 	return pricelist.New(a.manager, pricelist.Config{
 		WatchFailed: watches.FailedAs("price list"),
-		ConfigMap:   c.Options.PriceListName(), Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+		ConfigMap:   c.Options.PriceListName(), Recorder: a.recorder, Registerer: c.Registerer,
 	})
 }
 

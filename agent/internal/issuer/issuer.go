@@ -13,6 +13,7 @@ import (
 	"crypto/x509"
 	"encoding/hex"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"math/big"
 	"net/url"
@@ -74,8 +75,9 @@ type Certificate struct {
 	leaf *x509.Certificate
 }
 
-// Open reads the files, which must be usable together. If they become unusable later, nothing is
-// issued until they are usable again. The caller must call [Authority.Close].
+// Open reads the files, which must be usable together. If they become unusable later, or a certificate has
+// expired, nothing is issued until they are usable again: the agent has other callers and other work. The caller
+// must call [Authority.Close].
 func Open(files Files, c clock.PassiveClock) (*Authority, error) {
 	if files.Refresh == 0 {
 		files.Refresh = 5 * time.Second
@@ -83,11 +85,23 @@ func Open(files Files, c clock.PassiveClock) (*Authority, error) {
 	a := &Authority{files: files, clock: c, followed: certificates.Follow(certificates.Files{
 		CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.ClientCAFile, Refresh: files.Refresh, Logger: files.Log,
 	})}
-	if err := a.check(); err != nil {
+	switch err := a.check(); {
+	case expired(err):
+		files.Log.Error(err, "no certificates are issued until the expired one is replaced")
+	case err != nil:
 		a.Close()
 		return nil, err
 	}
 	return a, nil
+}
+
+// errExpired is wrapped if the authority's certificate has expired.
+var errExpired = errors.New("the issuer's certificate has expired")
+
+// expired reports whether an error of [Authority.Issue] is due to a certificate that has expired.
+func expired(err error) bool {
+	invalid, is := errors.AsType[x509.CertificateInvalidError](err)
+	return errors.Is(err, errExpired) || is && invalid.Reason == x509.Expired
 }
 
 // Close stops following the files.
@@ -226,7 +240,7 @@ func Sign(
 		end = authority.NotAfter
 	}
 	if !end.After(now) {
-		return Certificate{}, fmt.Errorf("the issuer's certificate has expired at %s", authority.NotAfter.UTC().Format(time.RFC3339))
+		return Certificate{}, fmt.Errorf("%w at %s", errExpired, authority.NotAfter.UTC().Format(time.RFC3339))
 	}
 	template := &x509.Certificate{
 		SerialNumber:          serial,

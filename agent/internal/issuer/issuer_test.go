@@ -104,6 +104,34 @@ func TestACertificateEndsWithItsAuthority(t *testing.T) {
 	require.ErrorContains(t, err, "issuer's certificate has expired at")
 }
 
+// An agent that starts again must do its other work, whatever the state of its certificates.
+func TestAnExpiredCertificateKeepsNoAgentFromStarting(t *testing.T) {
+	authority := testpki.New(t) // valid for an hour
+	for what, c := range map[string]struct {
+		change func(*issuer.Files)
+		late   time.Duration
+		says   string
+	}{
+		"the issuer's": {func(*issuer.Files) {}, 2 * time.Hour, "the issuer's certificate has expired at"},
+		"the agent's": {func(f *issuer.Files) {
+			f.ServerCertFile = authority.IssueFor(t, time.Minute, t.TempDir(), authority).CertFile
+		}, 2 * time.Minute, "certificate has expired or is not yet valid"},
+	} {
+		t.Run(what, func(t *testing.T) {
+			files, now := filesOf(t, authority), clocktesting.NewFakePassiveClock(time.Now().Add(c.late))
+			c.change(&files)
+			a, err := issuer.Open(files, now)
+			require.NoError(t, err)
+			t.Cleanup(a.Close)
+			_, err = a.Issue(key(t), id, time.Minute)
+			require.ErrorContains(t, err, c.says)
+			now.SetTime(time.Now())
+			_, err = a.Issue(key(t), id, time.Minute)
+			require.NoError(t, err)
+		})
+	}
+}
+
 // A caller replaces its certificate by the issued one. Nothing may therefore be issued while the
 // callers' authorities would reject it.
 func TestARotatedAuthorityIsFollowedOnceTheAgentAcceptsIt(t *testing.T) {

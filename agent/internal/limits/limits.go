@@ -134,6 +134,10 @@ const (
 	// once. The exporter's queue can hold the spans of that many calls. Further calls are not
 	// traced.
 	tracesPerSecond, traceBurst = 10, 100
+	// certificateInterval and certificateBurst are how often certificates are issued to a caller, on average,
+	// and how many at once. A shim renews its certificate a few times a day, or every few minutes with the
+	// shortest lifetime. Each certificate is a signature, and an event in the hub.
+	certificateInterval, certificateBurst = 30 * time.Second, 20
 	// lightPerCall is how many calls of light methods count as one call. Such a call is answered from
 	// memory in less than a tenth of a millisecond. framesOfLight is how many frames each may send
 	// that do not count, and lightFrames how many of them a caller may have left over.
@@ -172,6 +176,8 @@ const (
 	ReasonInFlight    = "bytes"
 	ReasonUnread      = "unread"
 	ReasonConnections = "connections"
+	// ReasonCertificates is the one for certificates that were issued to the caller.
+	ReasonCertificates = "certificates"
 	// ReasonAllCalls and the following ones are for what all callers have together.
 	ReasonAllCalls       = "all-calls"
 	ReasonAllWatches     = "all-watches"
@@ -225,6 +231,7 @@ type caller struct {
 	rate                                 *rate.Limiter
 	hub                                  turns // of its requests to the hub, among themselves
 	refusals, frames, traces             *rate.Limiter
+	certificates                         *rate.Limiter
 	slowSince                            time.Time // zero unless its connections are read slowly
 	lightCalls, unpaidFrames             int
 	calls, watches                       int
@@ -356,7 +363,10 @@ func (l *Limiter) caller(identity string) *caller {
 			refusals: rate.NewLimiter(refusalsPerSecond, refusalBurst),
 			frames:   rate.NewLimiter(rate.Limit(l.framesPerSecond()), l.frameBurst()),
 			traces:   rate.NewLimiter(tracesPerSecond, traceBurst),
-			reads:    semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
+
+			certificates: rate.NewLimiter(rate.Every(certificateInterval), certificateBurst),
+
+			reads: semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
 			lists: semaphore.NewWeighted(listsOfCaller), hubLists: semaphore.NewWeighted(listsOfCaller),
 			atHub:  semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
 			checks: semaphore.NewWeighted(checksOfCaller), largeChecks: semaphore.NewWeighted(checksOfCaller),
@@ -371,6 +381,19 @@ func (l *Limiter) Trace(identity string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.caller(identity).traces.AllowN(l.clock.Now(), 1)
+}
+
+// Issue admits the issue of a certificate to an identity that calls the method. The error is a [*RefusedError].
+func (l *Limiter) Issue(identity, method string) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	c, now := l.caller(identity), l.clock.Now()
+	if c.certificates.AllowN(now, 1) {
+		return nil
+	}
+	wait := time.Duration((1 - c.certificates.TokensAt(now)) * float64(certificateInterval)).Round(time.Millisecond)
+	return l.refuse(c, method, ReasonCertificates, wait, "this identity has been issued %d certificates at once, and gets another one every %s",
+		certificateBurst, certificateInterval)
 }
 
 // Accept admits a connection from a source whose identity is not known yet. If there are too many,
@@ -522,7 +545,8 @@ func (l *Limiter) forget(now time.Time) {
 	for identity, c := range l.callers {
 		if c.calls+c.watches+c.connections == 0 && c.unread == 0 &&
 			c.rate.TokensAt(now) >= float64(l.CallBurst) && c.hub.rate.TokensAt(now) >= float64(l.HubRequestBurst) &&
-			c.refusals.TokensAt(now) >= refusalBurst && c.frames.TokensAt(now) >= float64(l.frameBurst()) && c.traces.TokensAt(now) >= traceBurst {
+			c.refusals.TokensAt(now) >= refusalBurst && c.frames.TokensAt(now) >= float64(l.frameBurst()) && c.traces.TokensAt(now) >= traceBurst &&
+			c.certificates.TokensAt(now) >= certificateBurst {
 			delete(l.callers, identity)
 		}
 	}

@@ -139,6 +139,8 @@ func (s *certificateService) issue(
 	case !exists:
 		return nil, agenterrors.ClusterNotFound(request.GetCluster())
 	case id != of.ID:
+		// It is asked here, and not when the call was admitted. It slows the caller down as any other that is shut out.
+		s.limits.Denied(c.limitedAs)
 		return nil, otherOnboarding(of)
 	case of.ID == "":
 		return nil, agenterrors.CertificatesNotIssued("the Cluster is not onboarded; `capi-agent onboard` makes a bootstrap certificate for it")
@@ -151,6 +153,9 @@ func (s *certificateService) issue(
 		if err := issuing.enroll(ctx, of, key); err != nil {
 			return nil, err
 		}
+	}
+	if err := s.limits.Issue(c.limitedAs, agentv1alpha1.CertificateService_IssueCertificate_FullMethodName); err != nil {
+		return nil, throttled(ctx, err)
 	}
 	id, err := authz.ClusterIdentity(issuing.TrustDomain, of)
 	if err != nil {

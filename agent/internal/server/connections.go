@@ -408,14 +408,21 @@ func (s *Server) outgoing(ctx context.Context, message any) (mem.BufferSlice, er
 		free()
 		free = func() {}
 	}
-	gone := info.connection.until(limits.FromContext(ctx).Send(cap(bytes) + answerOverhead))
-	logger := log.FromContext(ctx)
+	logger, size := log.FromContext(ctx), len(bytes)
 	timer := time.AfterFunc(s.limits.SendTimeout, func() {
-		logger.Info("a connection is closed: an answer on it was not read", "bytes", len(bytes))
-		_ = info.connection.Close()
+		if info.connection.open.Err() == nil {
+			logger.Info("a connection is closed: an answer on it was not read", "bytes", size)
+			_ = info.connection.Close()
+		}
+	})
+	sent := limits.FromContext(ctx).Send(cap(bytes) + answerOverhead)
+	// gRPC does not free what is still unsent when a connection ends. No timer may outlive the connection: all
+	// that it refers to would stay in memory, and is not counted any more.
+	gone := info.connection.until(func() {
+		timer.Stop()
+		sent()
 	})
 	return mem.BufferSlice{mem.NewBuffer(&bytes, whenFreed(func() {
-		timer.Stop()
 		gone()
 		free()
 	}))}, nil

@@ -423,6 +423,32 @@ func TestUnreadAnswersCountAsWhatIsKeptForThem(t *testing.T) {
 	}
 }
 
+// A caller that comes back leaves nothing behind of its earlier connections.
+func TestUnreadAnswersOfAConnectionThatHasEndedAreNotKept(t *testing.T) {
+	f := start(t)
+	for i := range 400 {
+		f.machines.Set(spoke, strconv.Itoa(i), &agentv1alpha1.Machine{Name: strconv.Itoa(i), ProviderId: "xxxxxxxxxx"})
+	}
+	another := f.raw(spokeURI)
+	throttled := func() bool {
+		err := f.send(another, agentv1alpha1.StatusService_GetStatus_FullMethodName, nil)
+		return agenterrors.IsThrottled(err) && strings.Contains(err.Error(), "not been read")
+	}
+	before := live()
+	for range 3 {
+		p := f.rawPeer(http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+		require.Eventually(t, func() bool {
+			p.call(agentv1alpha1.MachineService_WatchMachines_FullMethodName, &agentv1alpha1.WatchMachinesRequest{Cluster: spokeRef})
+			return throttled()
+		}, patience, time.Millisecond)
+		require.NoError(t, p.conn.Close())
+		require.Eventually(t, func() bool { return !throttled() }, patience, 10*time.Millisecond)
+	}
+	kept := live() - before
+	t.Logf("%.1f MiB are kept of three connections", float64(kept)/mebibyte)
+	require.Less(t, kept, int64(limits.UnreadOfCaller))
+}
+
 // live returns how many bytes of the heap are in use.
 func live() int64 {
 	var memory runtime.MemStats

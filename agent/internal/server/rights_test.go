@@ -20,6 +20,7 @@ import (
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -35,7 +36,7 @@ import (
 const readerPolicy = "identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  clusters: [fleet/spoke]\n"
 
 // withRights makes the server's rights depend on a policy and a clock.
-func withRights(t *testing.T, policy func() *authz.Policy, now *clocktesting.FakePassiveClock) func(*fixture, *server.Config) {
+func withRights(t *testing.T, policy func() *authz.Policy, now clock.PassiveClock) func(*fixture, *server.Config) {
 	t.Helper()
 	return func(_ *fixture, config *server.Config) {
 		authorizer, err := authz.New("karpenter-capi", policy, now)

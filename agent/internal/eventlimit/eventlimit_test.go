@@ -1,0 +1,79 @@
+package eventlimit_test
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	clocktesting "k8s.io/utils/clock/testing"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eventlimit"
+)
+
+type recorded []string
+
+func (r *recorded) Eventf(_, _ runtime.Object, _, _, _, note string, args ...any) {
+	*r = append(*r, fmt.Sprintf(note, args...))
+}
+
+func TestEventsAboutOneClusterAreBounded(t *testing.T) {
+	now, registry, all := clocktesting.NewFakeClock(time.Now()), prometheus.NewRegistry(), &recorded{}
+	recorder, err := eventlimit.New(all, now, registry)
+	require.NoError(t, err)
+	event := func(about runtime.Object, reason string) (is bool) {
+		before := len(*all)
+		recorder.Eventf(about, nil, corev1.EventTypeWarning, reason, "Act", "about %s", "it")
+		return len(*all) > before
+	}
+	claim := func(namespace, cluster, name string) runtime.Object {
+		return &v1alpha1.MachineClaim{
+			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}, Spec: v1alpha1.MachineClaimSpec{ClusterName: cluster},
+		}
+	}
+	for i := range 5000 {
+		require.True(t, event(claim("fleet", "a", fmt.Sprint(i)), "OwnerMissing"))
+	}
+	named := metav1.ObjectMeta{Namespace: "fleet", Name: "a"}
+	for _, object := range []runtime.Object{
+		claim("fleet", "a", "another"),
+		&clusterv1.Cluster{ObjectMeta: named}, &v1alpha1.Spoke{ObjectMeta: named},
+		&clusterv1.MachineDeployment{Spec: clusterv1.MachineDeploymentSpec{ClusterName: "a"}, ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "md"}},
+		&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Labels: map[string]string{clusterv1.ClusterNameLabel: "a"}}},
+	} {
+		require.False(t, event(object, "OwnerMissing"), "%T", object)
+	}
+	require.EqualValues(t, 5, testutil.ToFloat64(collected(t, registry)))
+
+	require.True(t, event(claim("fleet", "a", "1"), "Failed"), "another reason")
+	require.True(t, event(claim("fleet", "b", "1"), "OwnerMissing"), "another Cluster")
+	require.True(t, event(claim("other", "a", "1"), "OwnerMissing"), "a Cluster of another namespace")
+	now.Step(2 * time.Second)
+	require.True(t, event(claim("fleet", "a", "1"), "OwnerMissing"))
+	require.True(t, event(claim("fleet", "a", "2"), "OwnerMissing"))
+	require.False(t, event(claim("fleet", "a", "3"), "OwnerMissing"))
+	now.Step(2 * time.Hour)
+	for i := range 5000 {
+		require.True(t, event(claim("fleet", "a", fmt.Sprint(i)), "OwnerMissing"))
+	}
+	require.False(t, event(claim("fleet", "a", "3"), "OwnerMissing"))
+}
+
+// collected returns the only collector of a registry.
+func collected(t *testing.T, registry *prometheus.Registry) prometheus.Collector {
+	t.Helper()
+	found, err := registry.Gather()
+	require.NoError(t, err)
+	require.Len(t, found, 1)
+	require.Equal(t, "capi_agent_events_dropped_total", found[0].GetName())
+	gauge := prometheus.NewGauge(prometheus.GaugeOpts{Name: "value"})
+	gauge.Set(found[0].GetMetric()[0].GetCounter().GetValue())
+	return gauge
+}
