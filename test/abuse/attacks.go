@@ -187,6 +187,13 @@ var attacks = []attack{
 		holds: sum(listsHeld, callsHeld, watchedHeld),
 	},
 	{
+		name:  "readers that come back",
+		about: "the same, but each connection is closed after a second, and another one made: what waits on it must go with it",
+		run:   returningReaders,
+		must:  []string{refused}, may: []string{closedByAgent, notConnected, late, "reset", canceled},
+		holds: sum(listsHeld, callsHeld, watchedHeld),
+	},
+	{
 		name:  "tombstones read slowly",
 		about: "releases of claims that never were, each with a reason of 1 KiB, then lists of them, which are read slowly",
 		run:   slowTombstones,
@@ -366,6 +373,8 @@ type held struct {
 	// HTTP/2's first window is used up.
 	settings      []http2.Setting
 	readPerSecond int
+	// stays is how long each connection is kept. Zero means until the agent closes it.
+	stays time.Duration
 }
 
 // closed is the setting with which the agent may send no answer.
@@ -387,6 +396,11 @@ func (a *attacker) hold(ctx context.Context, h held) error {
 		return begin(p)
 	}
 	several(ctx, h.connections, func(ctx context.Context, _ int) {
+		if h.stays > 0 {
+			var left context.CancelFunc
+			ctx, left = context.WithTimeout(ctx, h.stays)
+			defer left()
+		}
 		if err := a.holdOn(ctx, h); err != nil && ctx.Err() == nil {
 			a.came(notConnected)
 			pause(ctx)
@@ -721,11 +735,16 @@ func (a *attacker) watch(ctx context.Context, w watching) error {
 	return nil
 }
 
-func slowReaders(ctx context.Context, a *attacker) error {
+func slowReaders(ctx context.Context, a *attacker) error { return a.readNothing(ctx, 0) }
+
+func returningReaders(ctx context.Context, a *attacker) error { return a.readNothing(ctx, time.Second) }
+
+// readNothing asks for lists and watches on connections that stay for a time, and reads none of the answers.
+func (a *attacker) readNothing(ctx context.Context, stays time.Duration) error {
 	list := encode(&agentv1alpha1.ListClaimsRequest{Cluster: a.Cluster, IncludeEnded: true})
 	methods, requests := a.watches()
 	var n atomic.Int64
-	return a.hold(ctx, held{connections: 16, calls: 1000, readyAt: a.manyCalls(), settings: closed(), begin: func(p *peer) error {
+	return a.hold(ctx, held{connections: 16, calls: 1000, readyAt: a.manyCalls(), settings: closed(), stays: stays, begin: func(p *peer) error {
 		i := int(n.Add(1)) % (2 * len(methods))
 		if i >= len(methods) {
 			return p.call(agentv1alpha1.ClaimService_ListClaims_FullMethodName, len(list), list)

@@ -39,7 +39,7 @@ const (
 	// etcdSlack is how much more etcd may grow during an attack than at rest for other reasons: Cluster
 	// API, and partly filled pages. Without rest to compare with, it also covers the trickle.
 	etcdSlack = 32 * mebibyte
-	// roundWithin is the shim's --agent-timeout, which bounds a single call of a round.
+	// roundWithin is the shim's --agent-timeout, which bounds a single call of a round. A new connection may take as long.
 	roundWithin = 10 * time.Second
 	// endedClaims is --max-ended-claims-per-cluster. What agents create within a second may exceed
 	// it (docs/claims.md).
@@ -429,6 +429,9 @@ func (r *run) evaluate(a *attack, row *Row) {
 	}
 	if !r.Untimed && row.Under.RoundMax > roundWithin {
 		row.wrong("a round of the victim's shim took %s; at most %s", millis(row.Under.RoundMax), millis(roundWithin))
+	}
+	if !r.Untimed && row.Under.ConnectMax > roundWithin {
+		row.wrong("the first answer on a new connection of the victim took %s; at most %s", millis(row.Under.ConnectMax), millis(roundWithin))
 	}
 	if row.MemoryPeak > row.MemoryBound {
 		row.wrong("the agent had %s of memory; at most %s", bytesOf(row.MemoryPeak), bytesOf(row.MemoryBound))
