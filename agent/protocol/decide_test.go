@@ -1222,7 +1222,7 @@ func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
 }
 
 // Cluster API removes a Machine's infrastructure when a call to create the Machine times out, even
-// if the Machine was created, and attends to no other Machine of the MachineSet until that one is
+// if the Machine was created, and each reconcile of the MachineSet ends with an error until that one is
 // gone.
 func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
 	lacks := func(since time.Duration) func(*clusterv1.Machine) {
@@ -1487,4 +1487,61 @@ func TestALabelThatNoClaimCanHaveIsNone(t *testing.T) {
 		m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{v1alpha1.ClaimLabel: value}}}
 		assert.Equal(t, want, ClaimOf(m), value)
 	}
+}
+
+// A rollout without surge lowers the old MachineSet first, and raises the new one as Machines go. Cluster API charges a
+// lowered MachineDeployment to what the new one does not have yet.
+func TestARolloutThatMayNotSurgeHasItsOldMachineSetLowered(t *testing.T) {
+	rollout := func(strategy clusterv1.MachineDeploymentRolloutStrategyType) *Snapshot {
+		s := atRest(5, &Ledger{Version: 1, Seq: 4, Floor: 4, LastReplicas: 5, Releasing: map[types.UID]Release{"e": {Machine: "e", Claim: "e"}}})
+		s.Deployment.Spec.Rollout.Strategy.Type = strategy
+		s.Sets[0].Spec.Replicas, s.Sets[0].Annotations = new(int32(3)), map[string]string{clusterv1.RevisionAnnotation: "1"}
+		s.Sets = append(s.Sets, &clusterv1.MachineSet{
+			ObjectMeta: metav1.ObjectMeta{Name: "small-b", Annotations: map[string]string{clusterv1.RevisionAnnotation: "2"}},
+			Spec:       clusterv1.MachineSetSpec{Replicas: new(int32(0))},
+		})
+		for _, name := range []string{"a", "b"} {
+			s.withMachine(name, "", deleting(clusterv1.MachineDeletingDrainingNodeReason))
+		}
+		return s.withMachine("c", "", node).withMachine("d", "", node).withMachine("e", "e", completed).withClaim("e", v1alpha1.PhaseReleasing, "e")
+	}
+	d := Decide(rollout(clusterv1.RollingUpdateMachineDeploymentStrategyType))
+	assert.Equal(t, PauseSet, d.Pause)
+	assert.Equal(t, int32(5), d.Replicas)
+	assert.Equal(t, "small-a", d.Ledger.Releasing["e"].Set)
+
+	d = Decide(rollout(clusterv1.OnDeleteMachineDeploymentStrategyType))
+	assert.Equal(t, PauseKeep, d.Pause)
+	assert.Equal(t, int32(4), d.Replicas)
+}
+
+// A lowering may have been for the Machine whose deletion Cluster API is about to report.
+func TestAPausedReleaseWaitsForTheReportOfAnotherDeletion(t *testing.T) {
+	releasing := map[types.UID]Release{"m": {Machine: "m", Claim: "c", Set: "small-a"}}
+	s := atRest(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3, Releasing: releasing}).
+		withMachine("f", "", node).withMachine("x", "", deleting(clusterv1.MachineDeletingDrainingNodeReason)).
+		withMachine("m", "c", completed).withMachine("n", "", node)
+	s.Machines[3].OwnerReferences[0].Name = "small-b"
+	s.Deployment.Annotations = map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent}
+	s.Deployment.Status.Conditions = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: "True"}}
+	s.Sets[0].Spec.Replicas = new(int32(2))
+	s.Sets = append(s.Sets, &clusterv1.MachineSet{
+		ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
+	})
+	x := s.Machines[1]
+	reported := x.Status.Conditions
+	x.Status.Conditions = nil
+	begins := *s
+	begins.Ledger, begins.Deployment = s.Ledger.Clone(), s.Deployment.DeepCopy()
+	begins.Ledger.Releasing["m"] = Release{Machine: "m", Claim: "c"}
+	begins.Deployment.Annotations, begins.Deployment.Status.Conditions = nil, nil
+	assert.Equal(t, PauseKeep, Decide(&begins).Pause, "nothing is paused to wait")
+
+	d := Decide(s)
+	assert.Nil(t, d.Ledger)
+	assert.Equal(t, PauseKeep, d.Pause)
+	assert.Empty(t, kinds(d))
+
+	x.Status.Conditions = reported
+	assert.Equal(t, []ActionKind{LowerSet}, kinds(Decide(s)))
 }

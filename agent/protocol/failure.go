@@ -110,7 +110,7 @@ const missingAfter = time.Minute
 // missing returns a message and a time if Cluster API reports that the Machine's infrastructure
 // object does not exist, and "" if it exists. The object is not created again: another actor
 // deleted it, or Cluster API itself did after a call to create the Machine whose answer was lost.
-// Until this Machine goes, Cluster API attends to no other Machine of the MachineSet.
+// Until this Machine goes, each reconcile of its MachineSet ends with an error.
 func missing(m *clusterv1.Machine) (what string, since time.Time) {
 	for i := range m.Status.Conditions {
 		c := &m.Status.Conditions[i]
@@ -249,8 +249,8 @@ const keptAtOnce = 3
 
 // keepFailed returns the ids of the failed claims whose Machines are still kept for debugging,
 // earliest failures first, and asks to be woken when one is due to go. A Machine without
-// infrastructure is not kept: there is nothing to inspect, and it holds up the other Machines of
-// its MachineSet.
+// infrastructure is not kept: there is nothing to inspect, and each reconcile of its MachineSet ends
+// with an error until it goes.
 func (b *books) keepFailed() map[string]bool {
 	if b.Group.KeepFailed == 0 {
 		return nil

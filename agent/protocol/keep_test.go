@@ -59,7 +59,7 @@ func TestAMachineThatFailedIsKeptForAsLongAsItsGroupSays(t *testing.T) {
 			Type: clusterv1.MachineInfrastructureReadyCondition, Status: metav1.ConditionFalse, Reason: clusterv1.MachineInfrastructureDeletedReason,
 			LastTransitionTime: metav1.NewTime(m.CreationTimestamp.Add(-5 * time.Minute)),
 		})
-	}))), "one without infrastructure shows nothing, and holds up the others of its MachineSet")
+	}))), "one without infrastructure shows nothing, and each reconcile of its MachineSet ends with an error")
 }
 
 func TestTheFirstFewMachinesThatFailedAreKept(t *testing.T) {

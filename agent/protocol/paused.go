@@ -4,6 +4,7 @@ import (
 	"maps"
 	"slices"
 
+	"github.com/samber/lo"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -11,8 +12,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// decrementPaused is the variant for several active MachineSets, where Cluster API could charge a
-// lowered MachineDeployment to another MachineSet. It pauses the MachineDeployment, lowers the
+// decrementPaused is the variant for several active MachineSets, or one that is not the newest, where Cluster API
+// could charge a lowered MachineDeployment to another MachineSet. It pauses the MachineDeployment, lowers the
 // right MachineSet, then lowers the MachineDeployment and unpauses it in one write. Every step can
 // be repeated, and any agent that finds the sequence half done completes it.
 func (b *books) decrementPaused(ready []types.UID) {
@@ -47,6 +48,9 @@ func (b *books) decrementPaused(ready []types.UID) {
 		return false
 	})
 	if ours && IsPaused(b.Deployment.Status.Conditions) {
+		if b.deletionsUnreported(begun) {
+			return // once they are reported, replicas may be lowered by more
+		}
 		begun = b.skipReplaced(begun)
 	}
 	switch {
@@ -100,6 +104,21 @@ func (b *books) skipReplaced(begun []types.UID) []types.UID {
 	return left
 }
 
+// deletionsUnreported reports whether a MachineSet can only be lowered for fewer Machines than it has to be
+// because Cluster API is about to report that it deletes another one of its Machines.
+func (b *books) deletionsUnreported(begun []types.UID) bool {
+	return slices.ContainsFunc(b.Sets, func(set *clusterv1.MachineSet) bool {
+		return b.awaitsReport(set, Count(lo.Filter(begun, func(uid types.UID, _ int) bool {
+			return b.next.Releasing[uid].Set == set.Name && !b.lowered(uid)
+		})))
+	})
+}
+
+// awaitsReport is deletionsUnreported for one MachineSet, which has to be lowered by a number.
+func (b *books) awaitsReport(set *clusterv1.MachineSet, by int32) bool {
+	return b.lowerable(set, ReplicasOf(set)) < by && b.deletionUnreported(set)
+}
+
 // unpause takes off our pause when no release needs it, because the ledger that needed it is lost.
 func (b *books) unpause() {
 	ours := b.Deployment.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
@@ -118,16 +137,24 @@ func (b *books) lowersUnderPause() bool {
 	return false
 }
 
+// readyOf returns how many of the Machines are of the MachineSet.
+func (b *books) readyOf(set *clusterv1.MachineSet, ready []types.UID) int32 {
+	return Count(lo.Filter(ready, func(uid types.UID, _ int) bool {
+		m := b.machine(uid)
+		return m != nil && SetOf(m) == set.Name
+	}))
+}
+
 // beginPause records which MachineSet each Machine's replica belongs to, and pauses the
 // MachineDeployment in the same write. A MachineSet that is already paused observes no lowering, so
-// its Machines wait and do not cause a pause.
+// its Machines wait and do not cause a pause. Nor do those that would wait for a report during the pause.
 func (b *books) beginPause(ready []types.UID) {
 	for _, uid := range ready {
 		m := b.machine(uid)
 		if m == nil || SetOf(m) == "" {
 			continue
 		}
-		if set := b.set(SetOf(m)); set != nil && hasPausedAnnotation(set) {
+		if set := b.set(SetOf(m)); set != nil && (hasPausedAnnotation(set) || b.awaitsReport(set, b.readyOf(set, ready))) {
 			continue
 		}
 		r := b.next.Releasing[uid]

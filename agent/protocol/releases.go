@@ -123,10 +123,12 @@ func (b *books) decrement() {
 		m := b.machine(uid)
 		return m == nil || b.next.Releasing[uid].Set != "" || SetOf(m) != active[0].Name
 	})
-	if sole {
-		if b.Deployment.Status.ObservedGeneration < b.Deployment.Generation {
-			return // a template change that was not observed yet would make this the wrong variant
-		}
+	if sole && b.Deployment.Status.ObservedGeneration < b.Deployment.Generation {
+		return // a template change that was not observed yet would make this the wrong variant
+	}
+	// A rollout that may not surge begins with an old MachineSet alone. Cluster API charges a lowered
+	// MachineDeployment to the replicas that the newest one does not have yet, and leaves the old one as it is.
+	if sole && (b.onDelete() || active[0] == b.newest()) {
 		// Another writer's lowering may have taken the replicas already. Lowering again would have
 		// Cluster API choose another Machine.
 		lowerable := b.lowerable(active[0], b.Group.Replicas)

@@ -48,7 +48,7 @@ func (b *books) removable(makesRoom bool) []*clusterv1.Machine {
 	surplus := min(len(free)-int(b.floor()), int(spare))
 	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == ofFloor })
 	// A Machine without infrastructure goes even if a claim waits: no claim can have it, and
-	// Cluster API attends to no other Machine before.
+	// each reconcile of its MachineSet ends with an error until it is gone.
 	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !b.infrastructureGone(m) })
 	waits := (b.next.Unassigned() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0
 	if waits && len(gone) == 0 {

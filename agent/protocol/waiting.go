@@ -43,6 +43,9 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 		return ""
 	case d.Ledger != nil && d.Ledger.Pending[c.Spec.ClaimID].UID != "":
 		return ""
+	case IsPaused(s.Deployment.Status.Conditions):
+		// While the agent's own pause lasts, the condition does not show when an earlier pause ended.
+		return ""
 	}
 	overdue := s.waited(c) - deadline
 	unsettled := min(settling, deadline) - s.Now.Sub(s.Started)

@@ -641,3 +641,21 @@ func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 		})
 	}
 }
+
+// The agent's own pause hides when a person's pause ended.
+func TestNoClaimFailsWhileTheAgentsOwnPauseLasts(t *testing.T) {
+	s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Assignment{"c": {}}}).
+		withClaim("c", v1alpha1.PhasePending, "").withMachine("m", "other", completed)
+	s.Failure = FailurePolicy{ObjectDeadline: 5 * time.Minute}
+	s.Now = s.Now.Add(5*time.Minute + 10*time.Second)
+	s.Deployment.Annotations = map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent}
+	paused := func(status metav1.ConditionStatus, since time.Duration) {
+		s.Deployment.Status.Conditions = []metav1.Condition{{
+			Type: clusterv1.PausedCondition, Status: status, LastTransitionTime: metav1.NewTime(s.Now.Add(-since)),
+		}}
+	}
+	paused(metav1.ConditionTrue, 3*time.Second)
+	require.NotContains(t, kinds(Decide(s)), Fail)
+	paused(metav1.ConditionFalse, time.Hour)
+	require.Contains(t, kinds(Decide(s)), Fail)
+}

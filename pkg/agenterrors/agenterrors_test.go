@@ -297,3 +297,13 @@ func TestErrorsAreReadByClientsThatAcceptLittle(t *testing.T) {
 		})
 	}
 }
+
+// A condition with the text would be written with each attempt to connect.
+func TestADescriptionOmitsTheCallersOwnPort(t *testing.T) {
+	failed := func(port int) string {
+		return agenterrors.Describe(fmt.Errorf("calling: %w", status.Errorf(codes.Unavailable,
+			`connection error: desc = "transport: authentication handshake failed: read tcp 10.1.2.3:%d->10.0.0.1:8443: read: connection reset by peer"`, port)))
+	}
+	require.Equal(t, failed(51234), failed(51235))
+	require.Contains(t, failed(51234), "read tcp 10.0.0.1:8443: read: connection reset by peer")
+}

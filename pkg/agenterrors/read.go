@@ -3,6 +3,7 @@ package agenterrors
 import (
 	"errors"
 	"fmt"
+	"regexp"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -167,15 +168,18 @@ func RetryDelay(err error) (time.Duration, bool) {
 }
 
 // Describe returns the code and the message of the error's gRPC status, or the text of any other
-// error. It omits what differs between attempts, such as the request ID. Use it for conditions: each
-// change of a condition is a write.
+// error. It omits what differs between attempts, such as the request ID and the caller's own port. Use it for
+// conditions: each change of a condition is a write.
 func Describe(err error) string {
 	var said interface{ GRPCStatus() *status.Status }
 	if errors.As(err, &said) {
-		return fmt.Sprintf("%s: %s", said.GRPCStatus().Code(), said.GRPCStatus().Message())
+		return fmt.Sprintf("%s: %s", said.GRPCStatus().Code(), ownAddress.ReplaceAllString(said.GRPCStatus().Message(), ""))
 	}
 	return err.Error()
 }
+
+// ownAddress matches the caller's own address in an error of package net: "read tcp 10.0.0.1:4242->10.0.0.2:8443: …".
+var ownAddress = regexp.MustCompile(`\S+:\d+->`)
 
 func is(err error, code codes.Code) bool {
 	return err != nil && status.Code(err) == code

@@ -64,23 +64,26 @@ func TestAnOutageIsTimed(t *testing.T) {
 		shows            string
 		connected, ready []change
 		over             int
+		lasted           time.Duration
 		want             Row
 		wrong            bool
 	}{
-		{"what is not noticed is not timed", []change{{at(-60), true}}, []change{{at(-60), true}}, 1, Row{}, false},
+		{"what is not noticed is not timed", []change{{at(-60), true}}, []change{{at(-60), true}}, 1, time.Second, Row{}, false},
+		{"what lasts longer has to be noticed", []change{{at(-60), true}}, []change{{at(-60), true}}, 45, noticedWithin, Row{}, true},
 		{
-			"noticed, and back after it is over", changes(20, 47), changes(25, 48), 45,
+			"noticed, and back after it is over", changes(20, 47), changes(25, 48), 45, 0,
 			Row{Noticed: 20 * time.Second, NotReady: 25 * time.Second, Back: 2 * time.Second, Ready: 3 * time.Second},
 			false,
 		},
-		{"noticed when it is over", changes(31, 33), []change{{at(-60), true}}, 30, Row{Noticed: 31 * time.Second, Back: 3 * time.Second}, false},
-		{"noticed too late", changes(50, 61), []change{{at(-60), true}}, 60, Row{Noticed: 50 * time.Second}, true},
+		{"noticed when it is over", changes(31, 33), []change{{at(-60), true}}, 30, 0, Row{Noticed: 31 * time.Second, Back: 3 * time.Second}, false},
+		{"noticed too late", changes(50, 61), []change{{at(-60), true}}, 60, 0, Row{Noticed: 50 * time.Second}, true},
 	} {
 		t.Run(test.shows, func(t *testing.T) {
-			r := &run{environment: &environment{watch: &watch{connected: test.connected, ready: test.ready}}}
+			r := &run{environment: &environment{watch: &watch{connected: test.connected, ready: test.ready}}, row: Row{Lasted: test.lasted}}
 			lost, notReady := r.watch.lostAfter(began)
 			err := r.note(began, at(test.over), lost, notReady)
 			require.Equal(t, test.wrong, err != nil, "%v", err)
+			r.row.Lasted = 0
 			require.Equal(t, test.want, r.row)
 		})
 	}

@@ -316,7 +316,10 @@ func (r *run) awaitBack(ctx context.Context, began, since time.Time) error {
 // note records the effects of an outage that began at the one time and could have been overcome
 // since the other.
 func (r *run) note(began, since, lost, notReady time.Time) error {
-	if lost.IsZero() {
+	switch {
+	case lost.IsZero() && r.row.Lasted >= noticedWithin:
+		return fmt.Errorf("the shim took a dead connection for a live one, for all of %s", r.row.Lasted)
+	case lost.IsZero():
 		return nil
 	}
 	if r.row.Noticed = lost.Sub(began); r.row.Noticed > noticedWithin {

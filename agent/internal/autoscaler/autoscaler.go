@@ -189,7 +189,7 @@ func (s *Scaler) Check(ctx context.Context, name types.NamespacedName) error {
 func (s *Scaler) Groups(name types.NamespacedName) (sizes []Size, err error) {
 	err = s.read(name, func(c *cluster) error {
 		sizes = make([]Size, 0, len(c.view.order))
-		targets := c.targets()
+		targets := c.targets(s.config.Clock.Now())
 		for _, g := range c.view.order {
 			sizes = append(sizes, g.size(targets[g.ID()]))
 		}
@@ -219,11 +219,12 @@ func (g *group) max() int32 {
 	return max(*g.Limits.Max-g.Floor-g.others-g.leaving, 0)
 }
 
-// TargetSize returns how many claims the cluster-autoscaler has on a group. Errors:
+// TargetSize returns how many claims the cluster-autoscaler has on a group, with those that [Scaler.Instances] returns as
+// failed. Errors:
 // [*UnknownGroupError], [watchcache.ErrNotReady], [watchcache.ErrClosed].
 func (s *Scaler) TargetSize(name types.NamespacedName, id string) (target int32, err error) {
 	err = s.inGroup(name, id, func(c *cluster, _ *group) error {
-		target = c.target(id)
+		target = c.target(id, s.config.Clock.Now())
 		return nil
 	})
 	return target, err
@@ -295,7 +296,7 @@ func (s *Scaler) GroupOf(name types.NamespacedName, node Node) (size Size, found
 		}
 		var g *group
 		if g, found = c.view.groups[c.groupOf(id)]; found {
-			size = g.size(c.target(g.ID()))
+			size = g.size(c.target(g.ID(), s.config.Clock.Now()))
 		}
 		return nil
 	})

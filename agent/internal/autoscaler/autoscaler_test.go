@@ -280,18 +280,42 @@ func TestClaimsThatTheViewsNeverShowAreForgotten(t *testing.T) {
 
 func TestAnIncreaseThatFailsLeavesNoClaims(t *testing.T) {
 	f := newFixture(t)
-	f.engine.refuse[3] = &claims.NoRoomError{}
 	f.engine.refuse[4] = errors.New("the API server did not answer")
-	err := f.increase(4)
-	require.Error(t, err)
-	if _, full := errors.AsType[*claims.NoRoomError](err); !full {
-		require.ErrorContains(t, err, "did not answer")
-	}
+	require.ErrorContains(t, f.increase(4), "did not answer")
 	require.GreaterOrEqual(t, len(f.engine.released), len(f.engine.made), "what was made, and what may have been")
 	for id := range f.engine.made {
 		require.Contains(t, f.engine.released, id)
 	}
 	require.Zero(t, f.target())
+}
+
+// The cluster-autoscaler asks for as many again after an error: each time, the machines made so far would be thrown away.
+func TestAnIncreaseMakesWhatIsAllowed(t *testing.T) {
+	for name, refusal := range map[string]error{
+		"a cap": &claims.TooManyError{Bound: claims.BoundCreations}, "a quota": &claims.NoRoomError{},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t)
+			for call := 4; call <= 20; call++ {
+				f.engine.refuse[call] = refusal
+			}
+			require.NoError(t, f.increase(9))
+			require.Equal(t, 3, f.target())
+			require.Len(t, f.engine.made, 3)
+			require.Empty(t, f.engine.released)
+			require.ErrorIs(t, f.increase(6), refusal, "nothing can be made")
+			require.Equal(t, 3, f.target())
+		})
+	}
+}
+
+func TestAnIncreaseThatLostARaceIsRepeated(t *testing.T) {
+	f := newFixture(t)
+	f.engine.refuse[2] = claims.ErrConflict
+	require.NoError(t, f.increase(3))
+	require.Equal(t, 3, f.target())
+	require.Len(t, f.engine.made, 3)
+	require.Equal(t, 4, f.engine.calls)
 }
 
 // Claims are made and released in goroutines of their own.
@@ -384,14 +408,20 @@ func TestInstances(t *testing.T) {
 		want[instance.ID] = instance
 	}
 	require.Equal(t, want, f.instances())
-	require.Equal(t, 4, f.target(), "failed claims and those that leave do not count")
+	require.Equal(t, 8, f.target(), "those that leave do not count; what failed does, or the cluster-autoscaler would not back off")
 
 	require.NoError(t, f.Delete(t.Context(), spoke, group, []autoscaler.Node{{ProviderID: id("full"), Name: id("full")}}))
 	require.Empty(t, f.engine.released, "a failed claim is being released already")
 	require.NotContains(t, f.instances(), id("full"), "the failure has been acknowledged")
+	require.Equal(t, 7, f.target())
 	require.Contains(t, f.instances(), id("limited"))
 	f.clock.SetTime(start.Add(time.Minute))
 	require.NotContains(t, f.instances(), id("limited"), "after ten minutes")
+	require.Equal(t, 6, f.target())
+	require.NoError(t, f.increase(13), "there is room for 17: what failed takes none")
+	require.NoError(t, f.Decrease(t.Context(), spoke, group, -2))
+	require.Equal(t, 17, f.target())
+	require.Empty(t, f.engine.released, "what failed goes first")
 }
 
 func TestNodesBelongToTheGroupsOfTheirClaims(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"github.com/google/uuid"
 	"golang.org/x/sync/errgroup"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
@@ -26,9 +27,10 @@ type Origin struct{ RequestID, TraceID string }
 
 // Increase makes delta claims on a group, and returns when all of them are durable. The request has
 // no ID, so a repeated call adds as many again: a caller that got no answer must read the target
-// size first. If one claim cannot be made, those that were made are released, and the target size
-// is as before; only an agent that ends meanwhile leaves some of them. Errors: [*InvalidError],
-// [*UnknownGroupError], [*NoRoomError], and those of [claims.Engine.Create].
+// size first. If the engine refuses claims after it has made others, because a cap or a quota is used up, Increase makes no
+// further ones, and returns nil: the target size says how many there are. After any other error, those that were made
+// are released, and the target size is as before; only an agent that ends meanwhile leaves some of them. Errors:
+// [*InvalidError], [*UnknownGroupError], [*NoRoomError], and those of [claims.Engine.Create].
 func (s *Scaler) Increase(ctx context.Context, name types.NamespacedName, id string, delta int32, origin Origin) error {
 	if delta <= 0 {
 		return &InvalidError{Field: "delta", Message: "must be 1 or more"}
@@ -42,9 +44,9 @@ func (s *Scaler) Increase(ctx context.Context, name types.NamespacedName, id str
 		if err := refused(g); err != nil {
 			return err
 		}
-		if target := c.target(id); int64(target)+int64(delta) > int64(g.max()) {
+		if size := c.size(id); int64(size)+int64(delta) > int64(g.max()) {
 			return &NoRoomError{Message: fmt.Sprintf("node group %s has room for %d nodes of the cluster-autoscaler and has %d; %d more were requested",
-				id, g.max(), target, delta)}
+				id, g.max(), size, delta)}
 		}
 		return nil
 	})
@@ -57,37 +59,56 @@ func (s *Scaler) Increase(ctx context.Context, name types.NamespacedName, id str
 		ids = append(ids, uuid.NewString())
 	}
 	var (
-		mu        sync.Mutex
-		uncertain []string // made, or maybe made
+		mu      sync.Mutex
+		made    []string // or maybe made
+		refusal error
 	)
 	work, running := errgroup.WithContext(ctx)
 	work.SetLimit(atOnce)
 	for _, claim := range ids {
 		work.Go(func() error {
-			if running.Err() != nil {
+			mu.Lock()
+			over := refusal != nil
+			mu.Unlock()
+			if over || running.Err() != nil {
 				return running.Err()
 			}
 			err := confined(running, func() error {
-				_, err := s.config.Engine.Create(running, claims.Request{
+				return s.create(running, claims.Request{
 					Namespace: name.Namespace, Cluster: name.Name, ID: claim, Holder: Holder, DisplayName: "cluster-autoscaler",
 					Candidates: []string{deployment}, Holders: own, RequestID: origin.RequestID, TraceID: origin.TraceID,
 				})
-				return err
 			})
-			if !isRefusal(err) {
-				mu.Lock()
-				defer mu.Unlock()
-				uncertain = append(uncertain, claim)
+			mu.Lock()
+			defer mu.Unlock()
+			if isRefusal(err) {
+				refusal = err
+				return nil
 			}
+			made = append(made, claim)
 			return err
 		})
 	}
-	if err := work.Wait(); err != nil {
-		s.undo(ctx, name, id, uncertain)
+	err = work.Wait()
+	switch {
+	case err != nil:
+		s.undo(ctx, name, id, made)
 		return err
+	case len(made) == 0:
+		return refusal
+	case refusal != nil:
+		log.FromContext(ctx).Info("made fewer claims than requested", "nodeGroup", id, "made", len(made), "requested", delta, "why", refusal.Error())
 	}
-	s.note(name, id, ids, false)
+	s.note(name, id, made, false)
 	return nil
+}
+
+// create makes a claim. A call that lost a race is repeated at once.
+func (s *Scaler) create(ctx context.Context, r claims.Request) error {
+	return retry.OnError(retry.DefaultBackoff, func(err error) bool { return errors.Is(err, claims.ErrConflict) && ctx.Err() == nil }, func() error {
+		_, err := s.config.Engine.Create(ctx, r)
+		return err
+	})
 }
 
 // confined turns a panic into an error of the call: its claims are made and released in other
@@ -131,9 +152,7 @@ func (s *Scaler) Delete(ctx context.Context, name types.NamespacedName, id strin
 			release = append(release, claim)
 		}
 		for _, claim := range release {
-			if failed := c.view.claims[claim]; failed.GetFailedAt() != nil {
-				c.dismissed[claim] = failed.GetFailedAt().AsTime().Add(failureLife)
-			}
+			c.dismiss(c.view.claims[claim])
 		}
 		release = slices.DeleteFunc(release, func(claim string) bool {
 			known := c.view.claims[claim]
@@ -155,8 +174,8 @@ func (n Node) describe() string {
 	return fmt.Sprintf("%s (%s)", short(n.Name), short(n.ProviderID))
 }
 
-// Decrease lowers the target size of a group by releasing claims that have no node: those without a
-// machine first, then those whose machine has no provider ID. Others come last, because the hub may not see
+// Decrease lowers the target size of a group. Claims that have failed stop counting first. Then claims that have no
+// node are released: those without a machine first, then those whose machine has no provider ID. Others come last, because the hub may not see
 // a node that is there. Of each kind, the newest come first. delta is negative. Errors: [*InvalidError],
 // [*UnknownGroupError], [*ExistingNodesError], and those of [claims.Engine.Release].
 func (s *Scaler) Decrease(ctx context.Context, name types.NamespacedName, id string, delta int32) error {
@@ -164,7 +183,10 @@ func (s *Scaler) Decrease(ctx context.Context, name types.NamespacedName, id str
 		return &InvalidError{Field: "delta", Message: "must be negative"}
 	}
 	var open []string
+	left := -int(delta)
 	err := s.inGroup(name, id, func(c *cluster, g *group) error {
+		failures := c.failures(g, s.config.Clock.Now())
+		failures = failures[:min(len(failures), left)]
 		for claim, r := range c.recent {
 			if r.group == id && c.correction(claim, r) > 0 {
 				open = append(open, claim)
@@ -182,15 +204,18 @@ func (s *Scaler) Decrease(ctx context.Context, name types.NamespacedName, id str
 				}
 			}
 		}
-		if len(open) < -int(delta) {
-			return &ExistingNodesError{Open: len(open), Asked: -int(delta)}
+		if left -= len(failures); len(open) < left {
+			return &ExistingNodesError{Open: len(open) + len(failures), Asked: -int(delta)}
+		}
+		for _, failed := range failures {
+			c.dismiss(failed)
 		}
 		return nil
 	})
 	if err != nil {
 		return err
 	}
-	return s.release(ctx, name, id, open[:-delta], "the cluster-autoscaler lowered the target size")
+	return s.release(ctx, name, id, open[:left], "the cluster-autoscaler lowered the target size")
 }
 
 // release releases claims of a group. Every one is tried, whatever happens to the others.

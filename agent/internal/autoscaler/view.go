@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
@@ -128,24 +129,55 @@ func (c *cluster) settle(now time.Time) {
 	}
 }
 
-// target returns the size of a group.
-func (c *cluster) target(id string) int32 {
-	target := c.view.sizes[id]
+// size returns how many claims a group has that may have, or get, a node.
+func (c *cluster) size(id string) int32 {
+	size := c.view.sizes[id]
 	for claim, r := range c.recent {
 		if r.group == id {
-			target += c.correction(claim, r)
+			size += c.correction(claim, r)
 		}
+	}
+	return size
+}
+
+// target returns the target size of a group. Claims that are shown as failed count: the cluster-autoscaler backs off
+// only from groups with fewer nodes than their target size, and deletes what failed.
+func (c *cluster) target(id string, now time.Time) int32 {
+	target := c.size(id)
+	if g := c.view.groups[id]; g != nil {
+		target += int32(len(c.failures(g, now)))
 	}
 	return target
 }
 
-// targets returns the sizes of all groups.
-func (c *cluster) targets() map[string]int32 {
+// targets returns the target sizes of all groups.
+func (c *cluster) targets(now time.Time) map[string]int32 {
 	targets := maps.Clone(c.view.sizes)
 	for claim, r := range c.recent {
 		targets[r.group] += c.correction(claim, r)
 	}
+	for id, g := range c.view.groups {
+		targets[id] += int32(len(c.failures(g, now)))
+	}
 	return targets
+}
+
+// failures returns the claims of a group that are shown as failed, oldest first.
+func (c *cluster) failures(g *group, now time.Time) []*agentv1alpha1.Claim {
+	return lo.Filter(g.claims, func(claim *agentv1alpha1.Claim, _ int) bool { return !live(claim) && c.showsFailure(claim, now) })
+}
+
+// showsFailure reports whether a claim's machine will not come, and the cluster-autoscaler is still told so.
+func (c *cluster) showsFailure(claim *agentv1alpha1.Claim, now time.Time) bool {
+	_, dismissed := c.dismissed[claim.GetClaimId()]
+	return failureOf(claim) != nil && !dismissed && now.Sub(claim.GetFailedAt().AsTime()) < failureLife
+}
+
+// dismiss records that the cluster-autoscaler knows of a claim's failure, if it has failed.
+func (c *cluster) dismiss(claim *agentv1alpha1.Claim) {
+	if claim.GetFailedAt() != nil {
+		c.dismissed[claim.GetClaimId()] = claim.GetFailedAt().AsTime().Add(failureLife)
+	}
 }
 
 // correction is what a recent claim adds to the size that the view shows.
@@ -191,11 +223,8 @@ func InstanceID(cluster types.NamespacedName, claim string) string { return pref
 // instance returns the instance of a claim. shown is false if there is none, or none any more.
 func (c *cluster) instance(name types.NamespacedName, claim *agentv1alpha1.Claim, now time.Time) (instance Instance, shown bool) {
 	id := claim.GetClaimId()
-	if failed := failureOf(claim); failed != nil {
-		_, dismissed := c.dismissed[id]
-		if !dismissed && now.Sub(claim.GetFailedAt().AsTime()) < failureLife {
-			return Instance{ID: InstanceID(name, id), State: Creating, Failure: failed}, true
-		}
+	if c.showsFailure(claim, now) {
+		return Instance{ID: InstanceID(name, id), State: Creating, Failure: failureOf(claim)}, true
 	}
 	machine := claim.GetMachine()
 	instance = Instance{ID: cmp.Or(machine.GetProviderId(), InstanceID(name, id))}

@@ -91,8 +91,9 @@ type Description struct {
 	// Resources is the machine's total capacity, before any overhead. It is never nil.
 	Resources corev1.ResourceList
 	// Overhead is the part of Resources that is not available to pods on real Nodes. It is nil
-	// until a Node has been seen. Resources minus Overhead never exceeds what the Nodes seen could
-	// provide.
+	// until a Node has been seen. Of CPU, memory, disk and pods, Resources minus Overhead never exceeds what
+	// the Nodes seen could provide. Devices are not learned this way: one that failed on a single Node would
+	// be missing from the machines to come.
 	Overhead corev1.ResourceList
 	// AttachableVolumes are the limits of CSI drivers, by driver name. A missing driver has no
 	// known limit.
@@ -175,6 +176,8 @@ type describer struct {
 	template Template
 	observed Observation
 	settings Settings
+	// without is the resource that an annotation says the machines have none of, "" for none.
+	without corev1.ResourceName
 	// further is how many problems are not in Problems.
 	further int
 }
@@ -341,11 +344,18 @@ func (d *describer) accelerators() {
 	kind, hasKind := d.md.Annotations[GPUTypeAnnotation]
 	driver, hasDriver := d.md.Annotations[DRADriverAnnotation]
 	text, hasCount := d.md.Annotations[GPUCountAnnotation]
-	// A count of 0 declares that there are none.
-	if !hasKind && !hasDriver && !hasCount || strings.TrimSpace(text) == "0" {
+	if !hasKind && !hasDriver && !hasCount {
 		return
 	}
 	kind, driver = strings.TrimSpace(kind), strings.TrimSpace(driver)
+	if strings.TrimSpace(text) == "0" { // it declares that there are none, whatever the template and Nodes say
+		if strings.Contains(kind, "/") {
+			d.without = corev1.ResourceName(kind)
+			delete(d.Resources, d.without)
+			delete(d.Sources, "capacity."+kind)
+		}
+		return
+	}
 	var count resource.Quantity
 	usable := false
 	if hasCount {

@@ -40,7 +40,9 @@ func (d *describer) learnedResources() {
 		shown := d.observed.Capacity[name]
 		described, known := d.Resources[name]
 		if !known {
-			d.resource(name, shown, observedSource)
+			if name != d.without {
+				d.resource(name, shown, observedSource)
+			}
 			continue
 		}
 		if promisesMore(name, described, shown) {

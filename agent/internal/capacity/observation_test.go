@@ -214,6 +214,7 @@ func TestAcceleratorsAreAResourceOrDevicesOrBoth(t *testing.T) {
 			nil,
 		},
 		"said to have none":       {map[string]string{driver: "gpu.nvidia.com", count: "0"}, "", nil, nil},
+		"no kind, and none of it": {map[string]string{kind: "cpu", count: "0"}, "", nil, nil},
 		"devices, not how many":   {map[string]string{driver: "gpu.nvidia.com"}, "", nil, []string{count}},
 		"how many, not of what":   {map[string]string{count: "2"}, "", nil, []string{kind}},
 		"several drivers":         {map[string]string{driver: "a.example.com,b.example.com", count: "2"}, "", nil, []string{driver}},
@@ -234,4 +235,15 @@ func TestAcceleratorsAreAResourceOrDevicesOrBoth(t *testing.T) {
 			require.ElementsMatch(t, want, fields(d.Problems))
 		})
 	}
+}
+
+// The annotation comes before the infrastructure template and Nodes.
+func TestMachinesThatAreSaidToHaveNoAcceleratorsHaveNone(t *testing.T) {
+	d := capacity.Describe(described(map[string]string{capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "0"}),
+		template(map[string]any{"capacity": map[string]any{"nvidia.com/gpu": "1"}}), capacity.Observation{Capacity: list("nvidia.com/gpu", "1")},
+		capacity.Settings{})
+	require.NotContains(t, d.Resources, corev1.ResourceName("nvidia.com/gpu"))
+	require.NotContains(t, d.Sources, "capacity.nvidia.com/gpu")
+	require.False(t, d.Resources.Cpu().IsZero())
+	require.Empty(t, d.Problems)
 }

@@ -20,8 +20,16 @@ import (
 // Cluster API's controllers, one reconcile at a time. A reconcile reads, plans and then writes its
 // plan, whatever happened in between. Reconciles of one object never overlap.
 
-// surgeSize is how many Machines a rollout may create beyond the replicas.
-const surgeSize = 1
+// maxSurge is how many Machines a rollout may create beyond the replicas.
+func (w *world) maxSurge() int32 {
+	if w.noSurge {
+		return 0
+	}
+	return 1
+}
+
+// maxUnavailable is how many Machines may be missing during a rollout.
+func (w *world) maxUnavailable() int32 { return 1 - w.maxSurge() }
 
 // reconcile runs one controller on one object, unless that is in progress already. pause lets
 // others act.
@@ -181,13 +189,13 @@ func (w *world) planRollingUpdate(plan map[string]int32, newest string, sets []*
 	case plan[newest] > replicas:
 		plan[newest] = replicas
 	case plan[newest] < replicas:
-		plan[newest] += min(max(0, replicas+surgeSize-total), replicas-plan[newest])
+		plan[newest] += min(max(0, replicas+w.maxSurge()-total), replicas-plan[newest])
 	}
 	var sum int32
 	for _, n := range plan {
 		sum += n
 	}
-	spare := sum - replicas - (plan[newest] - availableNew)
+	spare := sum - (replicas - w.maxUnavailable()) - (plan[newest] - availableNew)
 	for _, s := range sets {
 		if s.Name == newest || spare <= 0 {
 			continue
@@ -196,7 +204,7 @@ func (w *world) planRollingUpdate(plan map[string]int32, newest string, sets []*
 		plan[s.Name] -= down
 		spare -= down
 	}
-	down := available - replicas
+	down := available - (replicas - w.maxUnavailable())
 	for _, s := range sets {
 		if s.Name == newest || down <= 0 {
 			continue

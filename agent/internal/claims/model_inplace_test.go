@@ -113,7 +113,7 @@ func (w *world) planInPlace(plan map[string]int32, newest string, sets []*cluste
 	}
 	notes[newest][clusterv1.MachineSetReceiveMachinesFromMachineSetsAnnotation] = strings.Join(sources, ",")
 	if up := plan[newest] - before[newest]; up > 0 { // Machines are moved rather than made
-		up = max(0, up-surgeSize)
+		up = max(0, up-w.maxSurge())
 		if up == 0 && !inProgress {
 			up = 1
 		}

@@ -21,6 +21,7 @@ func TestProtocolAgainstAdversary(t *testing.T) {
 			strategy: rapid.SampledFrom([]clusterv1.MachineDeploymentRolloutStrategyType{
 				clusterv1.OnDeleteMachineDeploymentStrategyType, clusterv1.RollingUpdateMachineDeploymentStrategyType,
 			}).Draw(t, "strategy"),
+			noSurge:      rapid.Bool().Draw(t, "no surge"),
 			ledgerBudget: rapid.SampledFrom([]int{0, 0, 0, 340, 520}).Draw(t, "ledger budget"), // 340: room for one claim and one release
 		})
 		w.plan(rapid.Bool().Draw(t, "outsiders"))

@@ -59,6 +59,8 @@ type world struct {
 	withdrawing bool
 	// inPlace means that rolling updates move Machines between MachineSets.
 	inPlace bool
+	// noSurge means that rolling updates delete a Machine before they create another one.
+	noSurge bool
 	// copies means that MachineSets get a copy of the MachineDeployment's ledger, as in Cluster
 	// API.
 	copies bool
@@ -174,6 +176,8 @@ type worldOptions struct {
 	skew time.Duration
 	// failure defines when the agents give Machines up; the zero value gives none up.
 	failure protocol.FailurePolicy
+	// noSurge is the world's.
+	noSurge bool
 }
 
 func newWorld(t *rapid.T, o worldOptions) *world {
@@ -193,7 +197,7 @@ func newFairWorld(t failer, o worldOptions) *world { return buildWorld(t, nil, o
 func buildWorld(t failer, dice *rapid.T, o worldOptions) *world {
 	clock := testclock.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC))
 	w := &world{
-		t: t, dice: dice, fair: true, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
+		t: t, dice: dice, fair: true, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget, noSurge: o.noSurge,
 		skew: o.skew, failure: o.failure, since: map[string]time.Time{}, failed: map[string]time.Time{},
 		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{}, refused: map[string]bool{},
 		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{}, open: map[types.UID]bool{},

@@ -94,7 +94,7 @@ func (r FlatRates) faults() []error {
 
 // price returns the price per hour of a machine as described after the instance type.
 func (r FlatRates) price(description string) (float64, error) {
-	if amount, period, found := strings.Cut(description, "/"); found && !strings.Contains(amount, "=") {
+	if amount, period, found := strings.Cut(description, "/"); found && !strings.Contains(description, "=") {
 		price, err := strconv.ParseFloat(amount, 64)
 		if err != nil || !isPrice(price) || hours[period] == 0 {
 			return 0, fmt.Errorf("%q is not a price; write for example 900/month, or a price per hour or year", description)

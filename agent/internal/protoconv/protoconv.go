@@ -99,7 +99,7 @@ func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 		Replicas:          g.Limits.Replicas,
 		FloorReplicas:     g.Floor,
 		Holder:            text(g.Limits.Holder),
-		Availability:      availability(g.Limits.With(g.Limits.For(g.Key.Name, ""))),
+		Availability:      availability(g.Limits, g.Limits.For(g.Key.Name, "")),
 		KubernetesVersion: text(g.KubernetesVersion),
 		TemplateRevision:  g.TemplateRevision,
 		RolloutStrategy:   strategy,
@@ -107,7 +107,7 @@ func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 		CreatedAt:         timestamp(g.CreatedAt),
 	}
 	if g.Limits.Holder != "" {
-		message.HolderAvailability = availability(g.Limits.With(g.Limits.For(g.Key.Name, g.Limits.Holder)))
+		message.HolderAvailability = availability(g.Limits, nil)
 	}
 	for _, devices := range g.Machine.Devices {
 		message.Devices = append(message.Devices, &agentv1alpha1.DeviceCount{
@@ -136,7 +136,12 @@ func valueSource(source capacity.Source) *agentv1alpha1.ValueSource {
 	return &agentv1alpha1.ValueSource{Kind: sourceKinds[source.Kind], Detail: text(source.Detail)}
 }
 
-func availability(limits eligibility.Group) *agentv1alpha1.Availability {
+// availability puts reserved, if it is not nil, before the other refusals, because a caller may wait for those to
+// pass.
+func availability(limits eligibility.Group, reserved *eligibility.Refusal) *agentv1alpha1.Availability {
+	if reserved != nil {
+		limits.Refusals = append([]eligibility.Refusal{*reserved}, limits.Refusals...)
+	}
 	refusal := limits.Refusal()
 	switch {
 	case refusal != nil:

@@ -158,6 +158,14 @@ func TestAvailability(t *testing.T) {
 					v1alpha1.HolderAnnotation + ` of the MachineDeployment)`,
 			},
 		},
+		"another holder's, and cooling down": {
+			eligibility.Group{Holder: "cluster-autoscaler", Refusals: []eligibility.Refusal{{Reason: eligibility.CoolingDown, Message: "it failed", RetryAt: retryAt}}},
+			&agentv1alpha1.Availability{
+				Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED,
+				Message: `the node group accepts only claims of the holder "cluster-autoscaler" (annotation ` +
+					v1alpha1.HolderAnnotation + ` of the MachineDeployment); it failed`,
+			},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			shown := protoconv.NodeGroup(nodegroup.NodeGroup{Limits: c.limits}).GetAvailability()
@@ -167,6 +175,11 @@ func TestAvailability(t *testing.T) {
 	coolingDown := eligibility.Group{Refusals: []eligibility.Refusal{{Reason: eligibility.CoolingDown, RetryAt: retryAt}}}
 	shown := protoconv.NodeGroup(nodegroup.NodeGroup{Limits: coolingDown})
 	require.Equal(t, retryAt.UTC(), shown.GetAvailability().GetRetryAt().AsTime())
+
+	coolingDown.Holder = "cluster-autoscaler"
+	shown = protoconv.NodeGroup(nodegroup.NodeGroup{Limits: coolingDown})
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, shown.GetHolderAvailability().GetReason())
+	require.Equal(t, retryAt.UTC(), shown.GetHolderAvailability().GetRetryAt().AsTime())
 }
 
 func TestEveryRefusalOfAGroupThatExistsHasItsReason(t *testing.T) {

@@ -17,6 +17,10 @@ const (
 	// claimed. Cluster API copies it to their Nodes.
 	PeerMemberLabel = "node.cluster.x-k8s.io/karpenter-member"
 
+	// KeptAnnotation is on Nodes that are protected from disruption because the agent does not know their machine.
+	// It is removed together with the protection, once the agent does. Its value is "true".
+	KeptAnnotation = Group + "/kept"
+
 	// AdoptedLabel is on NodeClaims that adopted an existing machine, and on their Nodes. Its value
 	// is "true".
 	AdoptedLabel = Group + "/adopted"

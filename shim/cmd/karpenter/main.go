@@ -13,6 +13,7 @@ import (
 	"github.com/awslabs/operatorpkg/status"
 	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/clock"
@@ -244,7 +245,7 @@ func run(ctx context.Context) error {
 	})
 	core := controllers.NewControllers(
 		ctx, op.Manager, op.Clock, registration.PlanningClient(failed.Client(static.Client(outage.Client(op.GetClient())))),
-		registration.CoreRecorder(op.EventRecorder),
+		registration.CoreRecorder(op.EventRecorder, nodePoolExists(ctx, op.GetClient())),
 		decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
 	)
@@ -437,3 +438,10 @@ type everywhere func(context.Context) error
 func (f everywhere) Start(ctx context.Context) error { return f(ctx) }
 
 func (everywhere) NeedLeaderElection() bool { return false }
+
+// nodePoolExists reads the cache. A NodePool that cannot be read counts as one that exists.
+func nodePoolExists(ctx context.Context, kube client.Reader) func(name string) bool {
+	return func(name string) bool {
+		return !apierrors.IsNotFound(kube.Get(ctx, client.ObjectKey{Name: name}, &karpv1.NodePool{}))
+	}
+}

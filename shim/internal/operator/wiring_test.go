@@ -83,7 +83,7 @@ func TestWhatCoresMainMakesAndPassesIsMadeAndPassed(t *testing.T) {
 		if function == "controllers.NewControllers" {
 			require.Equal(t, "op.GetClient()", want[3])
 			require.Equal(t, "op.EventRecorder", want[4])
-			want[4] = "registration.CoreRecorder(op.EventRecorder)"
+			want[4] = "registration.CoreRecorder(op.EventRecorder, nodePoolExists(ctx, op.GetClient()))"
 			want[3] = "registration.PlanningClient(failed.Client(static.Client(outage.Client(op.GetClient()))))"
 			want = append(want, "controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue))")
 		}

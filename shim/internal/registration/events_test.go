@@ -18,7 +18,7 @@ func (r *recorded) Publish(published ...events.Event) { *r = append(*r, publishe
 
 func TestAMissingTaintIsNoEventOfEachNodeClaim(t *testing.T) {
 	var all recorded
-	recorder := registration.CoreRecorder(&all)
+	recorder := registration.CoreRecorder(&all, nil)
 	others := disruptionevents.Blocked(&corev1.Node{}, &karpv1.NodeClaim{}, "pdb prevents pod evictions")
 	recorder.Publish(append(others, events.Event{Reason: events.UnregisteredTaintMissing})...)
 	recorder.Publish(events.Event{Reason: events.UnregisteredTaintMissing})
@@ -26,8 +26,15 @@ func TestAMissingTaintIsNoEventOfEachNodeClaim(t *testing.T) {
 }
 
 // NodePools that are hidden from core for a while exist.
-func TestNoNodeIsSaidToHaveNoNodePool(t *testing.T) {
+func TestNoNodeIsSaidToHaveNoNodePoolIfThatExists(t *testing.T) {
 	var all recorded
-	registration.CoreRecorder(&all).Publish(disruptionevents.Blocked(&corev1.Node{}, &karpv1.NodeClaim{}, "NodePool not found (NodePool=general)")...)
+	recorder := registration.CoreRecorder(&all, func(nodePool string) bool { return nodePool == "general" })
+	publish := func(nodePool string) []events.Event {
+		about := disruptionevents.Blocked(&corev1.Node{}, &karpv1.NodeClaim{}, "NodePool not found (NodePool="+nodePool+")")
+		recorder.Publish(about...)
+		return about
+	}
+	publish("general")
 	require.Empty(t, all)
+	require.Equal(t, recorded(publish("gone")), all)
 }

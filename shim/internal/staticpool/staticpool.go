@@ -9,8 +9,7 @@
 //
 // Replacements of drifted or unhealthy Nodes are not refused: core has tainted the Node by then, and
 // a failed write ends its pass of disruption for all NodePools, without removing the taint. Instead, the
-// NodePool is hidden from core's disruption meanwhile. Core then reports on its Nodes that the NodePool was not
-// found.
+// NodePool is hidden from core's disruption meanwhile.
 package staticpool
 
 import (

@@ -614,6 +614,19 @@ var mutants = []mutant{
 	// Several MachineSets.
 	{name: "no paused variant", both: true, world: "-claims=1 -floor=2 -sets=2 -machines=4 -stale=0", violation: "I3", edits: []edit{
 		{"	sole := len(active) == 1 && !slices", "	if len(active) == 0 {\n		return\n	}\n	sole := len(active) > 0 || !slices"},
+		{"	if sole && (b.onDelete() || active[0] == b.newest()) {\n", "	if sole {\n"},
+	}},
+	{name: "a rollout's old MachineSet is lowered through the MachineDeployment", test: "TestARolloutThatMayNotSurgeHasItsOldMachineSetLowered", edits: []edit{
+		{"	if sole && (b.onDelete() || active[0] == b.newest()) {\n", "	if sole {\n"},
+	}},
+	{name: "a paused release does not wait for another deletion's report", test: "TestAPausedReleaseWaitsForTheReportOfAnotherDeletion", edits: []edit{
+		{"		if b.deletionsUnreported(begun) {\n", "		if false && b.deletionsUnreported(begun) {\n"},
+	}},
+	{name: "a pause begins that has to wait", test: "TestAPausedReleaseWaitsForTheReportOfAnotherDeletion", edits: []edit{
+		{"(hasPausedAnnotation(set) || b.awaitsReport(set, b.readyOf(set, ready)))", "(hasPausedAnnotation(set) || false && b.awaitsReport(set, b.readyOf(set, ready)))"},
+	}},
+	{name: "a claim fails during the agent's own pause", test: "TestNoClaimFailsWhileTheAgentsOwnPauseLasts", edits: []edit{
+		{"	case IsPaused(s.Deployment.Status.Conditions):\n		// While", "	case IsPaused(s.Deployment.Status.Conditions) && false:\n		// While"},
 	}},
 	{name: "paused step not repeatable", edits: []edit{
 		{
@@ -704,7 +717,7 @@ var mutants = []mutant{
 	}},
 	{
 		name: "a MachineDeployment is paused for a MachineSet that a person paused", test: "TestAMachineSetThatAPersonPausedHoldsUpItsOwnReleasesAlone",
-		edits: []edit{{"set := b.set(SetOf(m)); set != nil && hasPausedAnnotation(set) {\n", "set := b.set(SetOf(m)); false && hasPausedAnnotation(set) {\n"}},
+		edits: []edit{{"set != nil && (hasPausedAnnotation(set) || b.awaitsReport(set,", "set != nil && (false && hasPausedAnnotation(set) || b.awaitsReport(set,"}},
 	},
 	{name: "a MachineSet is paused while its MachineDeployment is", test: "TestOnePauseAtATime", edits: []edit{
 		{" && !hasPausedAnnotation(active[0]) && !b.lowersUnderPause() {\n", " && !hasPausedAnnotation(active[0]) {\n"},

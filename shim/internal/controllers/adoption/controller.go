@@ -151,10 +151,15 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return reconcile.Result{}, nil
 	}
 	if claim, known := c.Claims.Get(string(nodeClaim.UID)); known && isLive(claim) {
-		if claim.GetAdoptMachine() == "" {
-			return c.unprotect(ctx, nodeClaim)
+		if claim.GetAdoptMachine() != "" {
+			return c.complete(ctx, nodeClaim, claim)
 		}
-		return c.complete(ctx, nodeClaim, claim)
+		c.sawToIt(nodeClaim.UID)
+		node, err := c.node(ctx, nodeClaim)
+		if err != nil || node == nil {
+			return reconcile.Result{}, err
+		}
+		return reconcile.Result{}, client.IgnoreNotFound(c.endProtection(ctx, node))
 	}
 	if id := nodeClaim.Status.ProviderID; id == "" || placeholder.Is(id) {
 		c.sawToIt(nodeClaim.UID)
@@ -320,10 +325,13 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	// A Node that its user protects gets no mark: unprotect would end the user's protection.
-	if node != nil && node.Annotations[karpv1.DoNotDisruptAnnotationKey] != yes {
-		if err := c.protect(ctx, node, v1alpha1.AdoptionPolicy{}); err != nil {
-			return nodeGone(err)
+	// A Node that is protected already gets no mark: endProtection would end that protection.
+	if node != nil && !isKept(node) && node.Annotations[karpv1.DoNotDisruptAnnotationKey] == "" {
+		stored := node.DeepCopy()
+		node.Annotations = lo.Assign(node.Annotations, map[string]string{v1alpha1.KeptAnnotation: yes, karpv1.DoNotDisruptAnnotationKey: yes})
+		// A user may just have protected it.
+		if err := c.Kube.Patch(ctx, node, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+			return nodeGone(fmt.Errorf("protecting %s from disruption: %w", node.Name, err))
 		}
 	}
 	c.Recorder.Publish(c.Unclaimed.Unknown(nodeClaim))
@@ -331,43 +339,49 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	return reconcile.Result{RequeueAfter: look}, nil
 }
 
-// unprotect ends the protection by [Controller.keep] of a Node that has a claim and was never adopted.
-// Such a Node was protected by a process that saw another Cluster's machines, because of a wrong
-// kubeconfig or certificate, or while the hub did not have the claim. Protections by users have no
-// mark, and stay.
-func (c *Controller) unprotect(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
-	c.sawToIt(nodeClaim.UID)
-	if _, marked := nodeClaim.Labels[v1alpha1.AdoptedLabel]; marked {
-		return reconcile.Result{}, nil
-	}
-	node, err := c.node(ctx, nodeClaim)
-	if err != nil || node == nil {
-		return reconcile.Result{}, err
-	}
-	if _, marked := node.Labels[v1alpha1.AdoptedLabel]; !marked || wasAdopted(node) {
-		return reconcile.Result{}, nil
+// endProtection ends the protection of a Node by [Controller.keep], once its claim is known: another Cluster's machines were
+// seen, because of a wrong kubeconfig or certificate, or the hub did not have the claim. Protections by users, and
+// those of an adoption, have no such mark, and stay.
+func (c *Controller) endProtection(ctx context.Context, node *corev1.Node) error {
+	if !isKept(node) {
+		return nil
 	}
 	stored := node.DeepCopy()
-	delete(node.Labels, v1alpha1.AdoptedLabel)
-	delete(node.Annotations, karpv1.DoNotDisruptAnnotationKey)
-	if err := c.Kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
-		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("ending the protection of Node %s: %w", node.Name, err))
+	unkeep(node)
+	// The cache may be older than what an adoption has set.
+	if err := c.Kube.Patch(ctx, node, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+		return fmt.Errorf("ending the protection of Node %s: %w", node.Name, err)
 	}
 	log.FromContext(ctx).Info("ended the protection of a Node whose machine was unknown", "Node", node.Name)
-	return reconcile.Result{}, nil
+	return nil
+}
+
+func isKept(object client.Object) bool {
+	return object.GetAnnotations()[v1alpha1.KeptAnnotation] == yes
+}
+
+func unkeep(object client.Object) {
+	object.SetAnnotations(lo.OmitByKeys(object.GetAnnotations(), []string{v1alpha1.KeptAnnotation, karpv1.DoNotDisruptAnnotationKey}))
 }
 
 // protect marks a Node or NodeClaim as adopted, and protects it from disruption unless the node
 // class allows that. It does so once per adoption, so that later changes by users are kept. If the
 // object carries the mark of a completed adoption, that adoption's claim no longer exists, and
-// protect applies again.
+// protect applies again. It ends a protection by [Controller.keep] with the same write.
 func (c *Controller) protect(ctx context.Context, object client.Object, policy v1alpha1.AdoptionPolicy) error {
-	if _, marked := object.GetLabels()[v1alpha1.AdoptedLabel]; marked && !wasAdopted(object) {
+	_, marked := object.GetLabels()[v1alpha1.AdoptedLabel]
+	begun := marked && !wasAdopted(object)
+	if begun && !isKept(object) {
 		return nil
 	}
 	stored, _ := object.DeepCopyObject().(client.Object)
-	object.SetAnnotations(lo.OmitByKeys(object.GetAnnotations(), []string{v1alpha1.NodeGroupAnnotation}))
-	markAdopted(object, policy)
+	if isKept(object) {
+		unkeep(object)
+	}
+	if !begun {
+		object.SetAnnotations(lo.OmitByKeys(object.GetAnnotations(), []string{v1alpha1.NodeGroupAnnotation}))
+		markAdopted(object, policy)
+	}
 	if err := c.Kube.Patch(ctx, object, client.MergeFrom(stored)); err != nil {
 		return fmt.Errorf("protecting %s from disruption: %w", object.GetName(), err)
 	}
@@ -395,6 +409,11 @@ func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 	node, err := c.node(ctx, nodeClaim)
 	if err != nil {
 		return reconcile.Result{}, err
+	}
+	if node != nil {
+		if err := c.endProtection(ctx, node); err != nil {
+			return nodeGone(err)
+		}
 	}
 	if _, marked := nodeClaim.Labels[v1alpha1.AdoptedLabel]; !marked || !wasAdopted(nodeClaim) {
 		described := c.Provider.Describe(nodeClaim.Spec.NodeClassRef.Name, claim)
@@ -476,10 +495,7 @@ func (c *Controller) Settled() bool { return c.settled.Load() }
 func (c *Controller) Start(ctx context.Context) error {
 	looks := 0
 	err := wait.PollUntilContextCancel(ctx, settleLook, true, func(ctx context.Context) (bool, error) {
-		if !c.Claims.State().Synced {
-			return false, nil
-		}
-		nodeClaims, err := nodeclaimutils.ListManaged(ctx, c.Kube, c.CloudProvider)
+		nodeClaims, err := nodeclaimutils.ListManaged(ctx, c.Kube, c.CloudProvider, client.UnsafeDisableDeepCopy)
 		if err != nil {
 			log.FromContext(ctx).Error(err, "listing the NodeClaims to adopt")
 			return false, nil
@@ -491,7 +507,7 @@ func (c *Controller) Start(ctx context.Context) error {
 		if looks++; len(left) > 0 && looks%looksPerLog == 0 {
 			log.FromContext(ctx).Info("nothing is planned or disrupted before NodeClaims are adopted", "count", len(left), "first", left[0].Name)
 		}
-		return len(left) == 0, nil
+		return len(left) == 0 && c.Claims.State().Synced, nil
 	})
 	if err != nil {
 		return nil //nolint:nilerr // the process ends

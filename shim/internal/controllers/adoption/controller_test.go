@@ -505,10 +505,10 @@ func TestANodeClaimWhoseMachineTheAgentDoesNotShowIsProtectedAndAdoptedLater(t *
 // Machine of a NodeClaim that has a claim.
 func TestTheProtectionOfANodeEndsWhenItsClaimIsKnown(t *testing.T) {
 	for name, test := range map[string]struct {
-		labels map[string]string
-		stays  bool
+		annotations map[string]string
+		stays       bool
 	}{
-		"protected because its machine was unknown": {map[string]string{v1alpha1.AdoptedLabel: "true"}, false},
+		"protected because its machine was unknown": {map[string]string{v1alpha1.KeptAnnotation: "true"}, false},
 		"protected by a user":                       {nil, true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -520,13 +520,12 @@ func TestTheProtectionOfANodeEndsWhenItsClaimIsKnown(t *testing.T) {
 			require.NoError(t, err)
 			e.known(nodeClaim)
 			node := e.join(nodeClaim)
-			node.Labels = lo.Assign(node.Labels, test.labels)
-			node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: "true", "team": "blue"}
+			node.Annotations = lo.Assign(test.annotations, map[string]string{karpv1.DoNotDisruptAnnotationKey: "true", "team": "blue"})
 			e.Update(node)
 
 			e.reconcile(nodeClaim)
 			e.Get(node)
-			assert.NotContains(t, node.Labels, v1alpha1.AdoptedLabel)
+			assert.NotContains(t, node.Annotations, v1alpha1.KeptAnnotation)
 			assert.Equal(t, test.stays, node.Annotations[karpv1.DoNotDisruptAnnotationKey] != "")
 			assert.Equal(t, "blue", node.Annotations["team"])
 			assert.Empty(t, e.Recorder.Reasons())
@@ -539,13 +538,57 @@ func TestAUsersProtectionOutlivesATimeInWhichTheMachineIsUnknown(t *testing.T) {
 	e := setUp(t)
 	nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere" })
 	node := e.join(nodeClaim)
+	node.Spec.ProviderID = nodeClaim.Status.ProviderID
 	node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: "true"}
 	e.Update(node)
 	e.reconcile(nodeClaim)
 	require.Equal(t, []string{"MachineUnknown"}, e.Recorder.Reasons())
 	e.Get(node)
-	assert.NotContains(t, node.Labels, v1alpha1.AdoptedLabel, "the end of the shim's own protection would end the user's")
+	assert.NotContains(t, node.Annotations, v1alpha1.KeptAnnotation, "the end of the shim's own protection would end the user's")
 	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey])
+}
+
+// The same, for a Node whose adoption was completed, and whose disruption its user allowed.
+func TestAnApprovedDisruptionOutlivesATimeInWhichTheMachineIsUnknown(t *testing.T) {
+	for name, adopted := range map[string]bool{"its claim is known again": true, "its claim is made again": false} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			adopt := func(object client.Object) {
+				object.SetLabels(lo.Assign(object.GetLabels(), map[string]string{v1alpha1.AdoptedLabel: "true"}))
+				object.SetAnnotations(map[string]string{v1alpha1.NodeGroupAnnotation: e.machine.GetNodeGroupId()})
+			}
+			nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere"; adopt(nc) })
+			node := e.join(nodeClaim)
+			adopt(node)
+			node.Spec.ProviderID = nodeClaim.Status.ProviderID
+			e.Update(node)
+			e.reconcile(nodeClaim)
+			require.Equal(t, []string{"MachineUnknown"}, e.Recorder.Reasons())
+			e.Get(node)
+			require.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey])
+			require.Equal(t, e.machine.GetNodeGroupId(), node.Annotations[v1alpha1.NodeGroupAnnotation], "it is still the adopted one")
+
+			node.Spec.ProviderID = e.machine.GetProviderId()
+			e.Update(node)
+			nodeClaim.Status.ProviderID = e.machine.GetProviderId()
+			require.NoError(t, e.Kube.Status().Update(e.Context(), nodeClaim))
+			if adopted {
+				_, err := e.Client.Claims.CreateClaim(e.Context(), &agentv1alpha1.CreateClaimRequest{
+					Cluster: e.Cluster, ClaimId: string(nodeClaim.UID), Holder: "karpenter", AdoptMachine: e.machine.GetName(),
+					Candidates: []string{e.machine.GetNodeGroupId()},
+				})
+				require.NoError(t, err)
+				e.known(nodeClaim)
+			}
+			e.clock.Step(time.Minute)
+			e.reconcile(nodeClaim)
+			require.NotNil(t, e.claim(nodeClaim))
+			e.Get(node)
+			assert.NotContains(t, node.Annotations, v1alpha1.KeptAnnotation)
+			assert.Equal(t, !adopted, node.Annotations[karpv1.DoNotDisruptAnnotationKey] == "true", "an adoption protects, by the policy of the node class")
+			assert.Equal(t, e.machine.GetNodeGroupId(), node.Annotations[v1alpha1.NodeGroupAnnotation])
+		})
+	}
 }
 
 // After a return to the other provider the claims are gone, but what the first adoption set on

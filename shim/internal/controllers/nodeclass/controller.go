@@ -467,6 +467,9 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 			),
 			DedupeValues: []string{string(nodeClass.UID)},
 		})
+		if err := c.noteConnection(ctx, nodeClass); err != nil {
+			return reconcile.Result{}, err
+		}
 		return reconcile.Result{RequeueAfter: terminating}, nil
 	}
 	stored := nodeClass.DeepCopy()
@@ -478,6 +481,24 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 	delete(c.written, nodeClass.Name)
 	c.mu.Unlock()
 	return reconcile.Result{}, nil
+}
+
+// noteConnection writes whether the agent is reachable, for a node class that is being deleted: what happens to its
+// NodeClaims depends on it (package outage).
+func (c *Controller) noteConnection(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) error {
+	stored := nodeClass.DeepCopy()
+	c.describeConnection(nodeClass.StatusConditions(status.WithClock(c.Clock)))
+	if !turned(stored, nodeClass) {
+		return nil
+	}
+	if err := c.Kube.Status().Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+		if apierrors.IsConflict(err) {
+			return nil // it is tried again soon
+		}
+		return client.IgnoreNotFound(fmt.Errorf("patching the status: %w", err))
+	}
+	c.announce(ctx, stored, nodeClass)
+	return nil
 }
 
 // Register adds the controller to the manager.

@@ -378,6 +378,26 @@ func TestANodeClassStaysWhileNodeClaimsReferToIt(t *testing.T) {
 	assert.False(t, e.Exists(nodeClass))
 }
 
+// Package outage decides by the condition what core may do with the NodeClaims of the node class.
+func TestANodeClassThatIsBeingDeletedShowsWhetherTheAgentIsReachable(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	e.Create(e.NodeClaim("claim"))
+	require.NoError(t, e.Kube.Delete(e.Context(), nodeClass))
+	reachable := func() bool {
+		nodeClass := e.reconcile(shimtest.NodeClassName)
+		assert.NotZero(t, e.again)
+		return condition(nodeClass, v1alpha1.ConditionAgentReachable).IsTrue()
+	}
+	require.True(t, reachable())
+	e.connection.state = agentclient.State{Synced: true, Since: e.clock.Now(), LastError: grpcstatus.Error(codes.Unavailable, "connection refused")}
+	e.clock.Step(2 * grace)
+	require.False(t, reachable())
+	e.connection.state = agentclient.State{Synced: true, Connected: true}
+	require.True(t, reachable())
+	assert.Subset(t, e.Recorder.Reasons(), []string{"AgentUnreachable", "AgentReachable"})
+}
+
 func TestTheStatusShowsWhatWasSelected(t *testing.T) {
 	e := setUp(t,
 		&agentv1alpha1.NodeGroup{

@@ -129,6 +129,14 @@ const spec = `{"template": {"spec": {
 	"nodeClassRef": {"group": "karpenter.cluster.x-k8s.io", "kind": "ClusterAPINodeClass", "name": "default"},
 	"requirements": [{"key": "karpenter.sh/capacity-type", "operator": "In", "values": ["on-demand"]}]}}%s}`
 
+func TestWholeNumbersArePublishedAsTheyAre(t *testing.T) {
+	w := newEnvironment(t)
+	w.publish("default", `, "limits": {"memory": 9223372036854775807}`)
+	assert.Empty(t, w.result("default"))
+	limit := w.pool("default").Spec.Limits[corev1.ResourceMemory]
+	require.Equal(t, int64(9223372036854775807), limit.Value())
+}
+
 // publish publishes the NodePool with more of its spec, and reconciles.
 func (w *environment) publish(name, more string, changes ...func(*agentv1alpha1.PublishedObject)) {
 	w.Helper()

@@ -308,6 +308,9 @@ func (t *story) nodePool(pool *karpv1.NodePool) (state State, message string, ne
 	case class == nil:
 		return Blocked, fmt.Sprintf("its ClusterAPINodeClass %s does not exist", pool.Spec.Template.Spec.NodeClassRef.Name),
 			[]string{"Create the ClusterAPINodeClass, or correct spec.template.spec.nodeClassRef."}
+	case !class.DeletionTimestamp.IsZero():
+		return Blocked, fmt.Sprintf("its ClusterAPINodeClass %s is being deleted", class.Name),
+			[]string{"Refer to another ClusterAPINodeClass in spec.template.spec.nodeClassRef of NodePool " + pool.Name + "."}
 	case !conditionsReady(class):
 		return Blocked, fmt.Sprintf("its ClusterAPINodeClass %s is not ready: %s", class.Name, classTrouble(class)), classRemedy(class)
 	case conditions.Get(karpv1.ConditionTypeValidationSucceeded).IsFalse():
