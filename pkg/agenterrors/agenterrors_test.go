@@ -302,7 +302,8 @@ func TestErrorsAreReadByClientsThatAcceptLittle(t *testing.T) {
 func TestADescriptionOmitsTheCallersOwnPort(t *testing.T) {
 	failed := func(port int) string {
 		return agenterrors.Describe(fmt.Errorf("calling: %w", status.Errorf(codes.Unavailable,
-			`connection error: desc = "transport: authentication handshake failed: read tcp 10.1.2.3:%d->10.0.0.1:8443: read: connection reset by peer"`, port)))
+			`connection error: desc = "transport: authentication handshake failed: read tcp 10.1.2.3:%d->10.0.0.1:8443: `+
+				`read: connection reset by peer"`, port)))
 	}
 	require.Equal(t, failed(51234), failed(51235))
 	require.Contains(t, failed(51234), "read tcp 10.0.0.1:8443: read: connection reset by peer")

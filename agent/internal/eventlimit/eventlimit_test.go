@@ -41,11 +41,11 @@ func TestEventsAboutOneClusterAreBounded(t *testing.T) {
 	for i := range 5000 {
 		require.True(t, event(claim("fleet", "a", fmt.Sprint(i)), "OwnerMissing"))
 	}
-	named := metav1.ObjectMeta{Namespace: "fleet", Name: "a"}
+	named, other := metav1.ObjectMeta{Namespace: "fleet", Name: "a"}, metav1.ObjectMeta{Namespace: "fleet", Name: "other"}
 	for _, object := range []runtime.Object{
 		claim("fleet", "a", "another"),
 		&clusterv1.Cluster{ObjectMeta: named}, &v1alpha1.Spoke{ObjectMeta: named},
-		&clusterv1.MachineDeployment{Spec: clusterv1.MachineDeploymentSpec{ClusterName: "a"}, ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "md"}},
+		&clusterv1.MachineDeployment{Spec: clusterv1.MachineDeploymentSpec{ClusterName: "a"}, ObjectMeta: other},
 		&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Labels: map[string]string{clusterv1.ClusterNameLabel: "a"}}},
 	} {
 		require.False(t, event(object, "OwnerMissing"), "%T", object)

@@ -159,7 +159,10 @@ func TestAvailability(t *testing.T) {
 			},
 		},
 		"another holder's, and cooling down": {
-			eligibility.Group{Holder: "cluster-autoscaler", Refusals: []eligibility.Refusal{{Reason: eligibility.CoolingDown, Message: "it failed", RetryAt: retryAt}}},
+			eligibility.Group{
+				Holder:   "cluster-autoscaler",
+				Refusals: []eligibility.Refusal{{Reason: eligibility.CoolingDown, Message: "it failed", RetryAt: retryAt}},
+			},
 			&agentv1alpha1.Availability{
 				Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED,
 				Message: `the node group accepts only claims of the holder "cluster-autoscaler" (annotation ` +

@@ -615,6 +615,7 @@ var mutants = []mutant{
 	{name: "no paused variant", both: true, world: "-claims=1 -floor=2 -sets=2 -machines=4 -stale=0", violation: "I3", edits: []edit{
 		{"	sole := len(active) == 1 && !slices", "	if len(active) == 0 {\n		return\n	}\n	sole := len(active) > 0 || !slices"},
 		{"	if sole && (b.onDelete() || active[0] == b.newest()) {\n", "	if sole {\n"},
+		{"		lowerable := b.lowerable(active[0], b.Group.Replicas)\n", "		lowerable := b.Group.Replicas\n"},
 	}},
 	{name: "a rollout's old MachineSet is lowered through the MachineDeployment", test: "TestARolloutThatMayNotSurgeHasItsOldMachineSetLowered", edits: []edit{
 		{"	if sole && (b.onDelete() || active[0] == b.newest()) {\n", "	if sole {\n"},
