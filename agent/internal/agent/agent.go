@@ -87,6 +87,16 @@ type Agent struct {
 	log      logr.Logger
 }
 
+// record makes the recorder of events, which the budget uses first.
+func (a *Agent) record(ctx context.Context, budget *storage.Budget, registerer prometheus.Registerer) error {
+	recorder, err := eventlimit.New(a.manager.GetEventRecorder("capi-agent"), clock.RealClock{}, registerer)
+	if err != nil {
+		return fmt.Errorf("registering the metric of events: %w", err)
+	}
+	a.recorder = recorder
+	return budget.Follow(ctx, a.manager.GetCache(), a.recorder)
+}
+
 // New assembles an agent. It asks the hub for nothing but [Config.Mapper] before [Agent.Run].
 func New(ctx context.Context, c Config) (*Agent, error) {
 	if c.Log.GetSink() == nil {
@@ -108,12 +118,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if a.manager, err = newManager(c, scope, corrected, budget, watches); err != nil {
 		return nil, err
 	}
-	recorder, err := eventlimit.New(a.manager.GetEventRecorder("capi-agent"), clock.RealClock{}, c.Registerer)
-	if err != nil {
-		return nil, fmt.Errorf("registering the metric of events: %w", err)
-	}
-	a.recorder = recorder
-	if err := budget.Follow(ctx, a.manager.GetCache(), a.recorder); err != nil {
+	if err := a.record(ctx, budget, c.Registerer); err != nil {
 		return nil, err
 	}
 	if err := hub.Index(ctx, a.manager.GetFieldIndexer()); err != nil {

@@ -69,7 +69,7 @@ func TestCertificatesAreIssuedToOneIdentityOnlySoOften(t *testing.T) {
 	require.True(t, known)
 	require.Equal(t, 30*time.Second, after)
 	require.EqualValues(t, 20, issued.Load())
-	require.EqualValues(t, 1, sum(t, f.registry, "capi_agent_calls_refused_total", "reason", "certificates"))
+	require.Equal(t, 1, int(sum(t, f.registry, "capi_agent_calls_refused_total", "reason", "certificates")))
 
 	now.SetTime(now.Now().Add(30 * time.Second))
 	require.NoError(t, issue())
