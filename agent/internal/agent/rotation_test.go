@@ -14,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/time/rate"
+	"k8s.io/apimachinery/pkg/util/wait"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
@@ -60,7 +61,8 @@ func (s *shim) hold(issued *agentv1alpha1.IssueCertificateResponse, key *ecdsa.P
 func (s *shim) renews(by *testpki.Authority, trusting int) {
 	s.Helper()
 	for _, c := range s.clients {
-		eventually(s.T, "the agent issues by what its files hold now", func(context.Context) (bool, error) {
+		// An agent reads its files every five seconds, and issues one identity only so many certificates.
+		err := wait.PollUntilContextTimeout(s.Context(), time.Second, patience, true, func(context.Context) (bool, error) {
 			key := s.key()
 			issued, err := s.issue(c, key)
 			if err != nil {
@@ -77,6 +79,7 @@ func (s *shim) renews(by *testpki.Authority, trusting int) {
 			s.hold(issued, key)
 			return true, nil
 		})
+		require.NoError(s, err, "the agent issues by what its files hold now")
 	}
 }
 

@@ -137,7 +137,7 @@ const (
 	// certificateInterval and certificateBurst are how often certificates are issued to a caller, on average,
 	// and how many at once. A shim renews its certificate a few times a day, or every few minutes with the
 	// shortest lifetime. Each certificate is a signature, and an event in the hub.
-	certificateInterval, certificateBurst = 30 * time.Second, 20
+	certificateInterval, certificateBurst = 30 * time.Second, 100
 	// lightPerCall is how many calls of light methods count as one call. Such a call is answered from
 	// memory in less than a tenth of a millisecond. framesOfLight is how many frames each may send
 	// that do not count, and lightFrames how many of them a caller may have left over.

@@ -59,7 +59,7 @@ func TestCertificatesAreIssuedToOneIdentityOnlySoOften(t *testing.T) {
 		_, err := c.Issuer.IssueCertificate(ctx, request)
 		return err
 	}
-	for range 20 {
+	for range 100 {
 		require.NoError(t, issue())
 	}
 	err := issue()
@@ -68,7 +68,7 @@ func TestCertificatesAreIssuedToOneIdentityOnlySoOften(t *testing.T) {
 	after, known := agenterrors.RetryDelay(err)
 	require.True(t, known)
 	require.Equal(t, 30*time.Second, after)
-	require.EqualValues(t, 20, issued.Load())
+	require.EqualValues(t, 100, issued.Load())
 	require.Equal(t, 1, int(sum(t, f.registry, "capi_agent_calls_refused_total", "reason", "certificates")))
 
 	now.SetTime(now.Now().Add(30 * time.Second))
