@@ -219,9 +219,8 @@ func (g *group) max() int32 {
 	return max(*g.Limits.Max-g.Floor-g.others-g.leaving, 0)
 }
 
-// TargetSize returns how many claims the cluster-autoscaler has on a group, with those that [Scaler.Instances] returns as
-// failed. Errors:
-// [*UnknownGroupError], [watchcache.ErrNotReady], [watchcache.ErrClosed].
+// TargetSize returns how many claims the cluster-autoscaler has on a group, with those that
+// [Scaler.Instances] returns as failed. Errors: [*UnknownGroupError], [watchcache.ErrNotReady], [watchcache.ErrClosed].
 func (s *Scaler) TargetSize(name types.NamespacedName, id string) (target int32, err error) {
 	err = s.inGroup(name, id, func(c *cluster, _ *group) error {
 		target = c.target(id, s.config.Clock.Now())

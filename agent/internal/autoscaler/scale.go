@@ -174,9 +174,9 @@ func (n Node) describe() string {
 	return fmt.Sprintf("%s (%s)", short(n.Name), short(n.ProviderID))
 }
 
-// Decrease lowers the target size of a group. Claims that have failed stop counting first. Then claims that have no
-// node are released: those without a machine first, then those whose machine has no provider ID. Others come last, because the hub may not see
-// a node that is there. Of each kind, the newest come first. delta is negative. Errors: [*InvalidError],
+// Decrease lowers the target size of a group. Claims that have failed stop counting first. Then claims that
+// have no node are released: those without a machine first, then those whose machine has no provider ID. Others
+// come last, because the hub may not see a node that is there. Of each kind, the newest come first. delta is negative. Errors: [*InvalidError],
 // [*UnknownGroupError], [*ExistingNodesError], and those of [claims.Engine.Release].
 func (s *Scaler) Decrease(ctx context.Context, name types.NamespacedName, id string, delta int32) error {
 	if delta >= 0 {

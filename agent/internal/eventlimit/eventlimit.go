@@ -65,9 +65,10 @@ func (r *Recorder) Eventf(regarding, related runtime.Object, kind, reason, actio
 func (r *Recorder) allow(key bucket) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	limiter := rate.NewLimiter(rate.Every(interval), burst)
-	if found, is := r.buckets.Get(key); is {
-		limiter, _ = found.(*rate.Limiter)
+	found, _ := r.buckets.Get(key)
+	limiter, is := found.(*rate.Limiter)
+	if !is {
+		limiter = rate.NewLimiter(rate.Every(interval), burst)
 	}
 	r.buckets.Set(key, limiter, full)
 	return limiter.AllowN(r.clock.Now(), 1)

@@ -1,6 +1,10 @@
 package operator
 
-import "github.com/awslabs/operatorpkg/controller"
+import (
+	"slices"
+
+	"github.com/awslabs/operatorpkg/controller"
+)
 
 // Find returns the controller with the name, if there is one and it is a T.
 func Find[T any](controllers []controller.Controller, name string) (found T, is bool) {
@@ -11,6 +15,18 @@ func Find[T any](controllers []controller.Controller, name string) (found T, is 
 		}
 	}
 	return found, false
+}
+
+// Wrap returns the controllers with the one of that name replaced by what wrap makes of it. is is false if none is named
+// so, or it is no T.
+func Wrap[T any](controllers []controller.Controller, name string, wrap func(T) controller.Controller) (wrapped []controller.Controller, is bool) {
+	found, is := Find[T](controllers, name)
+	if !is {
+		return nil, false
+	}
+	wrapped = slices.Clone(controllers)
+	wrapped[slices.IndexFunc(wrapped, func(c controller.Controller) bool { return IsNamed(c, name) })] = wrap(found)
+	return wrapped, true
 }
 
 // IsNamed reports whether a controller has the name.

@@ -3,7 +3,6 @@ package outage
 import (
 	"context"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/awslabs/operatorpkg/controller"
@@ -20,16 +19,14 @@ import (
 )
 
 // Patient returns core's controllers, with the one that deletes expired NodeClaims wrapped: where [Client] refuses
-// a deletion, it tries again after half a minute, and logs no error. By itself it would, after an outage of an hour, wait for
-// another quarter of an hour. Patient fails if core has no such controller.
+// a deletion, it tries again after half a minute, and logs no error. By itself it would, after an outage of an hour,
+// wait for another quarter of an hour. Patient fails if core has no such controller.
 func Patient(core []controller.Controller, cloudProvider cloudprovider.CloudProvider) ([]controller.Controller, error) {
-	core = slices.Clone(core)
-	wrapped, found := operator.Find[ofNodeClaims](core, expiring)
+	wrapped, found := operator.Wrap(core, expiring, func(c ofNodeClaims) controller.Controller { return patient{c, cloudProvider} })
 	if !found {
 		return nil, fmt.Errorf("core has no controller %q of NodeClaims", expiring)
 	}
-	core[slices.IndexFunc(core, func(c controller.Controller) bool { return operator.IsNamed(c, expiring) })] = patient{wrapped, cloudProvider}
-	return core, nil
+	return wrapped, nil
 }
 
 type ofNodeClaims interface {

@@ -7,7 +7,6 @@ package retries
 import (
 	"context"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/awslabs/operatorpkg/controller"
@@ -40,13 +39,12 @@ func Limiter() workqueue.TypedRateLimiter[reconcile.Request] {
 // Soon returns core's controllers, with the two named above wrapped so that they retry after at most
 // [Longest]. It fails if one of them is missing, or reconciles single objects.
 func Soon(core []controller.Controller) ([]controller.Controller, error) {
-	core = slices.Clone(core)
 	for _, name := range []string{disruption, garbageCollection} {
-		wrapped, found := operator.Find[repeated](core, name)
+		wrapped, found := operator.Wrap(core, name, func(c repeated) controller.Controller { return soon{c} })
 		if !found {
 			return nil, fmt.Errorf("core has no controller %q that works on the whole cluster", name)
 		}
-		core[slices.IndexFunc(core, func(c controller.Controller) bool { return operator.IsNamed(c, name) })] = soon{wrapped}
+		core = wrapped
 	}
 	return core, nil
 }
