@@ -112,7 +112,11 @@ func shownForGit(t *testing.T, root string) (nodeGroup, patch []byte) {
 				"metadata": map[string]any{"labels": md.Labels, "annotations": md.Annotations}, "spec": map[string]any{},
 			})
 		case "ClusterClass":
-			err = yaml.UnmarshalStrict([]byte(block.Code), &clusterv1.Cluster{})
+			var shown any = &clusterv1.Cluster{}
+			if strings.HasPrefix(block.Code, "# in the ClusterClass\n") {
+				shown = &clusterv1.ClusterClass{}
+			}
+			err = yaml.UnmarshalStrict([]byte(block.Code), shown)
 		case "Flux":
 			var shown struct {
 				Spec struct {

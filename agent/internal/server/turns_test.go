@@ -218,39 +218,54 @@ func worstReports(size int) []*agentv1alpha1.NodeReport {
 func TestTheDecodedRequestsOfManyTenantsAreBounded(t *testing.T) {
 	const (
 		tenants, size = 6, 4*mebibyte - 1024
-		handled       = 2 // of 8 MiB together
-		// The client has each request encoded, and the agent those that wait.
-		most = handled*worstDecoded + 2*tenants*4*mebibyte
+		handled       = 2                                         // of 8 MiB together
+		most          = handled*worstDecoded + tenants*4*mebibyte // the agent has those that wait as they arrived
 	)
 	f := start(t, limited(func(o *limits.Options) { o.CallTimeout = time.Hour }), func(f *fixture, _ *server.Config) {
 		f.engine.block = make(chan struct{})
 	})
-	reports := worstReports(size)
-	ctx, cancel := context.WithCancel(t.Context())
+	type call struct {
+		conn    *grpc.ClientConn
+		request encoded
+	}
+	// Requests are encoded before their calls begin: the agent closes a connection whose request
+	// takes long to arrive.
+	marshal := func(request *agentv1alpha1.SyncClaimsRequest) []byte {
+		encoded, err := proto.Marshal(request)
+		require.NoError(t, err)
+		return encoded
+	}
+	prepare := func(n int, nodes []byte) call {
+		ref, uri := tenant(n)
+		return call{f.raw(uri), slices.Concat(marshal(&agentv1alpha1.SyncClaimsRequest{Cluster: ref, Holder: "karpenter", Token: "token"}), nodes)}
+	}
+	reports := func(size int) []byte { return marshal(&agentv1alpha1.SyncClaimsRequest{Nodes: worstReports(size)}) }
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	ended := make(chan error, tenants+1)
-	syncClaims := func(n int, nodes []*agentv1alpha1.NodeReport) {
-		ref, uri := tenant(n)
-		c := f.as(uri)
+	begin := func(c call) {
 		go func() {
-			ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
-			defer cancel()
-			_, err := c.Claims.SyncClaims(ctx, &agentv1alpha1.SyncClaimsRequest{Cluster: ref, Holder: "karpenter", Token: "token", Nodes: nodes})
-			ended <- err
+			ended <- c.conn.Invoke(ctx, agentv1alpha1.ClaimService_SyncClaims_FullMethodName, c.request, &struct{}{}, grpc.ForceCodecV2(asItIs{}))
 		}()
 	}
+	large, encodedReports := make([]call, tenants), reports(size)
+	for n := range large {
+		large[n] = prepare(n, encodedReports)
+	}
+	small := prepare(tenants, reports(60<<10))
 	before := live()
-	for n := range tenants {
-		syncClaims(n, reports)
+	for _, c := range large {
+		begin(c)
 	}
 	require.Eventually(t, func() bool {
 		return f.engine.syncing.Load() == handled && sum(t, f.registry, "capi_agent_calls_waiting", "turn", "large") == tenants-handled
 	}, 2*time.Minute, 10*time.Millisecond)
+	require.Empty(t, ended)
 	kept := live() - before
 	t.Logf("%.0f MiB are kept for %d requests", float64(kept)/mebibyte, tenants)
 	require.Less(t, kept, int64(most))
 
-	syncClaims(tenants, worstReports(60<<10))
+	begin(small)
 	require.Eventually(t, func() bool { return f.engine.syncing.Load() == handled+1 }, patience, time.Millisecond)
 	cancel()
 	for range tenants + 1 {
