@@ -90,8 +90,11 @@ type Row struct {
 	// Tenants is the number of Clusters that have attacked at once.
 	Tenants int
 	Figures
-	// Idle and Under are the latencies of the victim's calls between and during the attacks.
-	Idle, Under Latencies
+	// Under summarises the victim's calls during the attack.
+	Under Latencies
+	// Ratio is by what factor the 99th percentile of the victim's calls exceeded that at rest, of
+	// CreateClaim or of ReleaseClaim, whichever is larger. It is zero if times are not judged.
+	Ratio float64
 	// MemoryBefore and MemoryPeak are the attacked agent's memory, and MemoryBound is its limit.
 	MemoryBefore, MemoryPeak, MemoryBound int64
 	// Etcd is the growth of the hub's database during the attacks and until the attackers are served
@@ -115,10 +118,9 @@ type Latencies struct {
 	CreateP50, CreateP99, ReleaseP99, ConnectMax, RoundMax time.Duration
 }
 
-// Ratio returns by what factor the 99th percentile of the victim's calls grew during the attack, of
-// CreateClaim or of ReleaseClaim, whichever is larger.
-func (r *Row) Ratio() float64 {
-	return max(ratio(r.Under.CreateP99, r.Idle.CreateP99), ratio(r.Under.ReleaseP99, r.Idle.ReleaseP99))
+// ratio returns by what factor the 99th percentile of calls exceeds that at rest.
+func (l Latencies) ratio(rest Latencies) float64 {
+	return max(ratio(l.CreateP99, rest.CreateP99), ratio(l.ReleaseP99, rest.ReleaseP99))
 }
 
 func ratio(of, to time.Duration) float64 {
@@ -154,6 +156,9 @@ type run struct {
 	order   order
 	agents  []process
 	attacks int
+	// rest is what the victim's calls took between the attacks. The attacks share it, because a 99th
+	// percentile needs more calls than the phases of one attack have.
+	rest samples
 }
 
 // Run starts a sandbox, attacks its agent, and stops it. The error is why there is no report, or
@@ -176,6 +181,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	}
 	defer r.stop()
 	report := &Report{Tenants: o.Tenants, Timed: !o.Untimed, Logs: r.env.Sandbox.State().Paths.Logs}
+	defer func() { report.judgeTimes(latencies(r.rest)) }()
 	for _, name := range chosen {
 		a, err := attackOf(name)
 		if err != nil {
@@ -299,9 +305,9 @@ func (r *run) attack(ctx context.Context, a *attack) *Row {
 
 // rounds alternates between rest and attack.
 func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
-	var idle, under samples
+	var under samples
 	// They also explain why a call of the victim has failed.
-	defer func() { row.Idle, row.Under = latencies(idle), latencies(under) }()
+	defer func() { row.Under = latencies(under) }()
 	size, err := databaseSize(ctx, r.env.Sandbox.State())
 	if err != nil {
 		return err
@@ -316,7 +322,7 @@ func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 	for range max(r.Rounds, 1) {
 		if !r.Untimed {
 			taken, err := r.victim.trickle(ctx, r.Claims)
-			idle.add(taken)
+			r.rest.add(taken)
 			var growth int64
 			if err := errors.Join(err, grown(&growth)); err != nil {
 				return fmt.Errorf("at rest: %w", err)
@@ -418,20 +424,11 @@ func (r *run) limit(a *attack, row *Row) {
 	}
 }
 
-// evaluate records the violations.
+// evaluate records the violations, except for those of times.
 func (r *run) evaluate(a *attack, row *Row) {
 	r.limit(a, row)
 	if row.Err != nil {
 		return
-	}
-	if !r.Untimed && row.Ratio() > slowdown {
-		row.wrong("the victim's slowest hundredth of calls took %.2f times as long as at rest; at most %.1f", row.Ratio(), slowdown)
-	}
-	if !r.Untimed && row.Under.RoundMax > roundWithin {
-		row.wrong("a round of the victim's shim took %s; at most %s", millis(row.Under.RoundMax), millis(roundWithin))
-	}
-	if !r.Untimed && row.Under.ConnectMax > roundWithin {
-		row.wrong("the first answer on a new connection of the victim took %s; at most %s", millis(row.Under.ConnectMax), millis(roundWithin))
 	}
 	if row.MemoryPeak > row.MemoryBound {
 		row.wrong("the agent had %s of memory; at most %s", bytesOf(row.MemoryPeak), bytesOf(row.MemoryBound))
@@ -459,4 +456,24 @@ func (r *run) evaluate(a *attack, row *Row) {
 		}
 	}
 	r.agents = now
+}
+
+// judgeTimes compares the victim's calls during each attack with those at rest, and records the
+// violations.
+func (r *Report) judgeTimes(rest Latencies) {
+	r.Rest = rest
+	if !r.Timed {
+		return
+	}
+	for _, row := range r.Rows {
+		if row.Ratio = row.Under.ratio(rest); row.Ratio > slowdown {
+			row.wrong("the victim's slowest hundredth of calls took %.2f times as long as at rest; at most %.1f", row.Ratio, slowdown)
+		}
+		if row.Under.RoundMax > roundWithin {
+			row.wrong("a round of the victim's shim took %s; at most %s", millis(row.Under.RoundMax), millis(roundWithin))
+		}
+		if row.Under.ConnectMax > roundWithin {
+			row.wrong("the first answer on a new connection of the victim took %s; at most %s", millis(row.Under.ConnectMax), millis(roundWithin))
+		}
+	}
 }

@@ -19,8 +19,9 @@ type Report struct {
 	// Tenants is the number of Clusters that have attacked at once.
 	Tenants int
 	Took    time.Duration
-	// Timed is set if times were judged.
+	// Timed is set if times were judged. Rest then summarises the victim's calls of all phases of rest.
 	Timed bool
+	Rest  Latencies
 	// Logs is the folder of the components' logs.
 	Logs string
 }
@@ -29,24 +30,22 @@ type Report struct {
 func (r *Report) Good() bool { return len(r.Rows) > 0 && lo.EveryBy(r.Rows, (*Row).Good) }
 
 var header = []string{
-	"tenants", "calls", "connections", "sent", "create p50", "under attack", "p99", "under attack", "release p99", "under attack", "ratio",
-	"new connection", "under attack", "shim's round", "under attack", "memory", "peak", "bound", "etcd at rest", "under attack", "bound", "",
+	"create p50", "p99", "release p99", "new connection", "shim's round", "ratio", "tenants", "calls", "connections", "sent",
+	"memory", "peak", "bound", "etcd at rest", "under attack", "bound", "",
+}
+
+func (l Latencies) cells() []string {
+	return []string{millis(l.CreateP50), millis(l.CreateP99), millis(l.ReleaseP99), millis(l.ConnectMax), millis(l.RoundMax)}
 }
 
 func (r *Row) cells() []string {
-	return []string{
+	return append(r.Under.cells(), fmt.Sprintf("%.2f", r.Ratio),
 		strconv.Itoa(r.Tenants), strconv.FormatInt(r.Calls, 10), strconv.FormatInt(r.Connections, 10), bytesOf(r.Bytes),
-		millis(r.Idle.CreateP50), millis(r.Under.CreateP50), millis(r.Idle.CreateP99), millis(r.Under.CreateP99),
-		millis(r.Idle.ReleaseP99), millis(r.Under.ReleaseP99), fmt.Sprintf("%.2f", r.Ratio()), millis(r.Idle.ConnectMax), millis(r.Under.ConnectMax),
-		millis(r.Idle.RoundMax), millis(r.Under.RoundMax),
 		bytesOf(r.MemoryBefore), bytesOf(r.MemoryPeak), bytesOf(r.MemoryBound), bytesOf(r.EtcdAtRest), bytesOf(r.Etcd), bytesOf(r.EtcdBound),
-		lo.Ternary(r.Good(), "PASS", "FAIL"),
-	}
+		lo.Ternary(r.Good(), "PASS", "FAIL"))
 }
 
-func (r *Row) String() string {
-	return fmt.Sprintf("%s: %s; %s", r.Attack, lo.Ternary(r.Good(), "PASS", "FAIL"), strings.Join(r.notes(), "; "))
-}
+func (r *Row) String() string { return r.Attack + ": " + strings.Join(r.notes(), "; ") }
 
 // notes are the results that have no column.
 func (r *Row) notes() []string {
@@ -67,6 +66,9 @@ func (r *Row) notes() []string {
 func (r *Report) Write(w io.Writer) {
 	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintf(table, "\nattack\t%s\t\n", strings.Join(header, "\t"))
+	if r.Timed {
+		fmt.Fprintf(table, "(at rest)\t%s\t\n", strings.Join(r.Rest.cells(), "\t"))
+	}
 	for _, row := range r.Rows {
 		fmt.Fprintf(table, "%s\t%s\t\n", row.Attack, strings.Join(row.cells(), "\t"))
 	}
@@ -80,10 +82,7 @@ func (r *Report) Write(w io.Writer) {
 	if !r.Good() {
 		fmt.Fprintf(w, "logs: %s\n", r.Logs)
 	}
-	worst := 0.0
-	if r.Timed {
-		worst = lo.Max(lo.Map(r.Rows, func(row *Row, _ int) float64 { return row.Ratio() }))
-	}
+	worst := lo.Max(lo.Map(r.Rows, func(row *Row, _ int) float64 { return row.Ratio }))
 	fmt.Fprintf(w, "abuse: %s tenants=%d attacks=%d failed=%d worst-ratio=%.2f peak-memory=%s seconds=%.0f\n",
 		lo.Ternary(r.Good(), "PASS", "FAIL"), r.Tenants, len(r.Rows), lo.CountBy(r.Rows, func(row *Row) bool { return !row.Good() }), worst,
 		bytesOf(lo.Max(lo.Map(r.Rows, func(row *Row, _ int) int64 { return row.MemoryPeak }))), r.Took.Seconds())
