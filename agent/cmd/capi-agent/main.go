@@ -151,8 +151,7 @@ func listen(ctx context.Context, o *options.Options) (listeners []server.Listene
 	return listeners, release, nil
 }
 
-// hubConfig returns the client configuration for the hub, from --kubeconfig, the KUBECONFIG
-// variable or the pod's service account.
+// hubConfig returns the client configuration for the hub. See [loadConfig].
 func hubConfig(o *options.Options) (*rest.Config, error) {
 	config, err := loadConfig(o.Kubeconfig, "")
 	if err != nil {

@@ -7,11 +7,13 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	"github.com/samber/lo"
 	"github.com/spf13/cobra"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
@@ -19,7 +21,7 @@ func newUninstall() *cobra.Command {
 	o := options.New()
 	var (
 		timeout time.Duration
-		force   bool
+		how     claims.UninstallOptions
 	)
 	command := &cobra.Command{
 		Use:   "uninstall",
@@ -29,20 +31,21 @@ completed first, which requires Cluster API to be running. All other Machines st
 command can be repeated, and continues where it stopped.`,
 		Args: cobra.NoArgs,
 		RunE: func(command *cobra.Command, _ []string) error {
-			return uninstall(command.Context(), o, timeout, force, command.OutOrStdout())
+			return uninstall(command.Context(), o, timeout, how, command.OutOrStdout())
 		},
 	}
 	flags := command.Flags()
 	flags.SortFlags = false
 	o.AddScopeFlags(flags)
 	flags.DurationVar(&timeout, "timeout", 10*time.Minute, "How long to wait for releases that are in progress.")
-	flags.BoolVar(&force, "force", false,
+	addDryRunFlag(flags, &how.DryRun)
+	flags.BoolVar(&how.Force, "force", false,
 		"Do not wait for releases: leave their Machines as they are. Cluster API may replace them, so a MachineDeployment may stay larger by that many.")
 	return command
 }
 
 // uninstall removes everything that agents have written to the hub, and reports on out.
-func uninstall(ctx context.Context, o *options.Options, timeout time.Duration, force bool, out io.Writer) error {
+func uninstall(ctx context.Context, o *options.Options, timeout time.Duration, how claims.UninstallOptions, out io.Writer) error {
 	if err := o.ValidateScope(); err != nil {
 		return err
 	}
@@ -57,10 +60,12 @@ func uninstall(ctx context.Context, o *options.Options, timeout time.Duration, f
 	}
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	err = agent.Uninstall(ctx, config, o, force, func(format string, arguments ...any) { fmt.Fprintf(out, format+"\n", arguments...) })
-	if err != nil {
+	fmt.Fprintln(out, "hub:", config.Host)
+	how.Report = func(format string, arguments ...any) { fmt.Fprintf(out, format+"\n", arguments...) }
+	if err := agent.Uninstall(ctx, config, o, how); err != nil {
 		return fmt.Errorf("uninstall: %w", err)
 	}
-	fmt.Fprintln(out, "nothing of the agent is left in", config.Host)
+	scope := lo.Ternary(len(o.Namespaces)+len(o.Clusters) > 0, " for the selected Clusters", "")
+	fmt.Fprintln(out, lo.Ternary(how.DryRun, "dry run: nothing was changed", "nothing of the agent is left"+scope))
 	return nil
 }

@@ -37,6 +37,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/onboarding"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
@@ -726,7 +727,7 @@ func TestUninstallTakesOnboardingsOff(t *testing.T) {
 	for _, a := range o.agents {
 		a.stop()
 	}
-	require.NoError(t, agent.Uninstall(t.Context(), plane.Config, testOptions(o.cluster.Namespace), false, func(string, ...any) {}))
+	require.NoError(t, agent.Uninstall(t.Context(), plane.Config, testOptions(o.cluster.Namespace), claims.UninstallOptions{Report: func(string, ...any) {}}))
 	var cluster clusterv1.Cluster
 	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &cluster))
 	require.NotContains(t, cluster.Labels, v1alpha1.OnboardingLabel)

@@ -7,12 +7,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -48,13 +50,17 @@ func TestUninstall(t *testing.T) {
 	defer cancel()
 	var said []string
 	report := func(format string, _ ...any) { said = append(said, format) }
-	require.NoError(t, agent.Uninstall(ctx, plane.Config, testOptions(e.namespace), false, report))
+	require.NoError(t, agent.Uninstall(ctx, plane.Config, testOptions(e.namespace), claims.UninstallOptions{Report: report, DryRun: true}))
+	require.Contains(t, said, "MachineDeployment %s: would be withdrawn")
+	var all v1alpha1.MachineClaimList
+	require.NoError(t, plane.Client.List(t.Context(), &all, inNamespace))
+	require.Len(t, all.Items, 2, "a dry run changes nothing")
+	require.NoError(t, agent.Uninstall(ctx, plane.Config, testOptions(e.namespace), claims.UninstallOptions{Report: report}))
 	require.NotEmpty(t, said)
-	require.NoError(t, agent.Uninstall(ctx, plane.Config, testOptions(e.namespace), false, report), "it can be repeated")
+	require.NoError(t, agent.Uninstall(ctx, plane.Config, testOptions(e.namespace), claims.UninstallOptions{Report: report}), "it can be repeated")
 
-	var claims v1alpha1.MachineClaimList
-	require.NoError(t, plane.Client.List(t.Context(), &claims, inNamespace))
-	require.Empty(t, claims.Items)
+	require.NoError(t, plane.Client.List(t.Context(), &all, inNamespace))
+	require.Empty(t, all.Items)
 	var deployments clusterv1.MachineDeploymentList
 	require.NoError(t, plane.Client.List(t.Context(), &deployments, inNamespace))
 	require.Len(t, deployments.Items, 1)
@@ -85,4 +91,29 @@ func TestUninstall(t *testing.T) {
 	require.True(t, slices.ContainsFunc(machines.Items, func(m clusterv1.Machine) bool {
 		return m.UID == claimed.Items[0].UID && m.DeletionTimestamp.IsZero()
 	}), "the claimed Machine stays")
+}
+
+// A wrong name would look like success.
+func TestUninstallKnowsWhatItIsToldToRemove(t *testing.T) {
+	cluster := newEnv(t).Cluster()
+	for name, c := range map[string]struct {
+		namespace, cluster, want string
+	}{
+		"another namespace": {namespace: "typo", want: "--namespaces: the hub has no namespace typo"},
+		"another Cluster": {
+			cluster: cluster.GetNamespace() + "/typo", want: "--clusters: the hub has no Cluster " + cluster.GetNamespace() + "/typo",
+		},
+		"both exist": {cluster: cluster.GetNamespace() + "/" + cluster.GetName(), namespace: cluster.GetNamespace()},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o := testOptions("")
+			o.Namespaces, o.Clusters = lo.Compact([]string{c.namespace}), lo.Compact([]string{c.cluster})
+			err := agent.Uninstall(t.Context(), plane.Config, o, claims.UninstallOptions{DryRun: true, Report: t.Logf})
+			if c.want == "" {
+				require.NoError(t, err)
+				return
+			}
+			require.ErrorContains(t, err, c.want)
+		})
+	}
 }

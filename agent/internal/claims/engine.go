@@ -158,8 +158,8 @@ type Engine struct {
 	parallel int          // writes that one step does at once
 	decide   func(*protocol.Snapshot) *protocol.Decision
 	started  time.Time
-	// withdraws means that the agent is being uninstalled, so that no failed Machine is kept for
-	// debugging.
+	// withdraws means that the agent is being uninstalled: releases in progress are completed, and
+	// nothing else is begun.
 	withdraws bool
 	// ledgerBudget is how many bytes all entries of one ledger may take; zero means
 	// [protocol.LedgerBudget]. Tests lower it.

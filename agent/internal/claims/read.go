@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
@@ -50,6 +51,9 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	return e.readAround(ctx, from, key, &md)
 }
 
+// forever is longer than any agent runs.
+const forever = 100 * 365 * 24 * time.Hour
+
 // readAround reads the rest of a snapshot, after the MachineDeployment was read.
 func (e *Engine) readAround(ctx context.Context, from view, key types.NamespacedName, md *clusterv1.MachineDeployment) (*protocol.Snapshot, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, md.Spec.ClusterName)
@@ -88,7 +92,9 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	e.readReports(ctx, s)
 	s.Group = eligibility.Of(md, cluster)
 	if e.withdraws {
-		s.Group.KeepFailed = 0
+		// Nothing is ordered any more, no spare is removed, and no failed Machine is kept for debugging.
+		s.Group.KeepFailed, s.SpareGrace = 0, forever
+		s.Group.Min, s.Group.Max = min(s.Group.Min, s.Group.Replicas), new(s.Group.Replicas)
 	}
 	if cluster != nil {
 		s.ClusterUID = cluster.UID

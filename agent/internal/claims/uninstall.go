@@ -1,6 +1,7 @@
 package claims
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -33,6 +35,8 @@ const uninstallInterval = time.Second
 type UninstallOptions struct {
 	// Serves selects the Clusters to withdraw. Nil means all.
 	Serves func(types.NamespacedName) bool
+	// DryRun reports what would be removed, and removes nothing.
+	DryRun bool
 	// Force does not wait for releases that are in progress: their Machines lose the finalizer as
 	// they are, so Cluster API may replace them.
 	Force bool
@@ -42,7 +46,7 @@ type UninstallOptions struct {
 
 // Uninstall removes everything that agents ever wrote to the hub: ledgers, marks, finalizers and
 // hooks, and MachineClaims. Releases in progress are finished first, which requires Cluster API to
-// run. All other Machines stay and become the user's. Running agents leave a node group alone while
+// run. All other Machines stay and become the user's, spares too; none is ordered. Running agents leave a node group alone while
 // it is withdrawn, but make new ledgers for new claims, so stop them first. Uninstall can be
 // repeated, and continues where it stopped.
 func (e *Engine) Uninstall(ctx context.Context, o UninstallOptions) error {
@@ -57,32 +61,53 @@ func (e *Engine) Uninstall(ctx context.Context, o UninstallOptions) error {
 	if err != nil {
 		return err
 	}
-	for said := map[types.NamespacedName]string{}; len(groups) > 0; {
+	if !o.DryRun {
+		if err := e.withdrawAll(ctx, groups, o); err != nil {
+			return err
+		}
+		return e.deleteClaims(ctx, o)
+	}
+	for _, key := range groups {
+		o.Report("MachineDeployment %s: would be withdrawn", key)
+	}
+	return e.deleteClaims(ctx, o)
+}
+
+// withdrawAll withdraws the node groups. A group that cannot be withdrawn keeps no other one from it.
+func (e *Engine) withdrawAll(ctx context.Context, groups []types.NamespacedName, o UninstallOptions) error {
+	var failed []error
+	said, last := map[types.NamespacedName]string{}, map[types.NamespacedName]error{}
+	for {
 		for _, key := range slices.Clone(groups) {
 			waiting, err := e.withdraw(ctx, key, o.Force)
+			last[key] = err
 			switch {
-			case err != nil && !errors.Is(err, ErrConflict) && !apierrors.IsConflict(err):
-				return fmt.Errorf("MachineDeployment %s: %w", key, err)
-			case err != nil:
+			case errors.Is(err, ErrConflict) || apierrors.IsConflict(err) || err != nil && ctx.Err() != nil:
 				continue
+			case err != nil:
+				failed = append(failed, fmt.Errorf("MachineDeployment %s: %w", key, err))
 			case waiting == "":
 				o.Report("MachineDeployment %s: withdrawn", key)
-				groups = slices.DeleteFunc(groups, func(k types.NamespacedName) bool { return k == key })
 			case said[key] != waiting:
 				o.Report("MachineDeployment %s: %s", key, waiting)
 				said[key] = waiting
+				continue
+			default:
+				continue
 			}
+			groups = slices.DeleteFunc(groups, func(k types.NamespacedName) bool { return k == key })
 		}
 		if len(groups) == 0 {
-			break
+			return errors.Join(failed...)
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%d node groups are not withdrawn yet, for example %s; repeat, or give --force: %w", len(groups), groups[0], ctx.Err())
+			why := cmp.Or(last[groups[0]], ctx.Err())
+			return errors.Join(append(failed, fmt.Errorf("%d node groups are not withdrawn yet, for example %s; repeat, or give --force: %w",
+				len(groups), groups[0], why))...)
 		case <-e.Clock.After(uninstallInterval):
 		}
 	}
-	return e.deleteClaims(ctx, o)
 }
 
 // touchedGroups returns the MachineDeployments that carry anything of the agent's, themselves or on
@@ -226,7 +251,7 @@ func (e *Engine) patchAnnotations(ctx context.Context, key types.NamespacedName,
 	}
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: key.Name}}
 	if err := e.Client.Patch(ctx, md, client.RawPatch(types.JSONPatchType, patch), fieldOwner); err != nil {
-		if apierrors.IsInvalid(err) || apierrors.IsNotFound(err) {
+		if testFailed(err) || apierrors.IsNotFound(err) {
 			return fmt.Errorf("withdrawing: %w: %w", ErrConflict, err)
 		}
 		return fmt.Errorf("withdrawing: %w", err)
@@ -313,11 +338,14 @@ func (e *Engine) deleteClaims(ctx context.Context, o UninstallOptions) error {
 		if !o.Serves(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}) {
 			continue
 		}
+		deleted++
+		if o.DryRun {
+			continue
+		}
 		if err := e.Client.Delete(ctx, c, preconditions(c.UID, "")); client.IgnoreNotFound(err) != nil {
 			return fmt.Errorf("deleting MachineClaim %s/%s: %w", c.Namespace, c.Name, err)
 		}
-		deleted++
 	}
-	o.Report("deleted %d MachineClaims", deleted)
+	o.Report("%s %d MachineClaims", lo.Ternary(o.DryRun, "would delete", "deleted"), deleted)
 	return nil
 }

@@ -7,10 +7,16 @@ import (
 	"testing"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+	clocktesting "k8s.io/utils/clock/testing"
 	"pgregory.net/rapid"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -67,7 +73,13 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 
 		w.withdrawing = true
 		w.late = nil
-		p := w.newProcess(0)
+		replicas := *w.md(group).Spec.Replicas
+		start := func() *process {
+			p := w.newProcess(0)
+			p.engine.withdraws = true
+			return p
+		}
+		p := start()
 		key := types.NamespacedName{Namespace: namespace, Name: group}
 		for round := 0; ; round++ {
 			if round > 100 {
@@ -83,10 +95,17 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 				break
 			}
 			if p.call.dead {
-				p = w.newProcess(0)
+				p = start()
 			}
-			w.controllers(group)
-			w.clock.Step(time.Second)
+			now := *w.md(group).Spec.Replicas
+			if now > replicas {
+				t.Fatalf("a Machine was ordered: %d replicas, of %d\n%s", now, replicas, w.describe())
+			}
+			replicas = now
+			if rapid.Bool().Draw(t, "controllers run") { // a release may take long
+				w.controllers(group)
+			}
+			w.clock.Step(rapid.SampledFrom([]time.Duration{time.Second, time.Minute}).Draw(t, "pass"))
 		}
 		p.call = &call{fault: none, gap: -1, writes: -1}
 		must(t, p.engine.deleteClaims(context.Background(), UninstallOptions{
@@ -150,4 +169,67 @@ func TestUninstallRemovesEachMark(t *testing.T) {
 		assert.NotContains(t, object.GetLabels(), v1alpha1.ClaimLabel)
 		assert.NotContains(t, object.GetFinalizers(), v1alpha1.ReleaseFinalizer)
 	}
+}
+
+// Releases may take long. What the user gets meanwhile stays as it is.
+func TestUninstallBeginsNothingWhileItWaits(t *testing.T) {
+	md := groupOf("small", 3, map[string]string{
+		v1alpha1.LedgerAnnotation:             `{"v":1,"seq":1,"floor":0,"lastReplicas":3,"spare":2}`,
+		clusterv1.AutoscalerMinSizeAnnotation: "0", clusterv1.AutoscalerMaxSizeAnnotation: "10",
+	})
+	md.Status.ObservedGeneration = md.Generation
+	set := &clusterv1.MachineSet{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "small-a", Labels: map[string]string{
+			clusterv1.MachineDeploymentNameLabel: "small", clusterv1.ClusterNameLabel: clusterName,
+		}},
+		Spec: clusterv1.MachineSetSpec{ClusterName: clusterName, Replicas: new(int32(3))},
+	}
+	going, spare, other := machineOf("going"), machineOf("spare"), machineOf("other")
+	halfReleased(going)
+	going.Labels[v1alpha1.ClaimLabel] = "a"
+	e := engineWith(t, md, set, claimIn("", "a", v1alpha1.PhaseReleasing, "going"), claimIn("", "b", v1alpha1.PhasePending, ""), going, spare, other)
+	for _, m := range []*clusterv1.Machine{spare, other} {
+		joins(m)
+		require.NoError(t, e.Client.Update(t.Context(), m))
+	}
+	passing := clocktesting.NewFakeClock(newTestTime())
+	e.Clock, e.withdraws = passing, true
+	key := client.ObjectKeyFromObject(md)
+	for range 3 {
+		waiting, err := e.withdraw(t.Context(), key, false)
+		require.NoError(t, err)
+		require.Equal(t, "claims that are still being released: 1", waiting)
+		passing.Step(time.Hour)
+	}
+	for _, m := range []*clusterv1.Machine{spare, other} {
+		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+		require.False(t, protocol.HasFinalizer(m), m.Name)
+	}
+	require.NoError(t, e.Client.Get(t.Context(), key, md))
+	require.LessOrEqual(t, *md.Spec.Replicas, int32(3))
+}
+
+// A node group whose write is refused, by a policy of the organisation for example, is named with
+// the cause, and keeps no other one from being withdrawn.
+func TestUninstallGoesOnAfterARefusedWrite(t *testing.T) {
+	marked := func() map[string]string { return map[string]string{v1alpha1.ReplicasLoweredAnnotation: "frozen"} }
+	e := engineWith(t, groupOf("a", 1, marked()), groupOf("b", 1, marked()))
+	base, ok := e.Client.(client.WithWatch)
+	require.True(t, ok)
+	e.Client = interceptor.NewClient(base, interceptor.Funcs{
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+			if o.GetName() == "a" {
+				return apierrors.NewInvalid(schema.GroupKind{Kind: "MachineDeployment"}, "a", field.ErrorList{
+					field.Invalid(field.NewPath("spec", "rollout"), "x", "the policy of the organisation"),
+				})
+			}
+			return c.Patch(ctx, o, p, opts...)
+		},
+	})
+	err := e.Uninstall(t.Context(), UninstallOptions{})
+	require.ErrorContains(t, err, "MachineDeployment "+namespace+"/a")
+	require.ErrorContains(t, err, "the policy of the organisation")
+	var md clusterv1.MachineDeployment
+	require.NoError(t, base.Get(t.Context(), types.NamespacedName{Namespace: namespace, Name: "b"}, &md))
+	require.NotContains(t, md.Annotations, v1alpha1.ReplicasLoweredAnnotation)
 }

@@ -73,8 +73,8 @@ type Options struct {
 	// DefaultArchitecture is the architecture of machines if no label, template or Node has one.
 	DefaultArchitecture string
 
-	// Kubeconfig is the kubeconfig file of the hub. Empty means the KUBECONFIG variable, or else
-	// the pod's service account.
+	// Kubeconfig is the kubeconfig file of the hub. Empty means the KUBECONFIG variable, else
+	// ~/.kube/config, else the pod's service account.
 	Kubeconfig string
 	// MemoryLimit is the container's memory limit in bytes. 0 means that it has none.
 	MemoryLimit int64
@@ -370,7 +370,7 @@ func (o *Options) addLimitFlags(flags *pflag.FlagSet) {
 // AddScopeFlags adds the flags that select the hub and the part of it to serve.
 func (o *Options) AddScopeFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.Kubeconfig, "kubeconfig", o.Kubeconfig,
-		"Kubeconfig `file` of the hub. Defaults to the KUBECONFIG variable, else the pod's service account.")
+		"Kubeconfig `file` of the hub. Defaults to the KUBECONFIG variable, else ~/.kube/config, else the pod's service account.")
 	flags.StringSliceVar(&o.Namespaces, "namespaces", o.Namespaces,
 		"Namespaces of the hub whose Clusters are served. If this and --clusters are empty, all are.")
 	flags.StringSliceVar(&o.Clusters, "clusters", o.Clusters,
