@@ -5,7 +5,9 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/tools/events"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/failures"
@@ -24,7 +26,7 @@ func TestAFailureIsAWarningOnTheClaimAndOnItsNodeGroup(t *testing.T) {
 	require.NoError(t, err)
 	c.Status.NodeGroupUID = "uid"
 	recorder := events.NewFakeRecorder(10)
-	e.Recorder = recorder
+	e.Recorder = recordsCluster{recorder, t}
 	why := v1alpha1.Event{Reason: protocol.ReasonFailed, Message: "there is no capacity"}
 	require.NoError(t, e.takeBack(t.Context(), protocol.Action{Kind: protocol.Fail, Claim: c, Class: failures.Capacity, Event: why}))
 	assert.Equal(t, "Warning Failed there is no capacity", <-recorder.Events)
@@ -35,6 +37,25 @@ func TestAFailureIsAWarningOnTheClaimAndOnItsNodeGroup(t *testing.T) {
 	assert.Equal(t, "Capacity", c.Status.FailureClass)
 	require.NoError(t, e.endClaim(t.Context(), c, v1alpha1.Event{Reason: protocol.ReasonReleased, Message: "its instance and its Node are gone"}))
 	assert.Equal(t, "Normal Released its instance and its Node are gone", <-recorder.Events)
+}
+
+// recordsCluster requires that the Cluster of every object is known: events are limited for each.
+type recordsCluster struct {
+	events.EventRecorder
+
+	t *testing.T
+}
+
+func (r recordsCluster) Eventf(regarding, related runtime.Object, kind, reason, action, note string, args ...any) {
+	switch object := regarding.(type) {
+	case *clusterv1.MachineDeployment:
+		assert.Equal(r.t, clusterName, object.Spec.ClusterName)
+	case *v1alpha1.MachineClaim:
+		assert.Equal(r.t, clusterName, object.Spec.ClusterName)
+	default:
+		assert.Fail(r.t, "another object", "%T", regarding)
+	}
+	r.EventRecorder.Eventf(regarding, related, kind, reason, action, note, args...)
 }
 
 // Only what failed has a class: a late Machine may still come, and a release is no failure.

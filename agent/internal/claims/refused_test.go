@@ -13,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
@@ -87,4 +88,23 @@ func testARefusedWrite(t *testing.T, answer string) {
 		assert.Contains(t, claim.Status.Message, "protected by policy")
 		assert.Len(t, claim.Status.History, 1, "once is enough")
 	}
+}
+
+// Without the write, all claims of the MachineDeployment wait.
+func TestARefusedWriteOnAMachineSetIsAWarningOnItsMachineDeployment(t *testing.T) {
+	set := &clusterv1.MachineSet{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "small-a"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
+	}
+	md := groupOf("small", 1, nil)
+	e := engineWith(t, set, md)
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Patch: func(context.Context, client.WithWatch, client.Object, client.Patch, ...client.PatchOption) error {
+			return apierrors.NewForbidden(schema.GroupResource{Resource: "machinesets"}, "small-a", errors.New("protected by policy"))
+		},
+	})
+	recorder := events.NewFakeRecorder(1)
+	e.Recorder = recorder
+	_, err := e.perform(t.Context(), &protocol.Snapshot{Deployment: md}, []protocol.Action{{Kind: protocol.LowerSet, Set: set, UIDs: []types.UID{"m"}}})
+	require.Error(t, err)
+	assert.Contains(t, <-recorder.Events, "Warning WriteRefused the hub refuses a write on MachineSet small-a")
 }

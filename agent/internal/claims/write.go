@@ -267,8 +267,13 @@ func (e *Engine) waitAnew(ctx context.Context, claim *v1alpha1.MachineClaim, eve
 }
 
 // reportRefusal records on a Machine's claim that a write on the Machine is refused, and why.
-// Without the write the claim makes no progress.
+// Without the write the claim makes no progress. The refusal of a write on a MachineSet concerns all
+// claims of its MachineDeployment, and is recorded there.
 func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a protocol.Action, cause error) {
+	if a.Set != nil {
+		e.warn(s.Deployment, protocol.ReasonWriteRefused, "WriteMachineSet",
+			protocol.Line(fmt.Sprintf("the hub refuses a write on MachineSet %s (%s): %s", a.Set.Name, a.Kind, cause)))
+	}
 	if a.Machine == nil {
 		return
 	}
@@ -690,9 +695,10 @@ func (e *Engine) takeBack(ctx context.Context, a protocol.Action) error {
 	}
 	e.event(c, a.Event.Reason, "GiveUp", a.Event.Message)
 	if a.Kind == protocol.Fail && c.Status.NodeGroupUID != "" { // the node group cools down
-		group := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{
-			Namespace: c.Namespace, Name: c.Spec.NodeGroup, UID: c.Status.NodeGroupUID,
-		}}
+		group := &clusterv1.MachineDeployment{
+			ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: c.Spec.NodeGroup, UID: c.Status.NodeGroupUID},
+			Spec:       clusterv1.MachineDeploymentSpec{ClusterName: c.Spec.ClusterName}, // its events are counted by Cluster
+		}
 		e.warn(group, "ClaimFailed", "GiveUp", fmt.Sprintf("claim %s (%s) failed: %s", c.Spec.ClaimID, c.Spec.DisplayName, a.Event.Message))
 	}
 	log.FromContext(ctx).Info("released a claim", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "reason", a.Event.Reason,

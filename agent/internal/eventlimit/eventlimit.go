@@ -66,12 +66,22 @@ func (r *Recorder) allow(key bucket) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	found, _ := r.buckets.Get(key)
-	limiter, is := found.(*rate.Limiter)
+	kept, is := found.(*limiter)
 	if !is {
-		limiter = rate.NewLimiter(rate.Every(interval), burst)
+		kept = &limiter{Limiter: rate.NewLimiter(rate.Every(interval), burst)}
 	}
-	r.buckets.Set(key, limiter, full)
-	return limiter.AllowN(r.clock.Now(), 1)
+	now := r.clock.Now()
+	if now.Sub(kept.stored) > full { // every Set takes memory until it expires
+		kept.stored = now
+		r.buckets.Set(key, kept, 2*full)
+	}
+	return kept.AllowN(now, 1)
+}
+
+type limiter struct {
+	*rate.Limiter
+
+	stored time.Time
 }
 
 type bucket struct{ namespace, cluster, reason string }

@@ -2,6 +2,7 @@ package eventlimit_test
 
 import (
 	"fmt"
+	"runtime"
 	"strconv"
 	"strings"
 	"testing"
@@ -12,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
+	kruntime "k8s.io/apimachinery/pkg/runtime"
 	clocktesting "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -22,7 +23,7 @@ import (
 
 type recorded []string
 
-func (r *recorded) Eventf(_, _ runtime.Object, _, _, _, note string, args ...any) {
+func (r *recorded) Eventf(_, _ kruntime.Object, _, _, _, note string, args ...any) {
 	*r = append(*r, fmt.Sprintf(note, args...))
 }
 
@@ -30,12 +31,12 @@ func TestEventsAboutOneClusterAreBounded(t *testing.T) {
 	now, registry, all := clocktesting.NewFakeClock(time.Now()), prometheus.NewRegistry(), &recorded{}
 	recorder, err := eventlimit.New(all, now, registry)
 	require.NoError(t, err)
-	event := func(about runtime.Object, reason string) (is bool) {
+	event := func(about kruntime.Object, reason string) (is bool) {
 		before := len(*all)
 		recorder.Eventf(about, nil, corev1.EventTypeWarning, reason, "Act", "about %s", "it")
 		return len(*all) > before
 	}
-	claim := func(namespace, cluster, name string) runtime.Object {
+	claim := func(namespace, cluster, name string) kruntime.Object {
 		return &v1alpha1.MachineClaim{
 			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}, Spec: v1alpha1.MachineClaimSpec{ClusterName: cluster},
 		}
@@ -44,7 +45,7 @@ func TestEventsAboutOneClusterAreBounded(t *testing.T) {
 		require.True(t, event(claim("fleet", "a", strconv.Itoa(i)), "OwnerMissing"))
 	}
 	named, other := metav1.ObjectMeta{Namespace: "fleet", Name: "a"}, metav1.ObjectMeta{Namespace: "fleet", Name: "other"}
-	for _, object := range []runtime.Object{
+	for _, object := range []kruntime.Object{
 		claim("fleet", "a", "another"),
 		&clusterv1.Cluster{ObjectMeta: named}, &v1alpha1.Spoke{ObjectMeta: named},
 		&clusterv1.MachineDeployment{Spec: clusterv1.MachineDeploymentSpec{ClusterName: "a"}, ObjectMeta: other},
@@ -70,4 +71,25 @@ capi_agent_events_dropped_total 5
 		require.True(t, event(claim("fleet", "a", strconv.Itoa(i)), "OwnerMissing"))
 	}
 	require.False(t, event(claim("fleet", "a", "3"), "OwnerMissing"))
+}
+
+// A caller that has the same event recorded over and over occupies no memory with it.
+func TestDroppedEventsTakeNoMemory(t *testing.T) {
+	now, all := clocktesting.NewFakeClock(time.Now()), &recorded{}
+	recorder, err := eventlimit.New(all, now, nil)
+	require.NoError(t, err)
+	about := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "a"}}
+	live := func() int64 {
+		var memory runtime.MemStats
+		runtime.GC()
+		runtime.GC()
+		runtime.ReadMemStats(&memory)
+		return int64(memory.HeapAlloc)
+	}
+	before := live()
+	for range 200_000 {
+		recorder.Eventf(about, nil, corev1.EventTypeWarning, "LiveSetRefused", "Sync", "refused")
+	}
+	require.Less(t, live()-before, int64(2<<20))
+	require.Len(t, *all, 5000)
 }
