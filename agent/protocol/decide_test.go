@@ -1427,6 +1427,23 @@ func TestAMachineSetThatAPersonPausesMeanwhileKeepsNothingPaused(t *testing.T) {
 	assert.True(t, d.Ledger.Releasing["m"].Decremented)
 }
 
+// Its MachineSet was lowered under a pause that has ended since, because the ledger was lost, or because a person
+// had paused the MachineSet when another agent looked. Cluster API has made up for the replica, or the
+// MachineDeployment was lowered, too. Lowering it now would take another Machine.
+func TestAMachineSetThatWasLoweredUnderAnEarlierPauseIsNotLoweredFor(t *testing.T) {
+	s := atRest(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}).
+		withMachine("m", "c", completed)
+	s.Sets[0].Spec.Replicas = new(int32(1))
+	s.Sets[0].Annotations = map[string]string{v1alpha1.ReleasedAnnotation: "m"}
+	s.Sets = append(s.Sets, &clusterv1.MachineSet{
+		ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(2))},
+	})
+	d := Decide(s)
+	assert.Equal(t, PauseKeep, d.Pause)
+	assert.Equal(t, int32(3), d.Replicas)
+	assert.True(t, d.Ledger.Releasing["m"].Decremented)
+}
+
 // Nothing that a person paused is deleted: a deletion cannot be undone, and a move of the Cluster
 // loses it.
 func TestReleasesWaitWhileTheGroupIsPaused(t *testing.T) {

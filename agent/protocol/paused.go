@@ -154,7 +154,15 @@ func (b *books) beginPause(ready []types.UID) {
 		if m == nil || SetOf(m) == "" {
 			continue
 		}
-		if set := b.set(SetOf(m)); set != nil && (hasPausedAnnotation(set) || b.awaitsReport(set, b.readyOf(set, ready))) {
+		set := b.set(SetOf(m))
+		if set != nil && slices.Contains(ReleasedFrom(set), uid) {
+			// It was lowered under an earlier pause, which ended because the ledger was lost or a person had paused
+			// the MachineSet. Cluster API makes up for that replica, with a Machine that is a spare.
+			b.recordDecrement(uid)
+			b.d.Urgent = true
+			continue
+		}
+		if set != nil && (hasPausedAnnotation(set) || b.awaitsReport(set, b.readyOf(set, ready))) {
 			continue
 		}
 		r := b.next.Releasing[uid]

@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"github.com/samber/lo"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -43,9 +45,14 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 		return ""
 	case d.Ledger != nil && d.Ledger.Pending[c.Spec.ClaimID].UID != "":
 		return ""
-	case IsPaused(s.Deployment.Status.Conditions):
-		// While the agent's own pause lasts, the condition does not show when an earlier pause ended.
-		return ""
+	}
+	if paused := meta.FindStatusCondition(s.Deployment.Status.Conditions, clusterv1.PausedCondition); paused != nil && paused.Status == metav1.ConditionTrue {
+		// While the agent's own pause lasts, which takes seconds, the condition does not show when an
+		// earlier pause ended. It lasts longer if a write is refused.
+		if left := deadline - s.Now.Sub(paused.LastTransitionTime.Time); left > 0 {
+			d.Wake(left)
+			return ""
+		}
 	}
 	overdue := s.waited(c) - deadline
 	unsettled := min(settling, deadline) - s.Now.Sub(s.Started)

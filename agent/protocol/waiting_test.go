@@ -656,6 +656,8 @@ func TestNoClaimFailsWhileTheAgentsOwnPauseLasts(t *testing.T) {
 	}
 	paused(metav1.ConditionTrue, 3*time.Second)
 	require.NotContains(t, kinds(Decide(s)), Fail)
+	paused(metav1.ConditionTrue, time.Hour)
+	require.Contains(t, kinds(Decide(s)), Fail, "the pause does not end")
 	paused(metav1.ConditionFalse, time.Hour)
 	require.Contains(t, kinds(Decide(s)), Fail)
 }
