@@ -244,7 +244,7 @@ func run(ctx context.Context) error {
 		Cluster: cluster, Recorder: op.EventRecorder, Unclaimed: finder, Timeout: opts.AgentTimeout, Clock: op.Clock,
 	})
 	core := controllers.NewControllers(
-		ctx, op.Manager, op.Clock, registration.PlanningClient(failed.Client(static.Client(outage.Client(op.GetClient())))),
+		ctx, op.Manager, op.Clock, registration.PlanningClient(failed.Client(static.Client(outage.Client(op.GetClient(), nodeGroups, op.Clock)))),
 		registration.CoreRecorder(op.EventRecorder, nodePoolExists(ctx, op.GetClient())),
 		decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
@@ -400,7 +400,7 @@ func clientCertificate(
 	announce := func(ctx context.Context, reason, message string) {
 		nodeclass.Announce(ctx, op.GetClient(), op.EventRecorder, reason, message)
 	}
-	expiring := &connectivity.Expiring{Stats: agent.Certificates, Announce: announce, Clock: clock.RealClock{}}
+	expiring := &connectivity.Expiring{Stats: agent.Certificates, Refused: agent.CertificateRefused, Announce: announce, Clock: clock.RealClock{}}
 	if opts.AgentIdentitySecret.Name == "" {
 		expiring.Remedy = fmt.Sprintf("Replace %s and %s.", opts.AgentTLSCertFile, opts.AgentTLSKeyFile)
 		return expiring, []manager.Runnable{expiring}

@@ -84,7 +84,7 @@ func TestWhatCoresMainMakesAndPassesIsMadeAndPassed(t *testing.T) {
 			require.Equal(t, "op.GetClient()", want[3])
 			require.Equal(t, "op.EventRecorder", want[4])
 			want[4] = "registration.CoreRecorder(op.EventRecorder, nodePoolExists(ctx, op.GetClient()))"
-			want[3] = "registration.PlanningClient(failed.Client(static.Client(outage.Client(op.GetClient()))))"
+			want[3] = "registration.PlanningClient(failed.Client(static.Client(outage.Client(op.GetClient(), nodeGroups, op.Clock))))"
 			want = append(want, "controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue))")
 		}
 		assert.Equal(t, want, ours[function], function)

@@ -9,8 +9,10 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -19,6 +21,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/expiration"
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
 
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
@@ -32,12 +35,27 @@ var (
 	disrupting = (&disruption.Controller{}).Name()
 )
 
+// settled is how long the agent must have been reachable before expired Nodes are removed again, about one a second.
+// Connections come and go while a hub recovers.
+const settled = 30 * time.Second
+
+// Connection reports the state of the connection to the agent. The mirror of node groups implements it.
+type Connection interface{ State() agentclient.State }
+
 // Client returns a client for core's controllers, which gets node classes from kube. As long as a node class
 // says that the agent is not reachable, core finds none of its NodePools to disrupt, and deletes none of its
-// NodeClaims because they have expired, or because their Nodes are unhealthy. Everything else is passed to kube.
-func Client(kube client.Client) client.Client { return &holding{kube} }
+// NodeClaims because they have expired, or because their Nodes are unhealthy. It does not delete them either until
+// the connection has lasted for half a minute. Everything else is passed to kube.
+func Client(kube client.Client, connection Connection, clk clock.PassiveClock) client.Client {
+	return &holding{kube, connection, clk}
+}
 
-type holding struct{ client.Client }
+type holding struct {
+	client.Client
+
+	connection Connection
+	clock      clock.PassiveClock
+}
 
 // List implements [client.Reader].
 func (h *holding) List(ctx context.Context, list client.ObjectList, options ...client.ListOption) error {
@@ -55,7 +73,7 @@ func (h *holding) List(ctx context.Context, list client.ObjectList, options ...c
 // Patch implements [client.Writer]. Core's repair of Nodes notes when a Node has to be gone before it deletes its
 // NodeClaim. The note would stay: whenever the NodeClaim is deleted later, no pod would be given time to end.
 func (h *holding) Patch(ctx context.Context, object client.Object, patch client.Patch, options ...client.PatchOption) error {
-	if nodeClaim, is := object.(*karpv1.NodeClaim); is && injection.GetControllerName(ctx) == repairing && h.away(ctx, nodeClaim.Spec.NodeClassRef) {
+	if nodeClaim, is := object.(*karpv1.NodeClaim); is && injection.GetControllerName(ctx) == repairing && h.keeps(ctx, nodeClaim) {
 		return kept(nodeClaim)
 	}
 	return h.Client.Patch(ctx, object, patch, options...)
@@ -65,7 +83,7 @@ func (h *holding) Patch(ctx context.Context, object client.Object, patch client.
 func (h *holding) Delete(ctx context.Context, object client.Object, options ...client.DeleteOption) error {
 	controller := injection.GetControllerName(ctx)
 	nodeClaim, is := object.(*karpv1.NodeClaim)
-	if is && (controller == expiring || controller == repairing) && h.away(ctx, nodeClaim.Spec.NodeClassRef) {
+	if is && (controller == expiring || controller == repairing) && h.keeps(ctx, nodeClaim) {
 		return kept(nodeClaim)
 	}
 	return h.Client.Delete(ctx, object, options...)
@@ -73,7 +91,17 @@ func (h *holding) Delete(ctx context.Context, object client.Object, options ...c
 
 func kept(nodeClaim *karpv1.NodeClaim) error {
 	return apierrors.NewTooManyRequests(
-		fmt.Sprintf("NodeClaim %s is kept while the agent is not reachable: its Node could not be replaced", nodeClaim.Name), retrySeconds)
+		fmt.Sprintf("NodeClaim %s is kept until the agent has been reachable for %s: its Node could not be replaced", nodeClaim.Name, settled), retrySeconds)
+}
+
+// keeps reports whether the Node of a NodeClaim could not be replaced now.
+func (h *holding) keeps(ctx context.Context, nodeClaim *karpv1.NodeClaim) bool {
+	ref := nodeClaim.Spec.NodeClassRef
+	if ref == nil || ref.Group != v1alpha1.Group {
+		return false
+	}
+	state := h.connection.State()
+	return !state.Connected || h.clock.Since(state.Since) < settled || h.away(ctx, ref)
 }
 
 // away reports whether a node class says that the agent is not reachable.

@@ -3,11 +3,13 @@ package outage_test
 import (
 	"context"
 	"testing"
+	"time"
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clocktesting "k8s.io/utils/clock/testing"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -16,6 +18,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/controllers/provisioning"
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
 
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/outage"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
@@ -39,7 +42,10 @@ func TestNodesThatCannotBeReplacedAreNotRemoved(t *testing.T) {
 		"there": there, "gone": {Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: "gone"},
 		"foreign": {Group: "karpenter.k8s.aws", Kind: "EC2NodeClass", Name: "away"}, "none": nil,
 	}
-	through := outage.Client(kube)
+	line, now := &connection{}, clocktesting.NewFakeClock(time.Now())
+	line.state.Connected, line.state.Since = true, now.Now()
+	through := outage.Client(kube, line, now)
+	now.Step(time.Minute)
 	as := func(controller string) context.Context { return injection.WithControllerName(t.Context(), controller) }
 	expiring := as((&expiration.Controller{}).Name())
 	nodeClaim := func(ref *karpv1.NodeClassReference) *karpv1.NodeClaim {
@@ -53,7 +59,7 @@ func TestNodesThatCannotBeReplacedAreNotRemoved(t *testing.T) {
 	kept := nodeClaim(away)
 	err := through.Delete(expiring, kept)
 	require.True(t, apierrors.IsTooManyRequests(err), "%v", err)
-	require.ErrorContains(t, err, "the agent is not reachable")
+	require.ErrorContains(t, err, "until the agent has been reachable")
 	require.NoError(t, through.Delete(as("another.controller"), kept), "as a user or another rule of core wants it")
 
 	others["away"] = away
@@ -75,5 +81,15 @@ func TestNodesThatCannotBeReplacedAreNotRemoved(t *testing.T) {
 	nodeClass.StatusConditions().SetTrue(v1alpha1.ConditionAgentReachable)
 	require.NoError(t, kube.Status().Update(t.Context(), nodeClass))
 	require.Len(t, pools(as((&disruption.Controller{}).Name())), 5)
-	require.NoError(t, through.Delete(expiring, nodeClaim(away)))
+	again := nodeClaim(away)
+	for _, connected := range []bool{false, true} { // the node class does not know yet that the agent is away again
+		line.state.Connected, line.state.Since = connected, now.Now()
+		require.True(t, apierrors.IsTooManyRequests(through.Delete(expiring, again)), "connected: %t", connected)
+	}
+	now.Step(30 * time.Second)
+	require.NoError(t, through.Delete(expiring, again))
 }
+
+type connection struct{ state agentclient.State }
+
+func (c *connection) State() agentclient.State { return c.state }

@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/controllers/node/legacyrepair"
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/expiration"
 
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/outage"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
@@ -34,10 +35,13 @@ func away(w *shimtest.Env, is bool) {
 	}
 }
 
+// connected is a connection that has lasted.
+var connected = &connection{state: agentclient.State{Connected: true}}
+
 func TestExpiryWaitsForTheHubWithoutAnError(t *testing.T) {
 	w := shimtest.New(t, nil, shimtest.WithClock(clocktesting.NewFakeClock(time.Now())))
 	core, err := outage.Patient([]controller.Controller{
-		&disruption.Controller{}, expiration.NewController(w.Clock, outage.Client(w.Kube), w.CloudProvider),
+		&disruption.Controller{}, expiration.NewController(w.Clock, outage.Client(w.Kube, connected, w.Clock), w.CloudProvider),
 	}, w.CloudProvider)
 	require.NoError(t, err)
 	expiry, is := core[1].(reconcile.ObjectReconciler[*karpv1.NodeClaim])
@@ -72,11 +76,11 @@ func TestARepairThatHasToWaitLeavesNoNote(t *testing.T) {
 	node.Status.Conditions = []corev1.NodeCondition{{
 		Type: corev1.NodeReady, Status: corev1.ConditionFalse, LastTransitionTime: metav1.NewTime(w.Clock.Now().Add(-time.Hour)),
 	}}
-	repair := legacyrepair.NewController(outage.Client(w.Kube), w.CloudProvider, w.Clock, w.Recorder)
+	repair := legacyrepair.NewController(outage.Client(w.Kube, connected, w.Clock), w.CloudProvider, w.Clock, w.Recorder)
 
 	away(w, true)
 	_, err := repair.Reconcile(w.Context(), node)
-	require.ErrorContains(t, err, "the agent is not reachable")
+	require.ErrorContains(t, err, "until the agent has been reachable")
 	require.True(t, w.Exists(nodeClaim))
 	require.NotContains(t, nodeClaim.Annotations, karpv1.NodeClaimTerminationTimestampAnnotationKey)
 	away(w, false)
