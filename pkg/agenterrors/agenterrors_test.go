@@ -308,3 +308,12 @@ func TestADescriptionOmitsTheCallersOwnPort(t *testing.T) {
 	require.Equal(t, failed(51234), failed(51235))
 	require.Contains(t, failed(51234), "read tcp 10.0.0.1:8443: read: connection reset by peer")
 }
+
+func TestADescriptionOmitsTheTime(t *testing.T) {
+	failed := func(now string) string {
+		return agenterrors.Describe(status.Error(codes.Unavailable, "x509: certificate has expired or is not yet valid: current time "+
+			now+" is after 2026-01-01T00:00:00Z"))
+	}
+	require.Equal(t, "Unavailable: x509: certificate has expired or is not yet valid: now is after 2026-01-01T00:00:00Z", failed("2026-02-02T00:00:01Z"))
+	require.Equal(t, failed("2026-02-02T00:00:01Z"), failed("2026-02-02T00:00:02Z"))
+}

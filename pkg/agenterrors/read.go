@@ -168,18 +168,22 @@ func RetryDelay(err error) (time.Duration, bool) {
 }
 
 // Describe returns the code and the message of the error's gRPC status, or the text of any other
-// error. It omits what differs between attempts, such as the request ID and the caller's own port. Use it for
+// error. It omits what differs between attempts, such as the request ID, the time and the caller's own port. Use it for
 // conditions: each change of a condition is a write.
 func Describe(err error) string {
 	var said interface{ GRPCStatus() *status.Status }
 	if errors.As(err, &said) {
-		return fmt.Sprintf("%s: %s", said.GRPCStatus().Code(), ownAddress.ReplaceAllString(said.GRPCStatus().Message(), ""))
+		message := ownAddress.ReplaceAllString(said.GRPCStatus().Message(), "")
+		return fmt.Sprintf("%s: %s", said.GRPCStatus().Code(), presentTime.ReplaceAllString(message, "now is $1"))
 	}
 	return err.Error()
 }
 
 // ownAddress matches the caller's own address in an error of package net: "read tcp 10.0.0.1:4242->10.0.0.2:8443: …".
 var ownAddress = regexp.MustCompile(`\S+:\d+->`)
+
+// presentTime matches the time in an error of package crypto/x509 about a certificate's validity.
+var presentTime = regexp.MustCompile(`current time \S+ is (before|after)`)
 
 func is(err error, code codes.Code) bool {
 	return err != nil && status.Code(err) == code

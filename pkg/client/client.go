@@ -41,6 +41,7 @@ type Client struct {
 	closed  chan struct{} // closed by end
 	end     func()
 	source  certificates.Source // nil without TLS
+	refused func() error
 }
 
 // New returns a client of the agent at options.Address. It never waits for the network: while the
@@ -89,7 +90,7 @@ func New(options Options) (*Client, error) {
 		return nil, fmt.Errorf("agent address %s: %w", options.Address, err)
 	}
 	c := fromConn(conn, options)
-	c.source = source
+	c.source, c.refused = source, conn.refusal
 	c.close = []func() error{conn.Close, func() error { stopReading(); return nil }}
 	return c, nil
 }
@@ -151,4 +152,14 @@ func (c *Client) Certificates() certificates.Stats {
 		return certificates.Stats{}
 	}
 	return c.source.Stats()
+}
+
+// CertificateRefused returns why the agent refuses the client certificate that was read last, which replaces
+// one that it accepts. Calls use the former one meanwhile. It is nil if the agent is not known to refuse it, and for
+// a client that was made with [FromConn].
+func (c *Client) CertificateRefused() error {
+	if c.refused == nil {
+		return nil
+	}
+	return c.refused()
 }

@@ -52,10 +52,11 @@ type line struct {
 	accepted func()
 	// calls is the number of calls that have not ended. It is guarded by the connection's mutex.
 	calls int
-	// checked is the state of the check of a new line, and refusedAt when it was last refused. They are
-	// guarded by the connection's mutex.
+	// checked is the state of the check of a new line, refusedAt when it was last refused, and refusal why, nil
+	// unless it was. They are guarded by the connection's mutex.
 	checked   checked
 	refusedAt time.Time
+	refusal   error
 }
 
 // checked is how far the check of a line is.
@@ -113,7 +114,7 @@ func (c *connection) tried(l *line) bool {
 			defer c.mu.Unlock()
 			switch {
 			case agenterrors.IsUnauthenticated(err):
-				l.checked, l.refusedAt = refused, c.clock.Now()
+				l.checked, l.refusedAt, l.refusal = refused, c.clock.Now(), err
 			case agenterrors.IsUnavailable(err), ctx.Err() != nil:
 				l.checked = notChecked // nothing is known yet
 			default: // another error is no answer to who the caller is
@@ -122,6 +123,16 @@ func (c *connection) tried(l *line) bool {
 		})
 	}
 	return l.checked == passed
+}
+
+// refusal returns why the agent refuses a new certificate, nil if it is not known to.
+func (c *connection) refusal() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.next == nil {
+		return nil
+	}
+	return c.next.refusal
 }
 
 // Invoke implements [grpc.ClientConnInterface].

@@ -141,6 +141,7 @@ func TestALineWhoseIdentityIsRefusedIsNotUsed(t *testing.T) {
 		l.call()
 	}
 	require.EqualValues(t, 1, l.checks.Load(), "it is not checked with each call")
+	require.Eventually(t, func() bool { return agenterrors.IsUnauthenticated(l.refusal()) }, patience, time.Millisecond)
 	require.Same(t, first, l.current)
 
 	l.clock.SetTime(l.clock.Now().Add(time.Minute))
@@ -152,6 +153,7 @@ func TestALineWhoseIdentityIsRefusedIsNotUsed(t *testing.T) {
 	require.Same(t, first, l.current)
 	answer(agenterrors.PermissionDenied("the identity may not do this"))
 	l.replaced(next)
+	require.NoError(t, l.refusal())
 }
 
 func TestTheNextCertificateAfterARefusedOneIsTried(t *testing.T) {

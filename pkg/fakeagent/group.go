@@ -203,15 +203,15 @@ func (g *group) replicas() int32 {
 // for every holder but the group's own.
 func (a *Agent) availability(g *group, holder string) *agentv1alpha1.Availability {
 	now := a.now()
-	if _, paused := a.paused[g.cluster]; paused {
-		return &agentv1alpha1.Availability{
-			Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, Message: "the Cluster is paused",
-		}
-	}
 	if only := g.described.GetHolder(); only != "" && only != holder {
 		return &agentv1alpha1.Availability{
 			Reason:  agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_RESERVED,
 			Message: fmt.Sprintf("the node group accepts only claims of the holder %q (annotation %s of the MachineDeployment)", only, annotationHolder),
+		}
+	}
+	if _, paused := a.paused[g.cluster]; paused {
+		return &agentv1alpha1.Availability{
+			Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, Message: "the Cluster is paused",
 		}
 	}
 	if g.blocked != nil && (g.blocked.GetRetryAt() == nil || now.Before(g.blocked.GetRetryAt().AsTime())) {

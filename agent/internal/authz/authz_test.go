@@ -407,6 +407,7 @@ func TestPolicyMistakesAreNamed(t *testing.T) {
 		"a pattern of another kind": {"clusters: [\"fleet/a?\"]\n", `clusters: cluster "fleet/a?" is not <namespace>/<name>`},
 		"an onboarding":             {"deny:\n- id: spiffe://d/cluster/fleet/a/abc\n", "names an onboarding, but policies"},
 		"clusters without a value":  {"clusters:\n#- fleet/a\n", "clusters: it has no value"},
+		"the same, capitalised":     {"Clusters:\n#- fleet/a\n", "Clusters: it has no value"},
 		"denies nothing":            {"deny:\n- {}\n", "deny[0]: it names nothing"},
 		"denies a bad id":           {"deny:\n- id: spiffe://e/x\n", `deny[0]: id "spiffe://e/x" is of the trust domain`},
 		"denies a bad serial":       {"deny:\n- serial: xyz\n", `deny[0]: serial "xyz" is not a hexadecimal number`},

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -139,8 +140,10 @@ func checkClusters(content []byte) error {
 	if err := yaml.Unmarshal(content, &fields); err != nil {
 		return err
 	}
-	if clusters, set := fields["clusters"]; set && clusters == nil {
-		return errors.New("clusters: it has no value; write [] for no Clusters, or leave the field out for all")
+	for field, value := range fields {
+		if strings.EqualFold(field, "clusters") && value == nil { // the parser ignores the case
+			return fmt.Errorf("%s: it has no value; write [] for no Clusters, or leave the field out for all", field)
+		}
 	}
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 
 	"k8s.io/utils/clock"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 )
 
@@ -20,15 +21,19 @@ const (
 	expiringPart    = 4
 	longestExpiring = 14 * 24 * time.Hour
 
-	// ReasonExpiring is the reason of the warning event.
+	// ReasonExpiring and ReasonRefused are the reasons of the warnings.
 	ReasonExpiring = "AgentCertificateExpiring"
+	ReasonRefused  = "AgentCertificateRefused"
 )
 
-// Expiring warns if the client certificate is about to expire and has not been renewed. As a
+// Expiring warns if the client certificate is about to expire and has not been renewed, or if the agent refuses
+// the new one. As a
 // runnable of a manager it does so only in the leader.
 type Expiring struct {
 	// Stats returns the statistics of the certificate. REQUIRED.
 	Stats func() certificates.Stats
+	// Refused returns why the agent refuses the certificate that was read last, or nil. REQUIRED.
+	Refused func() error
 	// Announce publishes a warning. REQUIRED.
 	Announce func(ctx context.Context, reason, message string)
 	// Remedy is a sentence that states what to do. REQUIRED.
@@ -46,11 +51,11 @@ func (e *Expiring) Start(ctx context.Context) error {
 	defer ticker.Stop()
 	var warned time.Time
 	for {
-		if message, _ := e.Warning(); message == "" {
+		if reason, message, _ := e.Warning(); message == "" {
 			warned = time.Time{}
 		} else if e.Clock.Since(warned) >= expiryRepeat {
 			warned = e.Clock.Now()
-			e.Announce(ctx, ReasonExpiring, message)
+			e.Announce(ctx, reason, message)
 		}
 		select {
 		case <-ctx.Done():
@@ -60,23 +65,27 @@ func (e *Expiring) Start(ctx context.Context) error {
 	}
 }
 
-// Warning returns, in sentences, that the certificate has expired or soon will, and the remedy, or
-// "" if there is no need to warn. found is false if there is no certificate: either the agent is
-// called without one, or none has been obtained yet.
-func (e *Expiring) Warning() (message string, found bool) {
+// Warning returns, in sentences, that the certificate has expired or soon will, or is refused, and the remedy, with
+// the reason of such a condition. They are "" if there is no need to warn. found is false if there is no
+// certificate: either the agent is called without one, or none has been obtained yet.
+func (e *Expiring) Warning() (reason, message string, found bool) {
 	stats := e.Stats()
 	end := stats.CertificateNotAfter
 	if end.IsZero() {
-		return "", false
+		return "", "", false
+	}
+	if err := e.Refused(); err != nil {
+		return ReasonRefused, fmt.Sprintf("The agent refuses the shim's new client certificate, and calls use the former one until it expires: %s. %s",
+			agenterrors.Describe(err), e.Remedy), true
 	}
 	left := end.Sub(e.Clock.Now())
 	if left >= min(end.Sub(stats.CertificateNotBefore)/expiringPart, longestExpiring) {
-		return "", true
+		return "", "", true
 	}
 	what := "expires"
 	if left <= 0 {
 		what = "expired"
 	}
-	return fmt.Sprintf("The shim's client certificate %s at %s, and has not been renewed. %s",
+	return ReasonExpiring, fmt.Sprintf("The shim's client certificate %s at %s, and has not been renewed. %s",
 		what, end.UTC().Format(time.RFC3339), e.Remedy), true
 }

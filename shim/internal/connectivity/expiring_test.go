@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 	clocktesting "k8s.io/utils/clock/testing"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 )
@@ -39,6 +40,22 @@ func TestACertificateThatIsAboutToExpireIsWarnedOf(t *testing.T) {
 	assert.Empty(t, warnings(t, clocktesting.NewFakeClock(time.Now()), certificates.Stats{}, 0), "there is none yet")
 }
 
+func TestACertificateThatTheAgentRefusesIsWarnedOf(t *testing.T) {
+	clk := clocktesting.NewFakeClock(time.Now())
+	e := &connectivity.Expiring{
+		Stats: func() certificates.Stats {
+			return certificates.Stats{CertificateNotBefore: clk.Now(), CertificateNotAfter: clk.Now().Add(24 * time.Hour)}
+		},
+		Refused: func() error { return agenterrors.Unauthenticated("the issuer has no right to this identity") },
+		Remedy:  "Renew it.", Clock: clk,
+	}
+	reason, message, found := e.Warning()
+	require.True(t, found)
+	require.Equal(t, "AgentCertificateRefused", reason)
+	require.Equal(t, "The agent refuses the shim's new client certificate, and calls use the former one until it expires: "+
+		"Unauthenticated: the issuer has no right to this identity. Renew it.", message)
+}
+
 func expected(says string, end time.Time) []string {
 	if says == "" {
 		return nil
@@ -63,6 +80,7 @@ func warnings(t *testing.T, clk *clocktesting.FakeClock, stats certificates.Stat
 	e := &connectivity.Expiring{
 		Stats:    func() certificates.Stats { looked <- struct{}{}; return stats },
 		Announce: func(_ context.Context, reason, message string) { warned = append(warned, reason+": "+message) },
+		Refused:  func() error { return nil },
 		Remedy:   "Renew it.", Clock: clk,
 	}
 	require.True(t, e.NeedLeaderElection())

@@ -46,6 +46,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 )
 
 const (
@@ -64,7 +65,7 @@ const (
 
 // Reasons of announcements.
 const (
-	reasonRefused = "AgentCertificateRefused"
+	reasonRefused = connectivity.ReasonRefused
 	reasonEnded   = "AgentCertificateEnded"
 	reasonInvalid = "AgentBootstrapInvalid"
 )

@@ -325,8 +325,8 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	// A Node that is protected already gets no mark: endProtection would end that protection.
-	if node != nil && !isKept(node) && node.Annotations[karpv1.DoNotDisruptAnnotationKey] == "" {
+	// A Node that is protected already gets no mark: endProtection would end that protection. Core heeds no other value.
+	if node != nil && !isKept(node) && node.Annotations[karpv1.DoNotDisruptAnnotationKey] != yes {
 		stored := node.DeepCopy()
 		node.Annotations = lo.Assign(node.Annotations, map[string]string{v1alpha1.KeptAnnotation: yes, karpv1.DoNotDisruptAnnotationKey: yes})
 		// A user may just have protected it.

@@ -548,6 +548,20 @@ func TestAUsersProtectionOutlivesATimeInWhichTheMachineIsUnknown(t *testing.T) {
 	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey])
 }
 
+// Core heeds the value "true" alone.
+func TestANodeWithAProtectionThatMeansNothingIsProtected(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere" })
+	node := e.join(nodeClaim)
+	node.Spec.ProviderID = nodeClaim.Status.ProviderID
+	node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: "false"}
+	e.Update(node)
+	e.reconcile(nodeClaim)
+	e.Get(node)
+	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey])
+	assert.Equal(t, "true", node.Annotations[v1alpha1.KeptAnnotation])
+}
+
 // The same, for a Node whose adoption was completed, and whose disruption its user allowed.
 func TestAnApprovedDisruptionOutlivesATimeInWhichTheMachineIsUnknown(t *testing.T) {
 	for name, adopted := range map[string]bool{"its claim is known again": true, "its claim is made again": false} {

@@ -10,6 +10,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -100,7 +101,7 @@ type Connection interface {
 type Certificate interface {
 	// Warning returns a message if the certificate has expired or soon will, with the remedy, and
 	// "" otherwise. found is false if there is no certificate.
-	Warning() (message string, found bool)
+	Warning() (reason, message string, found bool)
 }
 
 // CompatibilityCheck reports whether the agent and this shim are compatible.
@@ -214,7 +215,7 @@ func (c *Controller) graceEnds() time.Duration {
 // lookAgain returns when a condition may turn without any event, or zero if none can.
 func (c *Controller) lookAgain(nodeClass *v1alpha1.ClusterAPINodeClass) time.Duration {
 	grace := c.graceEnds()
-	_, certified := c.Certificate.Warning()
+	_, _, certified := c.Certificate.Warning()
 	if !certified && !c.zoneless(nodeClass) {
 		return grace
 	}
@@ -380,15 +381,23 @@ func (c *Controller) describeConnection(conditions status.ConditionSet) {
 	if state.LastError != nil {
 		message += ": " + agenterrors.Describe(state.LastError)
 	}
-	conditions.SetFalse(v1alpha1.ConditionAgentReachable, reason, lo.Ellipsis(message, longestMessage))
+	message = lo.Ellipsis(message, longestMessage)
+	// Attempts at the addresses of several agents fail in turn. That is no change, which would be a write.
+	if before.IsFalse() && before.Reason == reason && address.ReplaceAllString(before.Message, "") == address.ReplaceAllString(message, "") {
+		message = before.Message
+	}
+	conditions.SetFalse(v1alpha1.ConditionAgentReachable, reason, message)
 }
 
+// address matches an IP address and a port.
+var address = regexp.MustCompile(`(\d+(\.\d+){3}|\[[0-9a-fA-F:.]+\]):\d+`)
+
 func (c *Controller) describeCertificate(conditions status.ConditionSet) {
-	switch warning, found := c.Certificate.Warning(); {
+	switch reason, warning, found := c.Certificate.Warning(); {
 	case !found:
 		lo.Must0(conditions.Clear(v1alpha1.ConditionAgentCertificateValid)) // fails only for conditions that Ready depends on
 	case warning != "":
-		conditions.SetFalse(v1alpha1.ConditionAgentCertificateValid, connectivity.ReasonExpiring, warning)
+		conditions.SetFalse(v1alpha1.ConditionAgentCertificateValid, reason, warning)
 	default:
 		conditions.SetTrue(v1alpha1.ConditionAgentCertificateValid)
 	}

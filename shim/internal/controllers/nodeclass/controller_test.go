@@ -43,7 +43,9 @@ type certificate struct {
 	found   bool
 }
 
-func (c *certificate) Warning() (string, bool) { return c.warning, c.found }
+func (c *certificate) Warning() (string, string, bool) {
+	return "AgentCertificateExpiring", c.warning, c.found
+}
 
 // compatibility is the result that the test sets.
 type compatibility struct{ result connectivity.Compatibility }
@@ -228,11 +230,17 @@ func TestASilentAgentCostsReadinessAfterTheGracePeriod(t *testing.T) {
 	version := nodeClass.ResourceVersion
 	e.clock.Step(time.Hour)
 	assert.Equal(t, version, e.reconcile(shimtest.NodeClassName).ResourceVersion, "the message does not change with time")
+	for _, agent := range []string{"10.0.0.1:8443", "10.0.0.2:8443", "[fd00::1]:8443"} {
+		e.connection.state.LastError = grpcstatus.Error(codes.Unavailable, "dial tcp "+agent+": connection refused")
+		nodeClass = e.reconcile(shimtest.NodeClassName)
+		e.clock.Step(time.Hour)
+	}
+	assert.Contains(t, condition(nodeClass, v1alpha1.ConditionAgentReachable).Message, "10.0.0.1:8443", "nor with the address that is tried")
 
 	e.connection.state = agentclient.State{Synced: true, Connected: true}
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue(), "and it resumes by itself")
 	e.reconcile(shimtest.NodeClassName)
-	assert.Equal(t, []string{"AgentUnreachable", "AgentReachable"}, e.Recorder.Reasons())
+	assert.Equal(t, []string{"AgentUnreachable", "AgentUnreachable", "AgentReachable"}, e.Recorder.Reasons(), "one for each cause")
 }
 
 func TestACertificateThatEndsIsACondition(t *testing.T) {
