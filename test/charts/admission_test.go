@@ -410,40 +410,54 @@ func TestAGroupThatIsDeletedGoes(t *testing.T) {
 
 // What a release creates outside its namespace has a name that no other release uses.
 func TestReleasesShareNoNames(t *testing.T) {
-	owner := map[string]release{}
-	for _, r := range []release{
-		{"capi-agent", "one"},
-		{"capi-agent", "two"},
-		{"capi-agent-one", "two"},
-		{"capi-agent", "one-two"},
-		{"capi-agent-two", "one"},
-		{"a", "b-capi-agent"},
-		{"a-b", "capi-agent"},
-		{"a", "capi-agent"},
-		{"capi-agent.one", "two"},
-		{"b", "a"},
+	for kind, test := range map[string]struct {
+		values  []string
+		outside int
+		// own is the name that releases of the chart have in examples.
+		own string
+	}{
+		"agent": {[]string{"defaults", "confined", "priced"}, 8, "capi-agent"}, // a ClusterRole with its binding, three policies with theirs
+		"shim":  {[]string{"defaults", "enrollment"}, 2, "karpenter"},          // a ClusterRole with its binding
 	} {
-		c := chart{name: "agent", release: r.name, namespace: r.namespace}
-		for _, values := range []string{"defaults", "confined", "priced"} {
-			outside := 0
-			// The CRDs are of one release alone.
-			for _, object := range render(t, c, valuesFile(t, values), "--set", "crds.install=false") {
-				if object.GetNamespace() == r.namespace {
-					continue
+		owner := map[string]release{}
+		for _, r := range []release{
+			{"capi-agent", "one"},
+			{"capi-agent", "two"},
+			{"capi-agent-one", "two"},
+			{"capi-agent", "one-two"},
+			{"capi-agent-two", "one"},
+			{"a", "b-capi-agent"},
+			{"a-b", "capi-agent"},
+			{"a", "capi-agent"},
+			{"capi-agent.one", "two"},
+			{"b", "a"},
+			{"karpenter", "one"},
+			{"karpenter", "two"},
+		} {
+			c := chart{name: kind, release: r.name, namespace: r.namespace}
+			for _, values := range test.values {
+				outside := 0
+				// The CRDs are of one release alone, and extra objects are the user's.
+				for _, object := range render(t, c, valuesFile(t, kind, values),
+					"--set", "crds.install=false,extraObjects=null,metrics.dashboard.enabled=true,metrics.dashboard.namespace=monitoring") {
+					if object.GetNamespace() == r.namespace {
+						continue
+					}
+					outside++
+					require.NotEqual(t, test.own, object.GetName(), "another product may have a %s of this name", object.GetKind())
+					key := fmt.Sprintf("%s %s/%s", object.GetKind(), object.GetNamespace(), object.GetName())
+					if other, taken := owner[key]; taken {
+						require.Equal(t, r, other, "%s is of both", key)
+					}
+					owner[key] = r
 				}
-				outside++
-				key := fmt.Sprintf("%s %s/%s", object.GetKind(), object.GetNamespace(), object.GetName())
-				if other, taken := owner[key]; taken {
-					require.Equal(t, r, other, "%s is of both", key)
-				}
-				owner[key] = r
+				require.GreaterOrEqual(t, outside, test.outside)
 			}
-			require.GreaterOrEqual(t, outside, 8, "a ClusterRole with its binding, three policies with theirs")
 		}
 	}
 }
 
-func valuesFile(t *testing.T, name string) string {
+func valuesFile(t *testing.T, kind, name string) string {
 	t.Helper()
 	if name == "priced" {
 		file := filepath.Join(t.TempDir(), "values.yaml")
@@ -452,7 +466,7 @@ func valuesFile(t *testing.T, name string) string {
 		}
 		return file
 	}
-	return filepath.Join(chartPath(t, charts[0]), "ci", name+"-values.yaml")
+	return filepath.Join(chartPath(t, chart{name: kind}), "ci", name+"-values.yaml")
 }
 
 // Two agents with the same name serve two teams. The policies of one do not apply to the node

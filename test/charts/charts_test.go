@@ -31,6 +31,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/yaml"
 	podsecurityapi "k8s.io/pod-security-admission/api"
 	"k8s.io/pod-security-admission/policy"
@@ -215,15 +216,18 @@ func TestAnotherPolicyThanTheChartsNeedsNull(t *testing.T) {
 		"extraEnv[0].name=CAPI_AGENT_POLICY,extraEnv[0].value=team-a/policy", "extraEnv[0].name=CAPI_AGENT_POLICY_FILE,extraEnv[0].value=file",
 	} {
 		t.Run(set, func(t *testing.T) {
-			_, stderr, err := helm(t, "template", charts[0].release, chartPath(t, charts[0]), "--set", set)
+			_, stderr, err := helm(t, "template", charts[0].release, chartPath(t, charts[0]), "--set", "policy.clusters[0]=fleet/a,"+set)
 			require.Error(t, err)
 			require.Contains(t, stderr, "set policy to null")
 
-			objects := render(t, charts[0], defaults, "--set", "policy=null,"+set)
-			args := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.Containers[0].Args
-			require.NotContains(t, args, "--policy="+charts[0].namespace+"/capi-agent-policy")
-			require.Empty(t, of[corev1.ConfigMap](t, objects, "ConfigMap"))
-			require.Empty(t, of[rbacv1.Role](t, objects, "Role"))
+			// Helm may replace a null by the chart's own value, which is empty.
+			for _, policy := range []string{"policy=null,", ""} {
+				objects := render(t, charts[0], defaults, "--set", policy+set)
+				args := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.Containers[0].Args
+				require.NotContains(t, args, "--policy="+charts[0].namespace+"/capi-agent-policy")
+				require.Empty(t, of[corev1.ConfigMap](t, objects, "ConfigMap"))
+				require.Empty(t, of[rbacv1.Role](t, objects, "Role"))
+			}
 		})
 	}
 }
@@ -744,6 +748,39 @@ func TestPublishedNodePoolsBringTheirRules(t *testing.T) {
 	require.False(t, grants(0, "everything-values.yaml", "nodepoolsets", "update"), "what users publish is not the agent's to change")
 }
 
+// Argo CD renders every version as the first revision, and a Job cannot be changed.
+func TestAnotherPlanIsAnotherJob(t *testing.T) {
+	name := func(set string) string {
+		return of[batchv1.Job](t, render(t, charts[1], filepath.Join(chartPath(t, charts[1]), "ci", "defaults-values.yaml"),
+			"--set", "planAdoption=true,"+set), "Job")[0].Name
+	}
+	require.NotEqual(t, name("image.tag=a"), name("image.tag=b"))
+	require.Equal(t, name("image.tag=a"), name("image.tag=a"))
+}
+
+// When Argo CD prunes, it heeds its own annotation alone.
+func TestCRDsThatAreKeptAreNotPruned(t *testing.T) {
+	forEachValues(t, func(t *testing.T, c chart, values string) {
+		t.Helper()
+		options := func(settings ...string) []string {
+			var all []string
+			for _, object := range render(t, c, values, append(settings, "--set", "crds.install=true")...) {
+				if object.GetKind() == "CustomResourceDefinition" {
+					all = append(all, object.GetAnnotations()["argocd.argoproj.io/sync-options"])
+				}
+			}
+			return lo.Uniq(all)
+		}
+		if len(options()) == 0 {
+			return // they are in another cluster
+		}
+		own := `crds.annotations.argocd\.argoproj\.io/sync-options=Replace=true`
+		require.Equal(t, []string{"Prune=false"}, options("--set", "crds.keep=true"))
+		require.Equal(t, []string{"Prune=false,Replace=true"}, options("--set", "crds.keep=true", "--set-string", own))
+		require.Equal(t, []string{""}, options("--set", "crds.keep=false"))
+	})
+}
+
 // As described in docs/migrate-from-karpenter-provider-cluster-api.md: nothing runs but the Job
 // that prints the plan.
 func TestThePlanOfAdoptionIsAJobInPlaceOfKarpenter(t *testing.T) {
@@ -782,13 +819,18 @@ func TestDeploymentsAreAsTheValuesSay(t *testing.T) {
 	for _, c := range charts {
 		t.Run(c.name, func(t *testing.T) {
 			byDefault := deployment(c)
-			require.Empty(t, byDefault.Strategy)
+			if c.name == "shim" { // there may be no room for a further pod
+				require.Equal(t, intstr.FromInt32(0), *byDefault.Strategy.RollingUpdate.MaxSurge)
+				require.Equal(t, intstr.FromInt32(1), *byDefault.Strategy.RollingUpdate.MaxUnavailable)
+			} else {
+				require.Empty(t, byDefault.Strategy)
+			}
 			require.Empty(t, byDefault.Template.Spec.DNSPolicy)
 			require.Nil(t, byDefault.Template.Spec.DNSConfig)
 
 			changed := deployment(c, "--set", "revisionHistoryLimit=0,strategy.type=Recreate,dnsPolicy=Default,dnsConfig.searches={example.com}")
 			require.Equal(t, ptr.To[int32](0), changed.RevisionHistoryLimit)
-			require.Equal(t, appsv1.RecreateDeploymentStrategyType, changed.Strategy.Type)
+			require.Equal(t, appsv1.DeploymentStrategy{Type: appsv1.RecreateDeploymentStrategyType}, changed.Strategy)
 			require.Equal(t, corev1.DNSDefault, changed.Template.Spec.DNSPolicy)
 			require.Equal(t, []string{"example.com"}, changed.Template.Spec.DNSConfig.Searches)
 		})
@@ -823,7 +865,11 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 		{"no Cluster", charts[1], "agent.address=a:8443", "cluster.namespace is required"},
 		{
 			"metrics of the hub that the spoke is asked about", charts[1],
-			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,kubeconfig.secretName=k", "metrics.secure must be false",
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,kubeconfig.secretName=k,leaderElection.namespace=n", "metrics.secure must be false",
+		},
+		{
+			"a lease in a namespace of the hub", charts[1],
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,kubeconfig.secretName=k,metrics.secure=false", "leaderElection.namespace is required",
 		},
 		{
 			"readers of metrics without their role", charts[1],
@@ -900,7 +946,7 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 func TestAHubHostedShimHasNoRightsInTheHub(t *testing.T) {
 	for _, set := range []string{"", ",agent.enrollment.enabled=true", ",settings.featureGates.PodDeletionCostManagement=true", ",rbac.create=true"} {
 		stdout, stderr, err := helm(t, "template", charts[1].release, chartPath(t, charts[1]), "--set",
-			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,kubeconfig.secretName=k,metrics.secure=false"+set)
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,kubeconfig.secretName=k,metrics.secure=false,leaderElection.namespace=kube-system"+set)
 		require.NoError(t, err, stderr)
 		require.Contains(t, stdout, "kind: Deployment")
 		require.NotContains(t, stdout, "authorization.k8s.io", set)

@@ -101,17 +101,21 @@ secret:
 
 {{/* The ConfigMap with the policy, or nothing if the agent is given another one. */}}
 {{- define "capi-agent.policyName" -}}
-{{- if not (kindIs "invalid" .Values.policy) }}
+{{- $others := list }}
 {{- range .Values.extraArgs }}
 {{- if regexMatch "^--policy(-file)?(=|$)" (toString .) }}
-{{- fail (printf "extraArgs has %s: set policy to null, so that the chart does not pass a policy of its own" .) }}
+{{- $others = append $others (printf "extraArgs has %s" .) }}
 {{- end }}
 {{- end }}
 {{- range .Values.extraEnv }}
 {{- if has .name (list "CAPI_AGENT_POLICY" "CAPI_AGENT_POLICY_FILE") }}
-{{- fail (printf "extraEnv has %s: set policy to null, so that the chart does not pass a policy of its own" .name) }}
+{{- $others = append $others (printf "extraEnv has %s" .name) }}
 {{- end }}
 {{- end }}
+{{- if and .Values.policy $others }}
+{{- fail (printf "%s: set policy to null, so that the chart does not pass a policy of its own" (first $others)) }}
+{{- end }}
+{{- if not (or (kindIs "invalid" .Values.policy) $others) }}
 {{- include "capi-agent.fullname" . }}-policy
 {{- end }}
 {{- end }}

@@ -13,6 +13,19 @@
 {{- end }}
 {{- end }}
 
+{{/*
+The name of objects outside the release's namespace. Those of another Karpenter may have the release's name, and a
+tool that does not heed owners would replace them.
+*/}}
+{{- define "karpenter.clusterName" -}}
+{{ include "karpenter.fullname" . }}.{{ .Release.Namespace }}
+{{- end }}
+
+{{/* The name of objects in a namespace, with root, the chart's context. */}}
+{{- define "karpenter.nameIn" -}}
+{{- include (eq .namespace .root.Release.Namespace | ternary "karpenter.fullname" "karpenter.clusterName") .root }}
+{{- end }}
+
 {{- define "karpenter.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "karpenter.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -47,6 +60,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{- define "karpenter.tlsSecretName" -}}
 {{- default (printf "%s-agent-client" (include "karpenter.fullname" .)) .Values.tls.secretName }}
+{{- end }}
+
+{{/* The name of the job that plans an adoption. A job cannot be changed, and Argo CD installs every version as revision 1. */}}
+{{- define "karpenter.planName" -}}
+{{- $pod := include "karpenter.pod" . | sha256sum | trunc 8 }}
+{{- printf "%s-plan-adoption-%d-%s" (include "karpenter.fullname" . | trunc 34 | trimSuffix "-") (int .Release.Revision) $pod }}
 {{- end }}
 
 {{/* The volume that has the certificate for the agent. */}}
@@ -94,6 +113,9 @@ secret:
 {{- end }}
 
 {{- define "karpenter.leaseNamespace" -}}
+{{- if and .Values.kubeconfig.secretName (not .Values.leaderElection.namespace) }}
+{{- fail "leaderElection.namespace is required with kubeconfig.secretName: name a namespace of the spoke, such as kube-system" }}
+{{- end }}
 {{- default .Release.Namespace .Values.leaderElection.namespace }}
 {{- end }}
 
