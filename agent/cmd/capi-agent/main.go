@@ -30,6 +30,8 @@ import (
 )
 
 func main() {
+	// A closed pipe is an error of a write. It must not end an onboarding in the middle without a word.
+	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := newCommand().ExecuteContext(ctx)
 	stop()

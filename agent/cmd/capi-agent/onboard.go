@@ -41,6 +41,8 @@ Without --spoke-kubeconfig and --cluster-resource-set the secret is printed, to 
 
   capi-agent onboard team-a/production | kubectl --context spoke apply -f -
 
+If the Cluster's shim uses a certificate that was issued by other means, that certificate is revoked at once; --dry-run says so.
+
 The secret serves one key, and no longer than --valid-for. The caller needs to read the issuer's secret, to get and patch Clusters, and
 to get, create and update Spokes.`,
 		Args: exactly(1, "onboard NAMESPACE/CLUSTER"),
@@ -141,6 +143,8 @@ func carryOut(
 		fmt.Fprintf(out, "would onboard %s\n", o.Cluster)
 		if prepared.Before != "" {
 			fmt.Fprintf(out, "would end its current onboarding and revoke the certificate of its shim\n")
+		} else if prepared.Connected {
+			fmt.Fprintf(out, "would revoke the certificate that its shim uses now, which was issued by other means\n")
 		}
 		fmt.Fprintf(out, "the secret %s, valid for %s, would be %s\n", o.Secret, o.ValidFor, way)
 		return nil
@@ -154,26 +158,29 @@ func carryOut(
 	if err := prepared.Begin(ctx, hub); err != nil {
 		return wrap(err)
 	}
-	switch {
-	case spoke != nil:
-		if err := prepared.Deliver(ctx, spoke, false); err != nil {
-			return wrap(fmt.Errorf("%w. The onboarding has begun: repeat the command with --again", err))
-		}
-	case by.resourceSet:
-		if err := prepared.Recall(ctx, hub); err != nil {
-			return wrap(err)
-		}
-	default:
-		text, err := prepared.Manifest()
-		if err != nil {
-			return wrap(err)
-		}
-		if _, err := manifest.Write(text); err != nil {
-			return wrap(fmt.Errorf("printing the secret: %w", err))
-		}
+	if err := deliver(ctx, hub, spoke, prepared, by, manifest); err != nil {
+		return wrap(fmt.Errorf("%w. The onboarding has begun: repeat the command with --again", err))
 	}
 	fmt.Fprintf(out, "%s is onboarded; the secret %s is %s. Its shim has until %s to get its first certificate\n",
 		o.Cluster, o.Secret, way, prepared.NotAfter.Format(time.RFC3339))
+	return nil
+}
+
+// deliver delivers the secret of an onboarding that has begun.
+func deliver(ctx context.Context, hub, spoke client.Client, prepared *onboarding.Onboarding, by delivery, manifest io.Writer) error {
+	switch {
+	case spoke != nil:
+		return prepared.Deliver(ctx, spoke, false)
+	case by.resourceSet:
+		return prepared.Recall(ctx, hub)
+	}
+	text, err := prepared.Manifest()
+	if err != nil {
+		return err
+	}
+	if _, err := manifest.Write(text); err != nil {
+		return fmt.Errorf("printing the secret: %w", err)
+	}
 	return nil
 }
 

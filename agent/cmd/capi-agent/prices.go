@@ -17,6 +17,7 @@ import (
 type prices struct {
 	currency string
 	rates    pricing.FlatRates
+	perGPU   float64
 	of       pricing.FlatEntry
 	meta     metav1.ObjectMeta
 }
@@ -29,7 +30,12 @@ func newPrices() *cobra.Command {
 		Long: "Print a ConfigMap with a price list, for machines that have no cloud price. A MACHINE is an instance type with its resources, or " +
 			"with its price per hour, month or year.",
 		Example: "  capi-agent prices --per-cpu=0.004 --per-gib=0.0008 large=cpu=8,memory=32Gi,nvidia.com/gpu=1\n  capi-agent prices r760=900/month",
-		RunE:    func(command *cobra.Command, machines []string) error { return p.print(machines, command.OutOrStdout()) },
+		RunE: func(command *cobra.Command, machines []string) error {
+			if command.Flags().Changed("per-gpu") {
+				p.rates.PerAccelerator = &p.perGPU
+			}
+			return p.print(machines, command.OutOrStdout())
+		},
 	}
 	p.addFlags(command.Flags())
 	return command
@@ -46,7 +52,7 @@ func (p *prices) addFlags(flags *pflag.FlagSet) {
 		{&p.rates.PerCPU, "per-cpu", "Price per hour of a CPU."},
 		{&p.rates.PerGiB, "per-gib", "Price per hour of a GiB of memory."},
 		{&p.rates.PerDiskGiB, "per-disk-gib", "Price per hour of a GiB of ephemeral-storage."},
-		{&p.rates.PerAccelerator, "per-gpu", "Price per hour of one unit of any extended resource."},
+		{&p.perGPU, "per-gpu", "Price per hour of one unit of any extended resource. Required if a machine has one."},
 	} {
 		flags.Float64Var(f.target, f.name, 0, f.usage)
 	}

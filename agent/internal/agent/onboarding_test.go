@@ -719,6 +719,23 @@ func TestOneClusterIsAClustersSpokeUntilAnotherIsOnboarded(t *testing.T) {
 	require.True(t, agenterrors.IsSpokeMismatch(err), "%v", err)
 }
 
+// The certificate that the shim uses is revoked, though the Cluster has no onboarding.
+func TestTheFirstOnboardingOfAConnectedShimIsKnown(t *testing.T) {
+	t.Parallel()
+	o := newOnboarded(t)
+	prepare := func() *onboarding.Onboarding {
+		prepared, err := onboarding.Prepare(t.Context(), plane.Client, o.options, clock.RealClock{})
+		require.NoError(t, err)
+		return prepared
+	}
+	require.False(t, prepare().Connected)
+	spoke := &v1alpha1.Spoke{ObjectMeta: metav1.ObjectMeta{Namespace: o.cluster.Namespace, Name: o.cluster.Name}}
+	plane.Create(t, spoke)
+	meta.SetStatusCondition(&spoke.Status.Conditions, metav1.Condition{Type: v1alpha1.ConnectedCondition, Status: metav1.ConditionTrue, Reason: "Synchronized"})
+	require.NoError(t, plane.Client.Status().Update(t.Context(), spoke))
+	require.True(t, prepare().Connected)
+}
+
 func TestUninstallTakesOnboardingsOff(t *testing.T) {
 	t.Parallel()
 	o := newOnboarded(t)

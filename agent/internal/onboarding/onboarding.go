@@ -20,6 +20,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -76,6 +77,9 @@ type Onboarding struct {
 	ID, Before string
 	// NotAfter is when the bootstrap certificate expires.
 	NotAfter time.Time
+	// Connected reports whether the Cluster has no onboarding, and its shim is connected all the same: Begin revokes
+	// the certificate that it uses, which was issued by other means.
+	Connected bool
 
 	cluster *clusterv1.Cluster
 }
@@ -117,6 +121,13 @@ func Prepare(ctx context.Context, hub client.Reader, o Options, c clock.PassiveC
 		return nil, fmt.Errorf("generating the onboarding's id: %w", err)
 	}
 	onboarding := &Onboarding{ID: hex.EncodeToString(random), Before: before, cluster: cluster}
+	if before == "" {
+		var spoke v1alpha1.Spoke
+		if err := hub.Get(ctx, o.Cluster, &spoke); client.IgnoreNotFound(err) != nil {
+			return nil, fmt.Errorf("reading the Spoke %s: %w", o.Cluster, err)
+		}
+		onboarding.Connected = meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition)
+	}
 	identity, err := authz.BootstrapIdentity(o.TrustDomain, authz.Onboarding{Cluster: o.Cluster, ID: onboarding.ID})
 	if err != nil {
 		return nil, err

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -23,8 +24,9 @@ type FlatRates struct {
 	PerMachine float64
 	// PerCPU, PerGiB and PerDiskGiB are the prices of a CPU, and of a GiB of memory and of disk.
 	PerCPU, PerGiB, PerDiskGiB float64
-	// PerAccelerator is the price of one unit of any extended resource.
-	PerAccelerator float64
+	// PerAccelerator is the price of one unit of any extended resource. If it is nil, machines may have none: they would
+	// look as cheap as others.
+	PerAccelerator *float64
 }
 
 // FlatEntry restricts the prices of a list to some machines. Empty fields match all.
@@ -84,7 +86,7 @@ func FlatList(currency string, rates FlatRates, of FlatEntry, machines []string)
 
 func (r FlatRates) faults() []error {
 	var errs []error
-	for _, rate := range []float64{r.PerMachine, r.PerCPU, r.PerGiB, r.PerDiskGiB, r.PerAccelerator} {
+	for _, rate := range []float64{r.PerMachine, r.PerCPU, r.PerGiB, r.PerDiskGiB, lo.FromPtr(r.PerAccelerator)} {
 		if !isPrice(rate) {
 			errs = append(errs, fmt.Errorf("%v is not a rate; write a number, 0 or more", rate))
 		}
@@ -120,9 +122,16 @@ func (r FlatRates) price(description string) (float64, error) {
 	price := r.PerMachine + r.PerCPU*resources.Cpu().AsApproximateFloat64() + r.PerGiB*gibibytes(*resources.Memory()) +
 		r.PerDiskGiB*gibibytes(*resources.StorageEphemeral())
 	for name, quantity := range resources {
-		if isExtended(name) {
-			price += r.PerAccelerator * quantity.AsApproximateFloat64()
+		if !isExtended(name) {
+			continue
 		}
+		if r.PerAccelerator == nil {
+			return 0, fmt.Errorf("there is no rate for %s; give --per-gpu, 0 if it costs nothing", name)
+		}
+		price += *r.PerAccelerator * quantity.AsApproximateFloat64()
+	}
+	if price == 0 {
+		return 0, errors.New("its price would be 0; give rates, or the price itself, for example large=0/hour")
 	}
 	return price, nil
 }

@@ -27,9 +27,10 @@ import (
 const planAdoption = "plan-adoption"
 
 const (
-	// obtainWithin bounds the wait for the client certificate, and planWithin everything after it.
+	// obtainWithin bounds the wait for the client certificate, and planWithin everything after it: there are two calls
+	// for each machine, one after the other.
 	obtainWithin = time.Minute
-	planWithin   = 2 * time.Minute
+	planWithin   = 15 * time.Minute
 )
 
 // planUsage describes the command, with its own options only: it takes all of Karpenter's, too.

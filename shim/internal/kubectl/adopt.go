@@ -16,8 +16,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 )
 
-// planWithin bounds a plan: hundreds of dry runs take a while.
-const planWithin = 2 * time.Minute
+// planWithin bounds a plan: thousands of dry runs, one after the other, take a while.
+const planWithin = 15 * time.Minute
 
 func adoptCommand(access *Access) *cobra.Command {
 	return &cobra.Command{

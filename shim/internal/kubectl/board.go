@@ -68,6 +68,7 @@ type board struct {
 	nodes     map[string]bool // whether ready, by name
 	told      string          // the last line about pods
 	agent     string          // why the agent is not connected, or ""
+	spoke     string          // why the spoke is not watched, or ""
 }
 
 // goneFor is how long a NodeClaim is shown once it is gone.
@@ -296,12 +297,28 @@ func (b *board) seeAgent(why string) []change {
 	return []change{{"Agent", "", lo.Ternary(why == "", "connected", "not connected: "+why)}}
 }
 
+// seeSpoke records why the spoke cannot be watched, or nil.
+func (b *board) seeSpoke(err error) []change {
+	why := ""
+	if err != nil {
+		why = err.Error()
+	}
+	if why == b.spoke {
+		return nil
+	}
+	b.spoke = why
+	return []change{{"Spoke", "", lo.Ternary(why == "", "watched", "not watched: "+why)}}
+}
+
 // frame draws the board in lines of at most width characters, and in at most height lines.
 func (b *board) frame(width, height int) []string {
 	nodes := lo.CountBy(lo.Values(b.nodes), func(ready bool) bool { return ready })
 	lines := []string{fmt.Sprintf("%s   pods: %s   nodes: %d ready of %d", b.now().Format(time.TimeOnly), b.podLine(), nodes, len(b.nodes))}
 	if b.agent != "" {
 		lines = append(lines, "agent: not connected: "+b.agent)
+	}
+	if b.spoke != "" {
+		lines = append(lines, "spoke: not watched, what follows may be old: "+b.spoke)
 	}
 	lines = append(lines, "")
 	lines = append(lines, grid(b.groupRows())...)

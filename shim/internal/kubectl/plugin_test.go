@@ -157,6 +157,18 @@ func (w *environment) runIn(ctx context.Context, args ...string) (string, error)
 }
 
 // must runs the plugin, which must succeed.
+// certificate returns a folder with a client certificate of the Cluster's own identity.
+func (w *environment) certificate() (dir string) {
+	w.t.Helper()
+	certificate, key, err := w.authority.IssueClient("spiffe://" + fakeagent.TrustDomain + "/cluster/default/workload")
+	require.NoError(w.t, err)
+	dir = w.t.TempDir()
+	for name, data := range map[string][]byte{"tls.crt": certificate, "tls.key": key, "ca.crt": w.authority.PEM()} {
+		require.NoError(w.t, os.WriteFile(filepath.Join(dir, name), data, 0o600))
+	}
+	return dir
+}
+
 func (w *environment) must(args ...string) string {
 	w.t.Helper()
 	out, err := w.run(args...)
@@ -375,12 +387,7 @@ func TestThePlugin(t *testing.T) {
 	})
 
 	t.Run("a certificate of one's own, at another address", func(t *testing.T) {
-		certificate, key, err := w.authority.IssueClient("spiffe://" + fakeagent.TrustDomain + "/cluster/default/workload")
-		require.NoError(t, err)
-		dir := t.TempDir()
-		for name, data := range map[string][]byte{"tls.crt": certificate, "tls.key": key, "ca.crt": w.authority.PEM()} {
-			require.NoError(t, os.WriteFile(filepath.Join(dir, name), data, 0o600))
-		}
+		dir := w.certificate()
 		flags := []string{"groups", "--agent-address=" + w.address, "--tls-dir=" + dir, "--server-name=" + serverName}
 		assert.Contains(t, w.must(flags...), "default/workers")
 		_, err = w.run(append(flags, "--server-name=another")...)
@@ -408,6 +415,24 @@ func TestThePlugin(t *testing.T) {
 			out, err := w.runIn(t.Context(), "--kubeconfig="+w.limitedFile, "why", "nodeclaim", nodeClaim.Name, "-o", "json")
 			return err == nil && strings.Contains(out, "looking for Karpenter's Deployment")
 		}, patience, patience/100)
+		to := []string{
+			"--kubeconfig=" + w.limitedFile, "--agent-address=" + w.address, "--server-name=" + serverName, "--tls-dir=" + w.certificate(),
+			"--cluster=default/workload",
+		}
+		ctx, stop := context.WithCancel(t.Context())
+		out := &buffer{}
+		var running sync.WaitGroup
+		running.Go(func() {
+			command := kubectl.Command("devel")
+			command.SetArgs(append([]string{"top"}, to...))
+			command.SetOut(out)
+			command.SetErr(out)
+			assert.NoError(t, command.ExecuteContext(ctx))
+		})
+		require.Eventually(t, func() bool { return strings.Contains(out.String(), "Spoke      not watched: ") }, patience, patience/200, "%s", out)
+		stop()
+		running.Wait()
+		assert.Contains(t, out.String(), "forbidden")
 	})
 
 	t.Run("the hub's own words", func(t *testing.T) {
@@ -419,6 +444,11 @@ func TestThePlugin(t *testing.T) {
 				"shimVersion": "v0.1.0",
 				"certificate": map[string]any{"serial": "ab", "notAfter": time.Now().Add(30*time.Hour + time.Minute).UTC().Format(time.RFC3339)},
 			})
+		wrong, err := w.run("why", "nodeclaim", nodeClaim.Name, "--agent-address=127.0.0.1:1", "--tls-dir="+w.certificate(), "--cluster=default/workload",
+			"--timeout=2s", "--hub-kubeconfig="+w.spokeFile, "-o", "json")
+		require.NoError(t, err)
+		assert.Contains(t, wrong, "is it the hub?")
+		assert.NotContains(t, wrong, "the agent has no claim for it", "it was not asked")
 		hub := "--hub-kubeconfig=" + w.hubFile
 		assert.Regexp(t, `default/workload +True \(Synchronized\) +- +v0\.1\.0 +30h0\dm`, w.must("spokes", hub))
 		assert.Contains(t, w.must("spokes", "workload", hub), "No NodePools are reported")
@@ -446,7 +476,7 @@ func TestThePlugin(t *testing.T) {
 		assert.Regexp(t, `default/pools +unknown +- +- +- +- +2 +5 `, wide)
 		assert.Regexp(t, `kube-public/pools +unknown +- +- +- +- +5 +- `, wide, "the Nodes of three are not known")
 		assert.Contains(t, w.must("spokes", "pools", hub, "--namespace=kube-public", "-o", "json"), `"pricePerHour": "0.41"`)
-		_, err := w.run("spokes", "pools", hub)
+		_, err = w.run("spokes", "pools", hub)
 		require.ErrorContains(t, err, "2 namespaces have a Spoke pools")
 		_, err = w.run("spokes", "absent", hub)
 		require.ErrorContains(t, err, "there is no Spoke absent")

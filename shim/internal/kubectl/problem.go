@@ -48,12 +48,17 @@ func spokeProblem(err error, what string) error {
 	switch {
 	case apierrors.IsForbidden(err):
 		return problem(err, "Use a kubeconfig whose user may read it: --kubeconfig, --context.")
-	case apierrors.IsNotFound(err) && strings.Contains(err.Error(), "could not find the requested resource"):
+	case isNoSuchKind(err):
 		return problem(err, "Karpenter's CRDs are missing: is this the spoke? See --kubeconfig and --context.")
 	case apierrors.IsNotFound(err), apierrors.IsUnauthorized(err):
 		return err
 	}
 	return problem(err, "See whether --kubeconfig and --context name the spoke, and whether its API server can be reached.")
+}
+
+// isNoSuchKind reports whether the API server has no objects of the kind at all.
+func isNoSuchKind(err error) bool {
+	return apierrors.IsNotFound(err) && strings.Contains(err.Error(), "could not find the requested resource")
 }
 
 // agentLog shows the agent's log.

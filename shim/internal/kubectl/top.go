@@ -1,7 +1,9 @@
 package kubectl
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -11,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/kubernetes/scheme"
 	toolscache "k8s.io/client-go/tools/cache"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -65,7 +68,10 @@ func (a *Access) top(ctx context.Context, out io.Writer) error {
 		return err
 	}
 	config.Timeout = 0 // watches last
-	spoke, err := cache.New(config, cache.Options{Scheme: scheme.Scheme, Mapper: mapper(), DefaultTransform: cache.TransformStripManagedFields()})
+	watches := &watchErrors{}
+	spoke, err := cache.New(config, cache.Options{
+		Scheme: scheme.Scheme, Mapper: mapper(), DefaultTransform: cache.TransformStripManagedFields(), DefaultWatchErrorHandler: watches.note,
+	})
 	if err != nil {
 		return spokeProblem(err, "watching the spoke")
 	}
@@ -96,7 +102,7 @@ func (a *Access) top(ctx context.Context, out io.Writer) error {
 		func() error { return watch(syncing, spoke, shown, &corev1.Pod{}, b.seePod, b.podGone) },
 	} {
 		if err := watch(); err != nil {
-			return spokeProblem(err, "watching the spoke")
+			return spokeProblem(cmp.Or(watches.recent(), err), "watching the spoke")
 		}
 	}
 	work.Go(func() {
@@ -108,13 +114,46 @@ func (a *Access) top(ctx context.Context, out io.Writer) error {
 	ticker := time.NewTicker(redrawEvery)
 	defer ticker.Stop()
 	for {
-		shown.tick(lost(groups.State(), claims.State()))
+		shown.tick(lost(groups.State(), claims.State()), watches.recent())
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-ticker.C:
 		}
 	}
+}
+
+// watchErrors are the errors of the watches of the spoke. It is safe for concurrent use.
+type watchErrors struct {
+	mu  sync.Mutex
+	err error
+	at  time.Time
+}
+
+// watchedAgain is how long a watch that fails may take to try again.
+const watchedAgain = time.Minute
+
+func (w *watchErrors) note(_ context.Context, _ *toolscache.Reflector, err error) {
+	if errors.Is(err, io.EOF) || apierrors.IsResourceExpired(err) || apierrors.IsGone(err) { // watches end regularly
+		return
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	// The watches of several kinds fail in turn: one error for all of them.
+	if w.err == nil || time.Since(w.at) > watchedAgain {
+		w.err = err
+	}
+	w.at = time.Now()
+}
+
+// recent returns the error with which watches have failed lately, or nil.
+func (w *watchErrors) recent() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if time.Since(w.at) > watchedAgain {
+		return nil
+	}
+	return w.err
 }
 
 // lost returns why a mirror is not connected, or "". Before the first attempt has ended, it is not
@@ -154,11 +193,12 @@ func (s *shown) tell(changes []change) {
 	}
 }
 
-// tick shows what is shown regularly.
-func (s *shown) tick(agent string) {
+// tick shows what is shown regularly, and why the agent and the spoke are not watched.
+func (s *shown) tick(agent string, spoke error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.tell(s.board.seeAgent(agent))
+	s.tell(s.board.seeSpoke(spoke))
 	s.tell(s.board.podCounts())
 	s.board.forget()
 	if !s.screen {

@@ -627,7 +627,13 @@ var mutants = []mutant{
 		{"(hasPausedAnnotation(set) || b.awaitsReport(set, b.readyOf(set, ready)))", "(hasPausedAnnotation(set) || false && b.awaitsReport(set, b.readyOf(set, ready)))"},
 	}},
 	{name: "a claim fails during the agent's own pause", test: "TestNoClaimFailsWhileTheAgentsOwnPauseLasts", edits: []edit{
-		{"	case IsPaused(s.Deployment.Status.Conditions):\n		// While", "	case IsPaused(s.Deployment.Status.Conditions) && false:\n		// While"},
+		{"paused != nil && paused.Status == metav1.ConditionTrue {\n", "paused != nil && paused.Status == metav1.ConditionTrue && false {\n"},
+	}},
+	{name: "a pause that does not end keeps claims from failing", test: "TestNoClaimFailsWhileTheAgentsOwnPauseLasts", edits: []edit{
+		{"		if left := deadline - s.Now.Sub(paused.LastTransitionTime.Time); left > 0 {\n", "		if left := deadline; left > 0 {\n"},
+	}},
+	{name: "a MachineSet that was lowered under an earlier pause is lowered for again", test: "TestAMachineSetThatWasLoweredUnderAnEarlierPauseIsNotLoweredFor", edits: []edit{
+		{"		if set != nil && slices.Contains(ReleasedFrom(set), uid) {\n", "		if false && set != nil && slices.Contains(ReleasedFrom(set), uid) {\n"},
 	}},
 	{name: "paused step not repeatable", edits: []edit{
 		{

@@ -159,6 +159,19 @@ func TestCertificatesMayComeFromElsewhere(t *testing.T) {
 	require.NoError(t, create(t, c, "a-claim", "karpenter"))
 }
 
+// Its clients would not trust the new certificates.
+func TestASecondOneLeavesTheCertificatesOfTheFirst(t *testing.T) {
+	dir := t.TempDir()
+	address := start(t, "--certificates-dir="+dir)
+	before, err := os.ReadFile(filepath.Join(dir, "ca.crt"))
+	require.NoError(t, err)
+	err = fakeserver.Run(t.Context(), []string{"--certificates-dir=" + dir, "--listen-address=" + address}, io.Discard, io.Discard)
+	require.ErrorContains(t, err, "--listen-address")
+	after, err := os.ReadFile(filepath.Join(dir, "ca.crt"))
+	require.NoError(t, err)
+	require.Equal(t, before, after)
+}
+
 func TestMistakesNameTheirFlag(t *testing.T) {
 	bad := filepath.Join(t.TempDir(), "bad.yaml")
 	require.NoError(t, os.WriteFile(bad, []byte("nodeGroups:\n- {name: a, size: 1}\n"), 0o600))

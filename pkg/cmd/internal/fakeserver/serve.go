@@ -28,15 +28,17 @@ func serve(ctx context.Context, o *options, s *scenario.Scenario, log io.Writer)
 	if err != nil {
 		return err
 	}
-	security, config, stop, err := o.tls(authority, s, logger)
-	if err != nil {
-		return err
-	}
-	defer stop()
+	// Before the certificates are written: they may be those of another one that has the address.
 	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", o.listenAddress)
 	if err != nil {
 		return fmt.Errorf("--listen-address: %w", err)
 	}
+	security, config, stop, err := o.tls(authority, s, logger)
+	if err != nil {
+		_ = listener.Close() // The error of the certificates is returned.
+		return err
+	}
+	defer stop()
 	play, err := s.Start(scenario.Options{Logger: logger, Authority: authority, Version: program.Version()})
 	if err != nil {
 		_ = listener.Close() // The scenario's error is returned.

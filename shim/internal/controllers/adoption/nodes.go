@@ -306,6 +306,11 @@ func isRefused(err error) bool {
 	return apierrors.IsInvalid(err) || apierrors.IsForbidden(err) || apierrors.IsBadRequest(err)
 }
 
+// lacksRight reports whether the user may not create such objects, rather than this one.
+func lacksRight(err error) bool {
+	return apierrors.IsForbidden(err) && strings.Contains(err.Error(), "cannot create resource")
+}
+
 // propose returns the first of the node classes that selects the machine's node group, and the
 // NodeClaim that would adopt the machine. Both are nil if no class selects it. The error is for the
 // user: no NodePool fits, or the node group cannot be described.

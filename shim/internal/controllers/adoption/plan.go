@@ -463,6 +463,8 @@ func (p *Planner) planMachines(ctx context.Context, s *situation, plan *Plan, ha
 			continue
 		}
 		switch err := wouldBeCreated(ctx, p.Kube, nodeClaim); {
+		case lacksRight(err):
+			return fmt.Errorf("the plan needs the right to create NodeClaims, which it only does as dry runs: %w", err)
 		case isRefused(err):
 			say(&plan.InTheWay, err.Error())
 			continue
