@@ -322,7 +322,7 @@ func TestTheMigrationFromTheOtherProvider(t *testing.T) {
 		{Name: "LEADER_ELECTION_NAMESPACE", Value: "karpenter"},
 		{Name: "LEADER_ELECTION_NAME", Value: "karpenter-leader-election"},
 	}, "the lease is the other provider's")
-	role := client.ObjectKey{Namespace: "karpenter", Name: shims[0].Spec.Template.Spec.ServiceAccountName}
+	role := client.ObjectKey{Namespace: "karpenter", Name: shims[0].Name + "." + shims[0].Namespace}
 	require.NoError(t, m.spoke.client.Get(m.ctx, role, &rbacv1.Role{}), "the shim may keep its lease there")
 	everythingMountedIsThere(t, "spoke", m.spoke.client)
 
