@@ -46,7 +46,8 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	case d.Ledger != nil && d.Ledger.Pending[c.Spec.ClaimID].UID != "":
 		return ""
 	}
-	if paused := meta.FindStatusCondition(s.Deployment.Status.Conditions, clusterv1.PausedCondition); paused != nil && paused.Status == metav1.ConditionTrue {
+	paused := meta.FindStatusCondition(s.Deployment.Status.Conditions, clusterv1.PausedCondition)
+	if paused != nil && paused.Status == metav1.ConditionTrue {
 		// While the agent's own pause lasts, which takes seconds, the condition does not show when an
 		// earlier pause ended. It lasts longer if a write is refused.
 		if left := deadline - s.Now.Sub(paused.LastTransitionTime.Time); left > 0 {

@@ -731,7 +731,9 @@ func TestTheFirstOnboardingOfAConnectedShimIsKnown(t *testing.T) {
 	require.False(t, prepare().Connected)
 	spoke := &v1alpha1.Spoke{ObjectMeta: metav1.ObjectMeta{Namespace: o.cluster.Namespace, Name: o.cluster.Name}}
 	plane.Create(t, spoke)
-	meta.SetStatusCondition(&spoke.Status.Conditions, metav1.Condition{Type: v1alpha1.ConnectedCondition, Status: metav1.ConditionTrue, Reason: "Synchronized"})
+	meta.SetStatusCondition(&spoke.Status.Conditions, metav1.Condition{
+		Type: v1alpha1.ConnectedCondition, Status: metav1.ConditionTrue, Reason: "Synchronized",
+	})
 	require.NoError(t, plane.Client.Status().Update(t.Context(), spoke))
 	require.True(t, prepare().Connected)
 }
@@ -744,7 +746,8 @@ func TestUninstallTakesOnboardingsOff(t *testing.T) {
 	for _, a := range o.agents {
 		a.stop()
 	}
-	require.NoError(t, agent.Uninstall(t.Context(), plane.Config, testOptions(o.cluster.Namespace), claims.UninstallOptions{Report: func(string, ...any) {}}))
+	how := claims.UninstallOptions{Report: func(string, ...any) {}}
+	require.NoError(t, agent.Uninstall(t.Context(), plane.Config, testOptions(o.cluster.Namespace), how))
 	var cluster clusterv1.Cluster
 	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &cluster))
 	require.NotContains(t, cluster.Labels, v1alpha1.OnboardingLabel)

@@ -21,9 +21,10 @@ const (
 	expiringPart    = 4
 	longestExpiring = 14 * 24 * time.Hour
 
-	// ReasonExpiring and ReasonRefused are the reasons of the warnings.
+	// ReasonExpiring is the reason of a warning that a certificate is about to expire.
 	ReasonExpiring = "AgentCertificateExpiring"
-	ReasonRefused  = "AgentCertificateRefused"
+	// ReasonRefused is that of a warning that the agent refuses a certificate, or to issue one.
+	ReasonRefused = "AgentCertificateRefused"
 )
 
 // Expiring warns if the client certificate is about to expire and has not been renewed, or if the agent refuses

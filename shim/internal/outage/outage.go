@@ -91,7 +91,8 @@ func (h *holding) Delete(ctx context.Context, object client.Object, options ...c
 
 func kept(nodeClaim *karpv1.NodeClaim) error {
 	return apierrors.NewTooManyRequests(
-		fmt.Sprintf("NodeClaim %s is kept until the agent has been reachable for %s: its Node could not be replaced", nodeClaim.Name, settled), retrySeconds)
+		fmt.Sprintf("NodeClaim %s is kept until the agent has been reachable for %s: its Node could not be replaced", nodeClaim.Name, settled),
+		retrySeconds)
 }
 
 // keeps reports whether the Node of a NodeClaim could not be replaced now.
