@@ -91,5 +91,6 @@ func TestDroppedEventsTakeNoMemory(t *testing.T) {
 		recorder.Eventf(about, nil, corev1.EventTypeWarning, "LiveSetRefused", "Sync", "refused")
 	}
 	require.Less(t, live()-before, int64(2<<20))
+	runtime.KeepAlive(recorder)
 	require.Len(t, *all, 5000)
 }
