@@ -132,8 +132,8 @@ var foreignFlags = []string{
 	"--skip-nodes-with-system-pods", "--startup-taint", // cluster-autoscaler
 	"--exclude-resources",                               // Velero
 	"--force-conflicts", "--overwrite", "--server-side", // kubectl
-	"--create-namespace", "--kube-context", "--reset-then-reuse-values", "--reuse-values", "--set", "--show-only", // Helm
-	"--take-ownership", "--values", // too
+	"--create-namespace", "--kube-context", "--reset-then-reuse-values", "--reuse-values", "--set",
+	"--show-only", "--take-ownership", "--values", // Helm
 	"--node-labels", "--register-with-taints", // kubelet
 	"--node-provisioner",      // KAITO
 	"--hub-only", "--version", // the sandbox; of every command

@@ -100,8 +100,7 @@ func newOnboarded(t *testing.T) *onboarded {
 func (o *onboarded) onboard(again bool) *corev1.Secret {
 	o.Helper()
 	o.options.Again = again
-	prepared, err := onboarding.Prepare(o.Context(), plane.Client, o.options, clock.RealClock{})
-	require.NoError(o, err)
+	prepared := o.prepare()
 	require.NoError(o, prepared.Begin(o.Context(), plane.Client))
 	return prepared.Secret
 }
@@ -516,12 +515,7 @@ func TestAnEarlierOnboardingDoesNotEnroll(t *testing.T) {
 func TestAnOnboardingIsNotDisturbedByTheClustersStatus(t *testing.T) {
 	t.Parallel()
 	o := newOnboarded(t)
-	prepare := func() *onboarding.Onboarding {
-		prepared, err := onboarding.Prepare(t.Context(), plane.Client, o.options, clock.RealClock{})
-		require.NoError(t, err)
-		return prepared
-	}
-	first, second := prepare(), prepare()
+	first, second := o.prepare(), o.prepare()
 	var cluster clusterv1.Cluster
 	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &cluster))
 	before := cluster.DeepCopy()
@@ -723,19 +717,14 @@ func TestOneClusterIsAClustersSpokeUntilAnotherIsOnboarded(t *testing.T) {
 func TestTheFirstOnboardingOfAConnectedShimIsKnown(t *testing.T) {
 	t.Parallel()
 	o := newOnboarded(t)
-	prepare := func() *onboarding.Onboarding {
-		prepared, err := onboarding.Prepare(t.Context(), plane.Client, o.options, clock.RealClock{})
-		require.NoError(t, err)
-		return prepared
-	}
-	require.False(t, prepare().Connected)
+	require.False(t, o.prepare().Connected)
 	spoke := &v1alpha1.Spoke{ObjectMeta: metav1.ObjectMeta{Namespace: o.cluster.Namespace, Name: o.cluster.Name}}
 	plane.Create(t, spoke)
 	meta.SetStatusCondition(&spoke.Status.Conditions, metav1.Condition{
 		Type: v1alpha1.ConnectedCondition, Status: metav1.ConditionTrue, Reason: "Synchronized",
 	})
 	require.NoError(t, plane.Client.Status().Update(t.Context(), spoke))
-	require.True(t, prepare().Connected)
+	require.True(t, o.prepare().Connected)
 }
 
 func TestUninstallTakesOnboardingsOff(t *testing.T) {
@@ -755,12 +744,19 @@ func TestUninstallTakesOnboardingsOff(t *testing.T) {
 	require.Empty(t, o.sets(), "of the onboarding %s", prepared.ID)
 }
 
+// prepare prepares an onboarding of the Cluster.
+func (o *onboarded) prepare() *onboarding.Onboarding {
+	o.Helper()
+	prepared, err := onboarding.Prepare(o.Context(), plane.Client, o.options, clock.RealClock{})
+	require.NoError(o, err)
+	return prepared
+}
+
 // dispatched onboards the Cluster with a ClusterResourceSet.
 func (o *onboarded) dispatched(again bool) *onboarding.Onboarding {
 	o.Helper()
 	o.options.Again = again
-	prepared, err := onboarding.Prepare(o.Context(), plane.Client, o.options, clock.RealClock{})
-	require.NoError(o, err)
+	prepared := o.prepare()
 	require.NoError(o, prepared.Dispatch(o.Context(), plane.Client, true))
 	require.NoError(o, prepared.Dispatch(o.Context(), plane.Client, false))
 	require.NoError(o, prepared.Begin(o.Context(), plane.Client))

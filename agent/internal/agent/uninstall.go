@@ -25,7 +25,7 @@ import (
 )
 
 // Uninstall removes everything that agents have written from the part of the hub that the options
-// select. See [claims.Engine.Uninstall].
+// select, which replaces how.Serves. See [claims.Engine.Uninstall].
 func Uninstall(ctx context.Context, config *rest.Config, o *options.Options, how claims.UninstallOptions) error {
 	connect := func(scheme *runtime.Scheme, err error) (client.Client, error) {
 		if err != nil {
@@ -56,7 +56,7 @@ func Uninstall(ctx context.Context, config *rest.Config, o *options.Options, how
 		return err
 	}
 	report := func(removed int, did, would string) {
-		if removed > 0 {
+		if removed > 0 && how.Report != nil {
 			how.Report("%d "+lo.Ternary(how.DryRun, would, did), removed)
 		}
 	}

@@ -106,5 +106,6 @@ func TestARefusedWriteOnAMachineSetIsAWarningOnItsMachineDeployment(t *testing.T
 	e.Recorder = recorder
 	_, err := e.perform(t.Context(), &protocol.Snapshot{Deployment: md}, []protocol.Action{{Kind: protocol.LowerSet, Set: set, UIDs: []types.UID{"m"}}})
 	require.Error(t, err)
+	require.Len(t, recorder.Events, 1)
 	assert.Contains(t, <-recorder.Events, "Warning WriteRefused the hub refuses a write on MachineSet small-a")
 }

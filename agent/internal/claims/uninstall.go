@@ -86,14 +86,14 @@ func (e *Engine) withdrawAll(ctx context.Context, groups []types.NamespacedName,
 				continue
 			case err != nil:
 				failed = append(failed, fmt.Errorf("MachineDeployment %s: %w", key, err))
-			case waiting == "":
-				o.Report("MachineDeployment %s: withdrawn", key)
-			case said[key] != waiting:
-				o.Report("MachineDeployment %s: %s", key, waiting)
-				said[key] = waiting
+			case waiting != "":
+				if said[key] != waiting {
+					o.Report("MachineDeployment %s: %s", key, waiting)
+					said[key] = waiting
+				}
 				continue
 			default:
-				continue
+				o.Report("MachineDeployment %s: withdrawn", key)
 			}
 			groups = slices.DeleteFunc(groups, func(k types.NamespacedName) bool { return k == key })
 		}

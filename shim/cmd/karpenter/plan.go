@@ -26,12 +26,8 @@ import (
 // Karpenter then continues to use.
 const planAdoption = "plan-adoption"
 
-const (
-	// obtainWithin bounds the wait for the client certificate, and planWithin everything after it: there are two calls
-	// for each machine, one after the other.
-	obtainWithin = time.Minute
-	planWithin   = 15 * time.Minute
-)
+// obtainWithin bounds the wait for the client certificate.
+const obtainWithin = time.Minute
 
 // planUsage describes the command, with its own options only: it takes all of Karpenter's, too.
 func planUsage(to io.Writer, addOwn func(*flag.FlagSet)) {
@@ -92,7 +88,7 @@ func plan(ctx context.Context, args []string, to io.Writer) error {
 		}
 	}
 
-	ctx, cancel := context.WithTimeout(ctx, planWithin)
+	ctx, cancel := context.WithTimeout(ctx, planning.Within)
 	defer cancel()
 	made, err := planning.Make(ctx, planning.Config{
 		Kube: kube, Agent: agent, Cluster: cluster, Timeout: opts.AgentTimeout, UnavailableOfferingTTL: opts.UnavailableOfferingTTL,

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 	"k8s.io/client-go/kubernetes/scheme"
@@ -16,9 +15,6 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 )
 
-// planWithin bounds a plan: thousands of dry runs, one after the other, take a while.
-const planWithin = 15 * time.Minute
-
 func adoptCommand(access *Access) *cobra.Command {
 	return &cobra.Command{
 		Use:   "adopt",
@@ -27,7 +23,7 @@ func adoptCommand(access *Access) *cobra.Command {
 			"what prevents it from adopting the others. It changes nothing: NodeClaims are created as dry runs, to validate them.",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			ctx, cancel := context.WithTimeout(cmd.Context(), planWithin)
+			ctx, cancel := context.WithTimeout(cmd.Context(), planning.Within)
 			defer cancel()
 			access.setUpCore(ctx)
 			config, err := access.SpokeConfig()
@@ -44,7 +40,7 @@ func adoptCommand(access *Access) *cobra.Command {
 			}
 			defer func() { _ = agent.Close() }()
 			plan, err := planning.Make(ctx, planning.Config{
-				Kube: kube, Agent: agent.Client, Cluster: agent.Cluster, Timeout: access.Timeout, UnavailableOfferingTTL: planWithin,
+				Kube: kube, Agent: agent.Client, Cluster: agent.Cluster, Timeout: access.Timeout, UnavailableOfferingTTL: planning.Within,
 			})
 			if err != nil {
 				return fmt.Errorf("planning: %w", err)

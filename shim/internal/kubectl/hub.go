@@ -33,15 +33,13 @@ func (h *hub) get(ctx context.Context, kind schema.GroupVersionKind, namespace, 
 	object := &unstructured.Unstructured{}
 	object.SetGroupVersionKind(kind)
 	err := h.kube.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, object)
-	if apierrors.IsNotFound(err) && !isNoSuchKind(err) {
+	switch {
+	case isNoSuchKind(err):
+		return false, fmt.Errorf("reading %s %s/%s: %w: is it the hub? See --hub-kubeconfig and --hub-context", kind.Kind, namespace, name, err)
+	case apierrors.IsNotFound(err):
 		return false, nil
-	}
-	if err != nil {
-		err = fmt.Errorf("reading %s %s/%s: %w", kind.Kind, namespace, name, err)
-		if isNoSuchKind(err) {
-			err = fmt.Errorf("%w: is it the hub? See --hub-kubeconfig and --hub-context", err)
-		}
-		return false, err
+	case err != nil:
+		return false, fmt.Errorf("reading %s %s/%s: %w", kind.Kind, namespace, name, err)
 	}
 	return true, decode(object.Object, into)
 }

@@ -156,7 +156,6 @@ func (w *environment) runIn(ctx context.Context, args ...string) (string, error)
 	return out.String(), err
 }
 
-// must runs the plugin, which must succeed.
 // certificate returns a folder with a client certificate of the Cluster's own identity.
 func (w *environment) certificate() (dir string) {
 	w.t.Helper()
@@ -169,6 +168,22 @@ func (w *environment) certificate() (dir string) {
 	return dir
 }
 
+// top runs the command top until it is stopped, or the test ends.
+func (w *environment) top(args ...string) (out *buffer, stop func()) {
+	ctx, cancel := context.WithCancel(w.t.Context())
+	out = &buffer{}
+	command := kubectl.Command("devel")
+	command.SetArgs(append([]string{"top"}, args...))
+	command.SetOut(out)
+	command.SetErr(out)
+	var running sync.WaitGroup
+	running.Go(func() { assert.NoError(w.t, command.ExecuteContext(ctx)) })
+	stop = func() { cancel(); running.Wait() }
+	w.t.Cleanup(stop)
+	return out, stop
+}
+
+// must runs the plugin, which must succeed.
 func (w *environment) must(args ...string) string {
 	w.t.Helper()
 	out, err := w.run(args...)
@@ -415,23 +430,10 @@ func TestThePlugin(t *testing.T) {
 			out, err := w.runIn(t.Context(), "--kubeconfig="+w.limitedFile, "why", "nodeclaim", nodeClaim.Name, "-o", "json")
 			return err == nil && strings.Contains(out, "looking for Karpenter's Deployment")
 		}, patience, patience/100)
-		to := []string{
-			"--kubeconfig=" + w.limitedFile, "--agent-address=" + w.address, "--server-name=" + serverName, "--tls-dir=" + w.certificate(),
-			"--cluster=default/workload",
-		}
-		ctx, stop := context.WithCancel(t.Context())
-		out := &buffer{}
-		var running sync.WaitGroup
-		running.Go(func() {
-			command := kubectl.Command("devel")
-			command.SetArgs(append([]string{"top"}, to...))
-			command.SetOut(out)
-			command.SetErr(out)
-			assert.NoError(t, command.ExecuteContext(ctx))
-		})
+		out, stop := w.top("--kubeconfig="+w.limitedFile, "--agent-address="+w.address, "--server-name="+serverName, "--tls-dir="+w.certificate(),
+			"--cluster=default/workload")
 		require.Eventually(t, func() bool { return strings.Contains(out.String(), "Spoke      not watched: ") }, patience, patience/200, "%s", out)
 		stop()
-		running.Wait()
 		assert.Contains(t, out.String(), "forbidden")
 	})
 
@@ -596,17 +598,7 @@ func TestTopTellsChanges(t *testing.T) {
 	w := newEnvironment(t)
 	w.install()
 	w.provisioner()
-	ctx, stop := context.WithCancel(t.Context())
-	out := &buffer{}
-	var running sync.WaitGroup
-	running.Go(func() {
-		command := kubectl.Command("devel")
-		command.SetArgs([]string{"top", "--kubeconfig=" + w.spokeFile, "--timeout=" + patience.String()})
-		command.SetOut(out)
-		command.SetErr(out)
-		assert.NoError(t, command.ExecuteContext(ctx))
-	})
-	t.Cleanup(func() { stop(); running.Wait() })
+	out, stop := w.top("--kubeconfig="+w.spokeFile, "--timeout="+patience.String())
 	says := func(parts ...string) {
 		t.Helper()
 		for _, part := range parts {
@@ -625,7 +617,6 @@ func TestTopTellsChanges(t *testing.T) {
 	says("NodeClaim  default-a  gone")
 	w.agent.DropStreams()
 	stop()
-	running.Wait()
 	assert.NotContains(t, out.String(), "\x1b")
 }
 

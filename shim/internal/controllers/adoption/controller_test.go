@@ -535,31 +535,22 @@ func TestTheProtectionOfANodeEndsWhenItsClaimIsKnown(t *testing.T) {
 
 // As while the shim has the certificate of another Cluster.
 func TestAUsersProtectionOutlivesATimeInWhichTheMachineIsUnknown(t *testing.T) {
-	e := setUp(t)
-	nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere" })
-	node := e.join(nodeClaim)
-	node.Spec.ProviderID = nodeClaim.Status.ProviderID
-	node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: "true"}
-	e.Update(node)
-	e.reconcile(nodeClaim)
-	require.Equal(t, []string{"MachineUnknown"}, e.Recorder.Reasons())
-	e.Get(node)
-	assert.NotContains(t, node.Annotations, v1alpha1.KeptAnnotation, "the end of the shim's own protection would end the user's")
-	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey])
-}
-
-// Core heeds the value "true" alone.
-func TestANodeWithAProtectionThatMeansNothingIsProtected(t *testing.T) {
-	e := setUp(t)
-	nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere" })
-	node := e.join(nodeClaim)
-	node.Spec.ProviderID = nodeClaim.Status.ProviderID
-	node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: "false"}
-	e.Update(node)
-	e.reconcile(nodeClaim)
-	e.Get(node)
-	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey])
-	assert.Equal(t, "true", node.Annotations[v1alpha1.KeptAnnotation])
+	for value, kept := range map[string]string{
+		"true":  "",     // the end of the shim's own protection would end the user's
+		"false": "true", // core heeds no other value
+	} {
+		e := setUp(t)
+		nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere" })
+		node := e.join(nodeClaim)
+		node.Spec.ProviderID = nodeClaim.Status.ProviderID
+		node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: value}
+		e.Update(node)
+		e.reconcile(nodeClaim)
+		require.Equal(t, []string{"MachineUnknown"}, e.Recorder.Reasons())
+		e.Get(node)
+		assert.Equal(t, kept, node.Annotations[v1alpha1.KeptAnnotation], value)
+		assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey], value)
+	}
 }
 
 // The same, for a Node whose adoption was completed, and whose disruption its user allowed.
