@@ -86,7 +86,7 @@ type Problem struct {
 
 // Group holds what a MachineDeployment permits.
 type Group struct {
-	// Min is the minimum size, at least 0. It is not meaningful if a size is unusable; see
+	// Min is the min size, at least 0. It is not meaningful if a size is unusable; see
 	// [Group.SizesUsable].
 	Min int32
 	// Max is the size up to which claims may raise replicas. Nil means no limit.

@@ -13,7 +13,7 @@ import (
 )
 
 const (
-	// minRSABits is the minimum size of an RSA key according to NIST SP 800-57 for the years up to
+	// minRSABits is the lowest size of an RSA key according to NIST SP 800-57 for the years up to
 	// 2030.
 	minRSABits = 2048
 	// maxRSABits limits the cost of verifying a signature.

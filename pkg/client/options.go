@@ -32,7 +32,7 @@ const (
 	// KeepaliveTimeout is how long a probe may stay unanswered before the connection is closed.
 	KeepaliveTimeout = 10 * time.Second
 
-	// MaxReceiveBytes is the maximum size of a message that a client accepts.
+	// MaxReceiveBytes is the size limit of a message that a client accepts.
 	MaxReceiveBytes = 64 << 20
 )
 

@@ -26,7 +26,7 @@ const (
 	NodeClass = "ClusterAPINodeClass"
 )
 
-// MaxSpecBytes is the maximum size of a spec, in bytes of JSON as [Template.Object] writes it.
+// MaxSpecBytes is the size limit of a spec, in bytes of JSON as [Template.Object] writes it.
 const MaxSpecBytes = 32 << 10
 
 // Template is an entry of a NodePoolSet, as a user writes it.

@@ -79,7 +79,7 @@ func (p Part) Has(s Spec) bool {
 	return s.OfSuite || strings.HasPrefix(s.Name, p.Specs) && !ofOther
 }
 
-// WriteDefaults writes the part's default node class and NodePool to a folder.
+// WriteDefaults writes the part's default NodeClass and NodePool to a folder.
 func (p Part) WriteDefaults(dir string) (nodeClass, nodePool string, err error) {
 	paths := [2]string{}
 	for i, name := range []string{"nodeclass.yaml", "nodepool.yaml"} {

@@ -146,7 +146,7 @@ func theCluster() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
 }
 
-// conditionSays returns a condition for poll: a node class's condition is False, and its message
+// conditionSays returns a condition for poll: a NodeClass's condition is False, and its message
 // contains a text.
 func conditionSays(nodeClass, kind, text string) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {

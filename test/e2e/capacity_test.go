@@ -50,12 +50,12 @@ func sizes(t *testing.T, what string) (figure func(format string, args ...any)) 
 	return figure
 }
 
-// selected returns a condition for poll about a node group in the status of the node class sizes.
+// selected returns a condition for poll about a node group in the status of the NodeClass sizes.
 func selected(group, what string, is func(shimv1.SelectedNodeGroup) bool) func(context.Context) (string, error) {
 	return selectedBy("sizes", group, what, is)
 }
 
-// selectedBy is [selected] for any node class.
+// selectedBy is [selected] for any NodeClass.
 func selectedBy(nodeClass, group, what string, is func(shimv1.SelectedNodeGroup) bool) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var class shimv1.ClusterAPINodeClass
@@ -318,7 +318,7 @@ func TestWhatNodesShowIsLearned(t *testing.T) {
 }
 
 func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
-	sizes(t, "availability: max size, pause and quota are in the node class with reason and message")
+	sizes(t, "availability: max size, pause and quota are in the NodeClass with reason and message")
 	available := func(s shimv1.SelectedNodeGroup) bool { return s.Available }
 	refused := func(reason string) func(shimv1.SelectedNodeGroup) bool {
 		return func(s shimv1.SelectedNodeGroup) bool { return !s.Available && s.Reason == reason && s.Message != "" }
@@ -355,7 +355,7 @@ func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 	poll(t, soon, selected("sizes-small", "room again", available))
 }
 
-// The status of a node class is written from the snapshot, at once when a condition turns, so it
+// The status of a NodeClass is written from the snapshot, at once when a condition turns, so it
 // can only be newer than the snapshot.
 func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
 	figure := sizes(t, "snapshot: a change in the hub is in the shim's")

@@ -25,7 +25,7 @@ import (
 // Karpenter's disruption, which looks for drifted Nodes every ten seconds.
 const undisturbed = 30 * time.Second
 
-// TestTheDriftPolicyDecidesWhatIsReplaced has two Nodes of a node group that the node class no longer
+// TestTheDriftPolicyDecidesWhatIsReplaced has two Nodes of a node group that the NodeClass no longer
 // selects, and then two whose machine template has changed. Each time the policy first is to ignore
 // that, and then to replace the Nodes.
 func TestTheDriftPolicyDecidesWhatIsReplaced(t *testing.T) {
@@ -79,7 +79,7 @@ func TestTheDriftPolicyDecidesWhatIsReplaced(t *testing.T) {
 		return lo.Map(all, func(n karpenterv1.NodeClaim, _ int) types.UID { return n.UID })
 	}
 	// look makes Karpenter look at the NodeClaims, which it does every five minutes, and whenever their
-	// node class is written.
+	// NodeClass is written.
 	looks := 0
 	look := func(ctx context.Context) error {
 		looks++

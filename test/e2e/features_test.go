@@ -207,7 +207,7 @@ func TestNodesThatExpireAreReplacedOnce(t *testing.T) {
 	require.Len(t, mine(), 6, "each is replaced by one, long before that expires")
 }
 
-// group creates a copy of the crowd's node group for a node class, with its own name as its
+// group creates a copy of the crowd's node group for a NodeClass, with its own name as its
 // instance type.
 func group(t *testing.T, nodeClass, name, capacityType, perHour, size string) {
 	t.Helper()
@@ -231,7 +231,7 @@ func groupOf(t *testing.T, instanceType, nodeClass, name, capacityType, perHour,
 	})
 }
 
-// requirePool creates a copy of the crowd's NodePool, node class and Deployment, with one
+// requirePool creates a copy of the crowd's NodePool, NodeClass and Deployment, with one
 // requirement and with consolidation.
 func requirePool(t *testing.T, name string, requirement map[string]any) {
 	t.Helper()
@@ -550,7 +550,7 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 
 // TestANodeOverlayAppliesToANodeGroupThatAppearsLater writes the overlay before there is a node group
 // that it applies to. Karpenter itself looks at overlays again only when one of them, a NodePool or a
-// node class changes, and every six hours.
+// NodeClass changes, and every six hours.
 func TestANodeOverlayAppliesToANodeGroupThatAppearsLater(t *testing.T) {
 	figure := shows(t, "a NodeOverlay applies to a node group that appears later")
 	if testing.Short() {

@@ -26,7 +26,7 @@ import (
 const (
 	fitRounds = 20
 	fitSets   = 25 // of pods, in each round
-	fitGroups = 4  // of each node class, in each round
+	fitGroups = 4  // of each NodeClass, in each round
 	fitLabel  = "fit"
 	// placedWithin bounds what takes half a minute on an otherwise idle machine.
 	placedWithin = slow * 5 * time.Minute
@@ -179,7 +179,7 @@ func noMachines(s timeline.State) string {
 	return ""
 }
 
-// fitCatalogue returns node groups of random sizes for each node class, on one of which everything
+// fitCatalogue returns node groups of random sizes for each NodeClass, on one of which everything
 // fits.
 func fitCatalogue(t *testing.T, random *rand.Rand, round int) []*unstructured.Unstructured {
 	t.Helper()

@@ -30,7 +30,7 @@ import (
 const many = 250
 
 // manyWithin bounds the adoption of all of them. The actual time is printed. Without NodeClaims it
-// is measured from the change of the node class until [hubs.adopted] is satisfied, because core
+// is measured from the change of the NodeClass until [hubs.adopted] is satisfied, because core
 // registers the Nodes afterwards, in its own time. With NodeClaims it is measured from the start of
 // the shim's process, including its election, until [hubs.nodesAdopted] is satisfied as well. Here
 // the time mostly reflects that all control planes share one machine; `make bench` measures the

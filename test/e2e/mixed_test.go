@@ -58,7 +58,7 @@ func TestAShimWithTheKubeconfigOfAnotherSpokeHarmsNeither(t *testing.T) {
 		class, err := second.nodeClass(ctx)
 		reachable := lo.FromPtr(class.StatusConditions().Get(shimv1.ConditionAgentReachable))
 		return lo.Ternary(reachable.Reason == "AgentRefused", "",
-			fmt.Sprintf("the node class to say that the agent refuses the shim: it says %s: %s", reachable.Reason, reachable.Message)), err
+			fmt.Sprintf("the NodeClass to say that the agent refuses the shim: it says %s: %s", reachable.Reason, reachable.Message)), err
 	})
 	require.Empty(t, unharmed())
 	stop()
@@ -79,14 +79,14 @@ func TestAShimWithTheKubeconfigOfAnotherSpokeHarmsNeither(t *testing.T) {
 		reachable := lo.FromPtr(class.StatusConditions().Get(shimv1.ConditionAgentReachable))
 		ready := class.StatusConditions().Root().IsTrue()
 		return lo.Ternary(reachable.Reason == "LiveSetRefused" && !ready, "",
-			fmt.Sprintf("the node class to say it, too: it says %s: %s", reachable.Reason, reachable.Message)), err
+			fmt.Sprintf("the NodeClass to say it, too: it says %s: %s", reachable.Reason, reachable.Message)), err
 	})
 	// A Node for this pod would join the first spoke.
 	second.scale(t, 2, 1)
 	throughout(t, 3*syncInterval, time.Second, func() {
 		var nodeClaims karpenterv1.NodeClaimList
 		require.NoError(t, second.source.Spoke.List(t.Context(), &nodeClaims))
-		require.Len(t, nodeClaims.Items, len(before[&second].claims), "Karpenter launches nothing for a node class that is not ready")
+		require.Len(t, nodeClaims.Items, len(before[&second].claims), "Karpenter launches nothing for a NodeClass that is not ready")
 		require.Empty(t, unharmed())
 	})
 	second.scale(t, 1, 1)
@@ -144,7 +144,7 @@ func (h hubs) mixUp(t *testing.T, other hubs, env ...string) (stop func()) {
 	return stop
 }
 
-// nodeClass reads the spoke's node class.
+// nodeClass reads the spoke's NodeClass.
 func (h hubs) nodeClass(ctx context.Context) (*shimv1.ClusterAPINodeClass, error) {
 	var class shimv1.ClusterAPINodeClass
 	return &class, h.source.Spoke.Get(ctx, client.ObjectKey{Name: "move"}, &class)

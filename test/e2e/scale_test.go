@@ -163,7 +163,7 @@ func each(objects []*unstructured.Unstructured, do func(*unstructured.Unstructur
 	return group.Wait()
 }
 
-// selects returns a condition for poll: a node class selects this many node groups and is ready.
+// selects returns a condition for poll: a NodeClass selects this many node groups and is ready.
 func selects(nodeClass string, groups int32) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var class shimv1.ClusterAPINodeClass

@@ -87,7 +87,7 @@ func agentIsCompatible(t *testing.T) {
 		err := w.Spoke.Get(ctx, client.ObjectKey{Name: "crowd"}, &class)
 		found := lo.FromPtr(class.StatusConditions().Get(shimv1.ConditionAgentCompatible))
 		return lo.Ternary(found.IsTrue(), "",
-			fmt.Sprintf("the node class to say that the agent is compatible: it says %s: %s", found.Reason, found.Message)), err
+			fmt.Sprintf("the NodeClass to say that the agent is compatible: it says %s: %s", found.Reason, found.Message)), err
 	})
 }
 

@@ -39,7 +39,7 @@ const (
 	// serverName is the name in the agents' certificates.
 	serverName = "localhost"
 
-	// crowd is the name of the node group, the NodePool, the node class, and the Deployment whose
+	// crowd is the name of the node group, the NodePool, the NodeClass, and the Deployment whose
 	// pods come and go.
 	crowd = "crowd"
 	// resident is the Deployment of the pods that stay, each on its own Node.
@@ -265,7 +265,7 @@ func (s *environment) stop() error {
 	return s.link.Close()
 }
 
-// watch records when the shim starts and stops following the agents, and when its node class
+// watch records when the shim starts and stops following the agents, and when its NodeClass
 // becomes Ready and not Ready.
 type watch struct {
 	stop func()

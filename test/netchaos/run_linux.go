@@ -80,11 +80,11 @@ type Row struct {
 	// round trips.
 	Prompt int
 	// Noticed is the time from the beginning of the outage until the shim noticed it, and NotReady
-	// the time until its node class reported it. Zero means never.
+	// the time until its NodeClass reported it. Zero means never.
 	Noticed, NotReady time.Duration
 	// Back is the time until the shim followed the agents again, from when the link was good again,
 	// or from Noticed if it never was. It is zero if the shim never lost them. Ready is the same
-	// for the node class.
+	// for the NodeClass.
 	Back, Ready time.Duration
 	// Lost is the number of packets that the link lost.
 	Lost int

@@ -55,7 +55,7 @@ func TestTheGlossarysWordsAreUsed(t *testing.T) {
 			}
 		})
 	}
-	require.Greater(t, texts, 2000, "sentences were found in the code: events, conditions, errors, flags")
+	require.Greater(t, texts, 2000, "sentences were found in the code: comments, events, conditions, errors, flags")
 
 	texts = 0
 	for _, extension := range []string{".yaml", ".txt"} {
@@ -129,20 +129,26 @@ func wording(page pages.Page) string {
 	return inlineLink.ReplaceAllString(inlineCode.ReplaceAllString(strings.Join(prose(page), "\n"), "``"), "]")
 }
 
-// sentences returns the strings with spaces in the code of a file, by their place.
+// sentences returns the comments of a file, and the strings with spaces in its code, by their place.
 func sentences(t *testing.T, path string) map[string]string {
 	t.Helper()
 	positions := token.NewFileSet()
-	file, err := parser.ParseFile(positions, filepath.Join(root(t), path), nil, 0)
+	file, err := parser.ParseFile(positions, filepath.Join(root(t), path), nil, parser.ParseComments)
 	require.NoError(t, err)
 	found := map[string]string{}
+	place := func(n ast.Node) string {
+		at := positions.Position(n.Pos())
+		return fmt.Sprintf("%s:%d:%d", path, at.Line, at.Column)
+	}
+	for _, comment := range file.Comments {
+		found[place(comment)] = strings.TrimPrefix(comment.Text(), "Package "+file.Name.Name)
+	}
 	ast.Inspect(file, func(n ast.Node) bool {
 		if literal, ok := n.(*ast.BasicLit); ok && literal.Kind == token.STRING {
 			text, err := strconv.Unquote(literal.Value)
 			require.NoError(t, err)
 			if strings.Contains(text, " ") {
-				at := positions.Position(literal.Pos())
-				found[fmt.Sprintf("%s:%d:%d", path, at.Line, at.Column)] = text
+				found[place(literal)] = text
 			}
 		}
 		return true

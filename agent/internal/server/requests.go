@@ -36,12 +36,12 @@ import (
 // of each rejected call keeps running for the time-out that its caller chose.
 
 const (
-	// maxMessageBytes is the maximum size of a request of the methods in largeRequests.
+	// maxMessageBytes is the size limit of a request of the methods in largeRequests.
 	maxMessageBytes = 4 << 20
-	// maxSmallMessageBytes is the maximum size of most requests. A CreateClaim request with a thousand
+	// maxSmallMessageBytes is the size limit of most requests. A CreateClaim request with a thousand
 	// candidates is half as large.
 	maxSmallMessageBytes = 256 << 10
-	// maxOpenMessageBytes is the maximum size of the requests that every caller may send, whatever its
+	// maxOpenMessageBytes is the size limit of the requests that every caller may send, whatever its
 	// rights. They have a name at most, and a health watch keeps it for as long as it is open.
 	maxOpenMessageBytes = 4 << 10
 )
@@ -53,7 +53,7 @@ var largeRequests = []string{
 	externalgrpc.CloudProvider_NodeGroupDeleteNodes_FullMethodName,
 }
 
-// maxBytes returns the maximum size of a method's requests.
+// maxBytes returns the size limit of a method's requests.
 func maxBytes(method string) int {
 	rule := authz.Methods[method]
 	switch {

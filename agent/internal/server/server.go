@@ -115,7 +115,7 @@ type Config struct {
 const (
 	// maxAnswerBytes is the largest response that clients accept: the list of a Cluster's claims.
 	maxAnswerBytes = 64 << 20
-	// maxHeaderBytes is the maximum size of a call's metadata.
+	// maxHeaderBytes is the size limit of a call's metadata.
 	maxHeaderBytes = 8 << 10
 	// streamWindow and connectionWindow are how many bytes may arrive on a stream, and on a
 	// connection, before a handler reads them.

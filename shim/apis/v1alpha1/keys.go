@@ -25,7 +25,7 @@ const (
 	// is "true".
 	AdoptedLabel = Group + "/adopted"
 
-	// AdoptAnnotation on a Node, with the value "true", requests its adoption if the node class has
+	// AdoptAnnotation on a Node, with the value "true", requests its adoption if the NodeClass has
 	// the adoption mode OnRequest.
 	AdoptAnnotation = Group + "/adopt"
 

@@ -202,7 +202,7 @@ func (s *spoke) nodeClaims() []karpv1.NodeClaim {
 	return list.Items
 }
 
-// pool creates a node class and a NodePool as a user would.
+// pool creates a NodeClass and a NodePool as a user would.
 func (s *spoke) pool() {
 	s.t.Helper()
 	s.create(&v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "default"}})
@@ -327,7 +327,7 @@ func (s *spoke) ready(want metav1.ConditionStatus) {
 	s.t.Helper()
 	s.eventually(func() bool {
 		return s.nodeClass().StatusConditions().Get(status.ConditionReady).GetStatus() == want
-	}, "the node class's Ready is %s", want)
+	}, "the NodeClass's Ready is %s", want)
 }
 
 func group(name string) *agentv1alpha1.NodeGroup {

@@ -27,7 +27,7 @@ type mirrored struct {
 
 func (m *mirrored) List() ([]*agentv1alpha1.NodeGroup, uint64) { return slices.Clone(m.groups), 1 }
 
-// cached is a reader with one node class.
+// cached is a reader with one NodeClass.
 type cached struct{ client.Reader }
 
 func (cached) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {

@@ -2,7 +2,7 @@
 // node groups that its selector matches, as instance types.
 //
 // One goroutine ([Catalogue.Start]) builds an immutable snapshot whenever one of its inputs
-// changes: a node group streamed by the agent, a node class, a group that turned out to be full, or
+// changes: a node group streamed by the agent, a NodeClass, a group that turned out to be full, or
 // a zone in which a machine was found. Readers only load the newest snapshot from an atomic
 // pointer, because core reads it several times a second, sequentially, and once under a lock of its
 // own. While the agent is unreachable the last snapshot stays in use.
@@ -83,7 +83,7 @@ type Catalogue struct {
 	memories *memories
 }
 
-// view is how a node class sees groups, with a cache of its result for each group.
+// view is how a NodeClass sees groups, with a cache of its result for each group.
 type view struct {
 	kubelet *v1alpha1.Kubelet
 	price   v1alpha1.PricePolicy
@@ -259,7 +259,7 @@ func (c *Catalogue) Changes() <-chan struct{} {
 	return listener
 }
 
-// zonal returns the names of the NodePools that require or assign a zone, by node class.
+// zonal returns the names of the NodePools that require or assign a zone, by NodeClass.
 func zonal(nodePools []karpv1.NodePool) map[string][]string {
 	names := map[string][]string{}
 	for i := range nodePools {
@@ -281,7 +281,7 @@ func isZone(key string) bool {
 	return key == corev1.LabelTopologyZone || karpv1.NormalizedLabels[key] == corev1.LabelTopologyZone
 }
 
-// Watch refreshes the catalogue on changes of node classes and NodePools, and on changes of
+// Watch refreshes the catalogue on changes of NodeClasses and NodePools, and on changes of
 // NodeClaims that add or remove a memory.
 func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) error {
 	if err := c.memories.watch(ctx, informers, c.Refresh); err != nil {
@@ -397,7 +397,7 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 	return nil
 }
 
-// viewOf returns the view of a node class without groups, and the groups of its previous view if
+// viewOf returns the view of a NodeClass without groups, and the groups of its previous view if
 // the view is unchanged.
 func (c *Catalogue) viewOf(class *v1alpha1.ClusterAPINodeClass) (before map[*instancetype.Group]*instancetype.Group, next view) {
 	known, ok := c.views[class.Name]
@@ -476,7 +476,7 @@ func (c *Catalogue) frozenAvailability(groups []*instancetype.Group) func(*insta
 	for _, g := range groups {
 		available[g.ID] = c.Available(g)
 	}
-	// A node class may see the group as less available than the agent reports, never as more.
+	// A NodeClass may see the group as less available than the agent reports, never as more.
 	return func(g *instancetype.Group) bool { return g.Available && available[g.ID] }
 }
 

@@ -269,7 +269,7 @@ func TestADriftPolicyThatDecidesNothingIsTold(t *testing.T) {
 		w.Eventually(func() bool {
 			class, _ = w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
 			return class.Generation == nodeClass.Generation
-		}, "the node class is known")
+		}, "the NodeClass is known")
 		require.Len(t, class.Problems, 1, action)
 		assert.Contains(t, class.Problems[0], "default/cluster-api: Cluster API replaces the Machines itself (strategy RollingUpdate)")
 	}

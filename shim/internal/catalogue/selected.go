@@ -19,7 +19,7 @@ const (
 	maxCurrency = 8
 )
 
-// selected describes groups for a node class's status. If there are too many, unavailable groups
+// selected describes groups for a NodeClass's status. If there are too many, unavailable groups
 // take precedence: they are what users look for.
 func (s *Snapshot) selected(groups []*instancetype.Group, unusable []*agentv1alpha1.NodeGroup) []v1alpha1.SelectedNodeGroup {
 	more := len(groups) + len(unusable) - v1alpha1.MaxSelectedNodeGroups

@@ -31,14 +31,14 @@ type Snapshot struct {
 	invalid    map[string]error
 	classes    map[string]*Class
 	conditions instancetype.Conditions
-	// remembered is what NodeClaims remember, by node class.
+	// remembered is what NodeClaims remember, by NodeClass.
 	remembered map[string][]instancetype.Remembered
 	// untainted holds the ids of groups whose last Node joined without the taint that keeps pods
 	// away until it is registered.
 	untainted sets.Set[string]
 	// refused holds the requirements that no group could serve recently, by NodePool.
 	refused map[string][]scheduling.Requirements
-	// zonal holds the names of the NodePools that name zones, by node class.
+	// zonal holds the names of the NodePools that name zones, by NodeClass.
 	zonal map[string][]string
 	// gone holds the node groups that NodeClaims remember and the agent does not know, with the
 	// time since when.
@@ -67,7 +67,7 @@ func newSnapshot(
 	}
 }
 
-// Group returns the usable node group with the id, without the view of any node class.
+// Group returns the usable node group with the id, without the view of any NodeClass.
 func (s *Snapshot) Group(id string) (*instancetype.Group, bool) {
 	group, ok := s.byID[id]
 	return group, ok
@@ -92,7 +92,7 @@ func (s *Snapshot) GoneSince(id string) (time.Time, bool) {
 func (s *Snapshot) Len() int { return len(s.groups) }
 
 // Class returns the entry of the ClusterAPINodeClass with the name, and false if there is no such
-// node class.
+// NodeClass.
 func (s *Snapshot) Class(name string) (*Class, bool) {
 	class, ok := s.classes[name]
 	return class, ok
@@ -103,23 +103,23 @@ func (s *Snapshot) Available(group *instancetype.Group) bool { return s.conditio
 
 // Class is what one ClusterAPINodeClass selects. It is immutable to callers.
 type Class struct {
-	// Name is the node class's name.
+	// Name is the NodeClass's name.
 	Name string
-	// Generation is the generation of the node class whose selector was used.
+	// Generation is the generation of the NodeClass whose selector was used.
 	Generation int64
-	// Groups are the usable node groups that the selector matches, as the node class sees them,
+	// Groups are the usable node groups that the selector matches, as the NodeClass sees them,
 	// ordered by id.
 	Groups []*instancetype.Group
 	// Selected are all node groups that the selector matches, unusable ones included, in the form
-	// of the node class's status.
+	// of the NodeClass's status.
 	Selected []v1alpha1.SelectedNodeGroup
-	// Drift is the node class's policy on the reasons for which Nodes are replaced.
+	// Drift is the NodeClass's policy on the reasons for which Nodes are replaced.
 	Drift v1alpha1.DriftPolicy
 	// MaxNodeProvisionTime is how long NodeClaims wait for their machines. Nil leaves it to the
 	// agent.
 	MaxNodeProvisionTime *metav1.Duration
 	// Problems are ordered sentences about the selected groups: what the agent could not use, what
-	// the shim could not use, including in the node class's own spec, and what prevents groups from
+	// the shim could not use, including in the NodeClass's own spec, and what prevents groups from
 	// being used together.
 	Problems []string
 	// SelectorError is the reason why the selector is invalid. It then selects nothing.
@@ -157,7 +157,7 @@ type variant struct {
 // maxTaints is the size of a [taintSet].
 const maxTaints = 64
 
-// add adds the Class of a node class to the snapshot. see returns a group in the class's view, from
+// add adds the Class of a NodeClass to the snapshot. see returns a group in the class's view, from
 // a cache if possible.
 func (s *Snapshot) add(
 	nodeClass *v1alpha1.ClusterAPINodeClass, view *instancetype.View, viewError error,
@@ -196,7 +196,7 @@ func (s *Snapshot) add(
 	s.classes[class.Name] = class
 }
 
-// selectorOf returns the selector of a node class. An absent or empty one selects everything.
+// selectorOf returns the selector of a NodeClass. An absent or empty one selects everything.
 func selectorOf(nodeClass *v1alpha1.ClusterAPINodeClass) (labels.Selector, error) {
 	if nodeClass.Spec.ScalableResourceSelector == nil {
 		return labels.Everything(), nil
@@ -261,7 +261,7 @@ func (s *Snapshot) problems(class *Class, unusable []*agentv1alpha1.NodeGroup, v
 	return problems
 }
 
-// withoutEffect names the groups whose Machines Cluster API replaces itself, if the node class
+// withoutEffect names the groups whose Machines Cluster API replaces itself, if the NodeClass
 // decides about them: it has no effect there. The default is not reported, as it decides nothing.
 func (c *Class) withoutEffect() []string {
 	rolling := lo.FilterMap(c.Groups, func(g *instancetype.Group, _ int) (string, bool) {
@@ -411,7 +411,7 @@ func (c *Class) build(
 	return instancetype.Build(usable, conditions, previous, next)
 }
 
-// See returns a group in the node class's view, whether or not the selector matches it.
+// See returns a group in the NodeClass's view, whether or not the selector matches it.
 func (c *Class) See(group *instancetype.Group) *instancetype.Group { return c.view.Of(group) }
 
 // Available returns the number of the class's groups that were available when the snapshot was
@@ -436,7 +436,7 @@ func (c *Class) InstanceTypeNames() int {
 	return len(lo.UniqBy(c.Groups, func(g *instancetype.Group) string { return g.InstanceType }))
 }
 
-// equal reports whether core and the node classes' status see the same in both snapshots.
+// equal reports whether core and the NodeClasses' status see the same in both snapshots.
 func (s *Snapshot) equal(other *Snapshot) bool {
 	return maps.EqualFunc(s.classes, other.classes, func(a, b *Class) bool {
 		return a.Generation == b.Generation &&

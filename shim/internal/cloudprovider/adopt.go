@@ -87,9 +87,9 @@ func (c *CloudProvider) adopting(ctx context.Context, nodeClaim *karpv1.NodeClai
 	return claim, nil
 }
 
-// Describe returns the claim's NodeClaim as core stores it after Create, for the given node class:
+// Describe returns the claim's NodeClaim as core stores it after Create, for the given NodeClass:
 // with its placeholder and with the labels, annotations and resources of its node group. It returns
-// nil while the node group or the node class is not known.
+// nil while the node group or the NodeClass is not known.
 func (c *CloudProvider) Describe(nodeClass string, claim *agentv1alpha1.Claim) *karpv1.NodeClaim {
 	class := c.class(nodeClass)
 	if class == nil {
@@ -102,7 +102,7 @@ func (c *CloudProvider) Describe(nodeClass string, claim *agentv1alpha1.Claim) *
 	return c.launched(claim, class.See(group))
 }
 
-// class returns the catalogue's entry for a node class, or nil if there is none.
+// class returns the catalogue's entry for a NodeClass, or nil if there is none.
 func (c *CloudProvider) class(name string) *catalogue.Class {
 	snapshot := c.Catalogue.Snapshot()
 	if snapshot == nil {

@@ -112,18 +112,18 @@ func New(config Config) *CloudProvider {
 // Name returns the provider's name.
 func (c *CloudProvider) Name() string { return Name }
 
-// GetSupportedNodeClasses returns a new object on every call, because core reads node classes into
+// GetSupportedNodeClasses returns a new object on every call, because core reads NodeClasses into
 // it.
 func (c *CloudProvider) GetSupportedNodeClasses() []status.Object {
 	return []status.Object{&v1alpha1.ClusterAPINodeClass{}}
 }
 
 // GetInstanceTypes returns the instance types in the newest snapshot of the catalogue, and none for
-// a NodePool of another provider. For a node class that selects nothing, it returns the instance
+// a NodePool of another provider. For a NodeClass that selects nothing, it returns the instance
 // types that NodeClaims remember, without available offerings.
 //
 // It returns an error before the agent was first reached, while existing NodeClaims are being
-// adopted, for a node class that does not exist, and for one that selects nothing and that no
+// adopted, for a NodeClass that does not exist, and for one that selects nothing and that no
 // NodeClaim remembers. An empty result instead would make core treat the NodePool's Nodes as drifted
 // because of a typo in a selector.
 func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.NodePool) ([]*cloudprovider.InstanceType, error) {
@@ -516,7 +516,7 @@ func (c *CloudProvider) placeholderOf(claimID string) string {
 
 // Drift reasons. They become condition reasons, which allow letters, digits, and `_,:`.
 const (
-	// DriftNodeGroupNotSelected means that the NodeClaim's node class no longer selects its node
+	// DriftNodeGroupNotSelected means that the NodeClaim's NodeClass no longer selects its node
 	// group.
 	DriftNodeGroupNotSelected cloudprovider.DriftReason = "NodeGroupNotSelected"
 	// DriftMachineNotUpToDate means that the machine's template has changed and that Cluster API
@@ -524,7 +524,7 @@ const (
 	DriftMachineNotUpToDate cloudprovider.DriftReason = "MachineNotUpToDate"
 )
 
-// IsDrifted decides by the node class's drift policy from the local mirrors, which keep their last
+// IsDrifted decides by the NodeClass's drift policy from the local mirrors, which keep their last
 // known state while the agent is unreachable. A machine that Cluster API will replace in a rolling
 // update is not drifted: core would race Cluster API.
 func (c *CloudProvider) IsDrifted(_ context.Context, nodeClaim *karpv1.NodeClaim) (cloudprovider.DriftReason, error) {
@@ -564,7 +564,7 @@ func (c *CloudProvider) IsDrifted(_ context.Context, nodeClaim *karpv1.NodeClaim
 // MachineDeployments are absent.
 const goneFor = time.Hour
 
-// deselected reports whether the node class's selector does not match the group, or the group has
+// deselected reports whether the NodeClass's selector does not match the group, or the group has
 // been gone for at least goneFor. No selector matches a MachineDeployment without the opt-in label.
 // While the agent is unreachable, no group is gone for good, and the snapshot may lack one that is
 // back.

@@ -129,10 +129,10 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	return created, nil
 }
 
-// classWithin is how long after a NodeClaim its node class may be created.
+// classWithin is how long after a NodeClaim its NodeClass may be created.
 const classWithin = 15 * time.Second
 
-// withoutClass returns the error for a NodeClaim whose node class is not in the catalogue. Core retries for as
+// withoutClass returns the error for a NodeClaim whose NodeClass is not in the catalogue. Core retries for as
 // long as the class may come, or a claim exists, and plans and disrupts nothing meanwhile. So a name that is
 // wrong ends the NodeClaim.
 func (c *CloudProvider) withoutClass(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
@@ -151,7 +151,7 @@ func (c *CloudProvider) withoutClass(ctx context.Context, nodeClaim *karpv1.Node
 	return cloudprovider.NewInsufficientCapacityError(missing)
 }
 
-// notReady returns why the node class is not Ready; nil if it is, if that is not known of its present
+// notReady returns why the NodeClass is not Ready; nil if it is, if that is not known of its present
 // specification, or if the agent is the reason: a call may reach it after all.
 func (c *CloudProvider) notReady(ctx context.Context, name string) (why, err error) {
 	var class v1alpha1.ClusterAPINodeClass

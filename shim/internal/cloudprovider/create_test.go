@@ -527,7 +527,7 @@ func TestAClaimWaitsAsLongAsItsNodeClassSays(t *testing.T) {
 	w.Eventually(func() bool {
 		class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
 		return class.MaxNodeProvisionTime != nil
-	}, "the catalogue has the node class as it is now")
+	}, "the catalogue has the NodeClass as it is now")
 	assert.Equal(t, 90*time.Minute, made("b").GetMaxNodeProvisionTime().AsDuration())
 }
 

@@ -15,7 +15,7 @@ import (
 const (
 	// ReasonCatalogueNotSynced means that the agent has not been reached since the process started.
 	ReasonCatalogueNotSynced = "CatalogueNotSynced"
-	// ReasonNodeClassNotFound means that the NodeClaim's node class does not exist.
+	// ReasonNodeClassNotFound means that the NodeClaim's NodeClass does not exist.
 	ReasonNodeClassNotFound = "NodeClassNotFound"
 	// ReasonOverlaysNotReady means that NodeOverlays could not be applied yet.
 	ReasonOverlaysNotReady = "NodeOverlaysNotReady"
@@ -63,8 +63,8 @@ const maxConditionMessage = 1024
 //	UNAVAILABLE, DEADLINE_EXCEEDED | CreateError              | retried with the same id; the claim may exist
 //	UNAUTHENTICATED, PERMISSION_DENIED, INVALID_ARGUMENT, others | CreateError | retried; needs an operator's action
 //
-// explain never returns NodeClassNotReady, which is for a node class whose condition says so. Core
-// would delete the NodeClaim and create the next one at once, for as long as the node class is ready.
+// explain never returns NodeClassNotReady, which is for a NodeClass whose condition says so. Core
+// would delete the NodeClaim and create the next one at once, for as long as the NodeClass is ready.
 // Core gives up a NodeClaim whose creation keeps failing after the launch timeout.
 func (c *CloudProvider) explain(err error, candidates []*instancetype.Group, refused map[string]error) error {
 	switch {

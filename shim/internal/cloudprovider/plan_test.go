@@ -103,7 +103,7 @@ func TestCorePlansNothingThatNoNodeGroupServesWherePodsChooseALabel(t *testing.T
 	assert.NotEmpty(t, results.PodErrors, "the event of the pod says why it waits")
 }
 
-// This is why a missing zone may be a problem of the node class. Pods that only prefer to spread get
+// This is why a missing zone may be a problem of the NodeClass. Pods that only prefer to spread get
 // their Nodes.
 func TestCorePlansNoPodThatMustSpreadOverZonesForAGroupWithoutOne(t *testing.T) {
 	group := func(name, zone string) *agentv1alpha1.NodeGroup {

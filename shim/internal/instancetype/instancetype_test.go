@@ -130,7 +130,7 @@ func TestGroupsWithoutCPUOrMemoryAreNotAvailable(t *testing.T) {
 		})
 	}
 	all := seen(t, group(t, "a"), &v1alpha1.Kubelet{KubeReserved: map[string]v1alpha1.ReservedQuantity{"cpu": "4"}})
-	assert.False(t, all.Available, "as the node class sees it")
+	assert.False(t, all.Available, "as the NodeClass sees it")
 	assert.Contains(t, all.NoCapacity, "spec.kubelet")
 	assert.Empty(t, group(t, "a").NoCapacity)
 }
@@ -307,7 +307,7 @@ func TestAFullReservationIsAvailableWithNothingLeft(t *testing.T) {
 		g.Sources = map[string]*agentv1alpha1.ValueSource{"price": {Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE}}
 	}))
 	refused := instancetype.Build([]*instancetype.Group{estimated}, offered, nil, instancetype.Built{})[0]
-	assert.Empty(t, refused.Offerings.Available(), "the node class accepts no estimated price")
+	assert.Empty(t, refused.Offerings.Available(), "the NodeClass accepts no estimated price")
 
 	built := instancetype.Built{}
 	changed := func(reason agentv1alpha1.UnavailableReason) *cloudprovider.InstanceType {

@@ -24,7 +24,7 @@ func learned(name, quantity string) change {
 	}
 }
 
-// seen returns a group as a node class with the kubelet description sees it.
+// seen returns a group as a NodeClass with the kubelet description sees it.
 func seen(tb testing.TB, g *instancetype.Group, kubelet *v1alpha1.Kubelet) *instancetype.Group {
 	tb.Helper()
 	view, err := instancetype.NewView(&v1alpha1.ClusterAPINodeClassSpec{Kubelet: kubelet})
@@ -68,12 +68,12 @@ func TestWhatPodsCanHave(t *testing.T) {
 			changes: []change{capacity("nvidia.com/gpu", "4"), learned("nvidia.com/gpu", "1")},
 			want:    map[string]string{"nvidia.com/gpu": "4"},
 		},
-		"the node class, where it keeps back more than Nodes showed": {
+		"the NodeClass, where it keeps back more than Nodes showed": {
 			changes: []change{learned("memory", "512Mi"), learned("cpu", "80m")},
 			kubelet: &v1alpha1.Kubelet{KubeReserved: reserving("memory", "924Mi")},
 			want:    map[string]string{"cpu": "3920m", "memory": "15Gi"},
 		},
-		"what Nodes showed, where it is more than the node class keeps back": {
+		"what Nodes showed, where it is more than the NodeClass keeps back": {
 			changes: []change{learned("memory", "2Gi"), learned("cpu", "80m")},
 			kubelet: &v1alpha1.Kubelet{KubeReserved: reserving("memory", "924Mi"), SystemReserved: reserving("cpu", "100m")},
 			want:    map[string]string{"cpu": "3900m", "memory": "14Gi"},
@@ -160,7 +160,7 @@ func TestANodeClassThatSaysNothingSeesTheGroupItself(t *testing.T) {
 	g := group(t, "a")
 	assert.Same(t, g, seen(t, g, nil))
 	assert.NotSame(t, build(g)[0], build(seen(t, g, &v1alpha1.Kubelet{MaxPods: new(int32(10))}))[0])
-	assert.Equal(t, "50", g.Capacity.Pods().String(), "other node classes see it as before")
+	assert.Equal(t, "50", g.Capacity.Pods().String(), "other NodeClasses see it as before")
 }
 
 func TestWhatCannotBeUsedOfADescriptionIsLeftOut(t *testing.T) {
@@ -195,7 +195,7 @@ func TestEstimatesCanBeRuledOut(t *testing.T) {
 	ruledOut := view.Of(estimated)
 	assert.False(t, ruledOut.Available)
 	require.ErrorContains(t, ruledOut.Accepts(requirements(), nil, nil), "spec.price.whenUnknown")
-	assert.True(t, estimated.Available, "for other node classes it is as before")
+	assert.True(t, estimated.Available, "for other NodeClasses it is as before")
 	assert.Empty(t, build(ruledOut)[0].Offerings.Available())
 	for _, kind := range []agentv1alpha1.SourceKind{
 		agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST, agentv1alpha1.SourceKind_SOURCE_KIND_UNSPECIFIED,
@@ -205,7 +205,7 @@ func TestEstimatesCanBeRuledOut(t *testing.T) {
 	}
 }
 
-// The catalogue builds the instance types of all node classes with one cache.
+// The catalogue builds the instance types of all NodeClasses with one cache.
 func TestARefusedPriceIsNotTakenOverByANodeClassThatAcceptsIt(t *testing.T) {
 	view, err := instancetype.NewView(&v1alpha1.ClusterAPINodeClassSpec{Price: v1alpha1.PricePolicy{WhenUnknown: v1alpha1.UnknownPriceUnavailable}})
 	require.NoError(t, err)

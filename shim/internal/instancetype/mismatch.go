@@ -68,7 +68,7 @@ func Enumerate(names []string) string {
 	return enumerated
 }
 
-// ZoneUse is what shows that zones matter to the groups of a node class, other than the zones of
+// ZoneUse is what shows that zones matter to the groups of a NodeClass, other than the zones of
 // the groups. The zero value shows nothing.
 type ZoneUse struct {
 	// NodePools are the names of the NodePools that require or assign a zone.

@@ -12,14 +12,14 @@ type View struct {
 	knownPricesOnly bool
 }
 
-// NewView returns the view of a node class, and an error that names each field that is invalid and
+// NewView returns the view of a NodeClass, and an error that names each field that is invalid and
 // therefore ignored.
 func NewView(spec *v1alpha1.ClusterAPINodeClassSpec) (*View, error) {
 	kubelet, err := ParseKubelet(spec.Kubelet)
 	return &View{kubelet: kubelet, knownPricesOnly: spec.Price.WhenUnknown == v1alpha1.UnknownPriceUnavailable}, err
 }
 
-// Of returns the group as the node class sees it, or the same object if the class changes nothing.
+// Of returns the group as the NodeClass sees it, or the same object if the class changes nothing.
 // It is expensive; call it once for each group and class.
 func (v *View) Of(g *Group) *Group {
 	refused := v.knownPricesOnly && g.PriceRefused == "" && PriceSource(g.Source) == PriceSourceEstimate
@@ -48,7 +48,7 @@ const (
 	PriceSourceUnknown    = "Unknown"
 )
 
-// PriceSource returns the source of a group's price, for the node class's status.
+// PriceSource returns the source of a group's price, for the NodeClass's status.
 func PriceSource(source *agentv1alpha1.NodeGroup) string {
 	switch source.GetSources()["price"].GetKind() {
 	case agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION:

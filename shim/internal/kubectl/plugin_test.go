@@ -230,7 +230,7 @@ func (w *environment) ready(pods int32) {
 	require.NoError(w.t, w.spoke.Status().Update(w.t.Context(), deployment))
 }
 
-// provisioner creates a NodePool and its node class.
+// provisioner creates a NodePool and its NodeClass.
 func (w *environment) provisioner() {
 	w.create(
 		&v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "default"}},

@@ -65,7 +65,7 @@ type Options struct {
 	LaunchTimeout time.Duration
 	// ClaimSyncInterval is how often the shim reports the complete set of NodeClaims to the agent.
 	ClaimSyncInterval time.Duration
-	// HubUnreachableGracePeriod is how long the agent may be unreachable before node classes stop
+	// HubUnreachableGracePeriod is how long the agent may be unreachable before NodeClasses stop
 	// being Ready.
 	HubUnreachableGracePeriod time.Duration
 	// NodeRepairAfter is how long a Node may be unhealthy before core repairs it, with the feature

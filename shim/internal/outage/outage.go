@@ -42,7 +42,7 @@ const settled = 30 * time.Second
 // Connection reports the state of the connection to the agent. The mirror of node groups implements it.
 type Connection interface{ State() agentclient.State }
 
-// Client returns a client for core's controllers, which gets node classes from kube. As long as a node class
+// Client returns a client for core's controllers, which gets NodeClasses from kube. As long as a NodeClass
 // says that the agent is not reachable, core finds none of its NodePools to disrupt, and deletes none of its
 // NodeClaims because they have expired, or because their Nodes are unhealthy. It does not delete them either until
 // the connection has lasted for half a minute. Everything else is passed to kube.
@@ -105,7 +105,7 @@ func (h *holding) keeps(ctx context.Context, nodeClaim *karpv1.NodeClaim) bool {
 	return !state.Connected || h.clock.Since(state.Since) < settled || h.away(ctx, ref)
 }
 
-// away reports whether a node class says that the agent is not reachable.
+// away reports whether a NodeClass says that the agent is not reachable.
 func (h *holding) away(ctx context.Context, ref *karpv1.NodeClassReference) bool {
 	if ref == nil || ref.Group != v1alpha1.Group {
 		return false

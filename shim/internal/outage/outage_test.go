@@ -82,7 +82,7 @@ func TestNodesThatCannotBeReplacedAreNotRemoved(t *testing.T) {
 	require.NoError(t, kube.Status().Update(t.Context(), nodeClass))
 	require.Len(t, pools(as((&disruption.Controller{}).Name())), 5)
 	again := nodeClaim(away)
-	for _, connected := range []bool{false, true} { // the node class does not know yet that the agent is away again
+	for _, connected := range []bool{false, true} { // the NodeClass does not know yet that the agent is away again
 		line.state.Connected, line.state.Since = connected, now.Now()
 		require.True(t, apierrors.IsTooManyRequests(through.Delete(expiring, again)), "connected: %t", connected)
 	}

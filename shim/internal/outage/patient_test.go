@@ -21,7 +21,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
-// away says on the node class whether the agent is away.
+// away says on the NodeClass whether the agent is away.
 func away(w *shimtest.Env, is bool) {
 	class := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
 	w.Get(class)

@@ -74,7 +74,7 @@ func TestAMissingTaintIsReportedOnceForItsNodeGroup(t *testing.T) {
 	assert.Empty(t, problems())
 	join("without")
 	join("without-either")
-	w.Eventually(func() bool { return len(problems()) == 1 }, "one problem of the node class")
+	w.Eventually(func() bool { return len(problems()) == 1 }, "one problem of the NodeClass")
 	assert.Contains(t, problems()[0], "default/a: its Nodes join without the taint karpenter.sh/unregistered:NoExecute")
 	join("with-again", karpv1.UnregisteredNoExecuteTaint)
 	w.Eventually(func() bool { return len(problems()) == 0 }, "it is corrected")

@@ -25,7 +25,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 )
 
-// NodePool creates a ready NodePool with the default name and node class, and applies the changes.
+// NodePool creates a ready NodePool with the default name and NodeClass, and applies the changes.
 func (w *Env) NodePool(changes ...func(*karpv1.NodePool)) *karpv1.NodePool {
 	w.t.Helper()
 	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: NodePoolName, UID: uuid.NewUUID()}}

@@ -45,7 +45,7 @@ import (
 // Timeout bounds calls to the agent, and how long tests wait for asynchronous results.
 const Timeout = 10 * time.Second
 
-// NodeClassName and NodePoolName are the default names of the node class and the NodePool in tests.
+// NodeClassName and NodePoolName are the default names of the NodeClass and the NodePool in tests.
 const (
 	NodeClassName = "default"
 	NodePoolName  = "pool"
@@ -69,7 +69,7 @@ type Env struct {
 	Claims     *agentclient.Mirror[*agentv1alpha1.Claim]
 	// Kube is the fake API server, with status as a subresource.
 	Kube client.WithWatch
-	// Catalogue is running. It does not watch node classes: see [Env.AddNodeClass].
+	// Catalogue is running. It does not watch NodeClasses: see [Env.AddNodeClass].
 	Catalogue *catalogue.Catalogue
 	// CloudProvider is the real one, on top of the above.
 	CloudProvider *cloudprovider.CloudProvider
@@ -130,7 +130,7 @@ func WithNodeGroups(change func(mirror catalogue.NodeGroups) catalogue.NodeGroup
 }
 
 // New returns an environment whose agent has the given node groups, and whose API server has one
-// node class that selects all of them.
+// NodeClass that selects all of them.
 func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *Env {
 	tb.Helper()
 	reservations.Do(instancetype.Reservations)
@@ -265,7 +265,7 @@ func (w *Env) Context() context.Context {
 	return coreoptions.ToContext(context.Background(), &coreoptions.Options{CPURequests: 1000})
 }
 
-// AddNodeClass creates a node class and waits until the catalogue knows it.
+// AddNodeClass creates a NodeClass and waits until the catalogue knows it.
 func (w *Env) AddNodeClass(name string, selector *metav1.LabelSelector) *v1alpha1.ClusterAPINodeClass {
 	w.t.Helper()
 	nodeClass := &v1alpha1.ClusterAPINodeClass{
@@ -317,12 +317,12 @@ func (w *Env) Exists(object client.Object) bool {
 	return err == nil && object.GetDeletionTimestamp().IsZero()
 }
 
-// NodeClassRef returns a reference to the default node class.
+// NodeClassRef returns a reference to the default NodeClass.
 func NodeClassRef() *karpv1.NodeClassReference {
 	return &karpv1.NodeClassReference{Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: NodeClassName}
 }
 
-// NodeClaim returns a NodeClaim of the default NodePool and node class with the changes applied.
+// NodeClaim returns a NodeClaim of the default NodePool and NodeClass with the changes applied.
 func (w *Env) NodeClaim(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
 	nodeClaim := &karpv1.NodeClaim{
 		ObjectMeta: metav1.ObjectMeta{

@@ -53,7 +53,7 @@ func New(kube client.Reader, recorder events.Recorder, ttl time.Duration) *Gate 
 }
 
 // Refused records that a NodeClaim could not be launched, so that core deletes it: no node group had
-// room, or the node class is not Ready. It ignores NodeClaims that belong to no static NodePool.
+// room, or the NodeClass is not Ready. It ignores NodeClaims that belong to no static NodePool.
 func (g *Gate) Refused(ctx context.Context, nodeClaim *karpv1.NodeClaim, why error) {
 	nodePool, err := g.static(ctx, nodeClaim)
 	if err != nil || nodePool == nil {

@@ -302,7 +302,7 @@ func (c *Controller) isDuplicate(ctx context.Context, nodeClaim *karpv1.NodeClai
 	return true, nil
 }
 
-// policy returns the adoption policy of the NodeClaim's node class, or the defaults if the class
+// policy returns the adoption policy of the NodeClaim's NodeClass, or the defaults if the class
 // does not exist.
 func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v1alpha1.AdoptionPolicy, error) {
 	class := &v1alpha1.ClusterAPINodeClass{}
@@ -312,8 +312,8 @@ func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v
 	return class.Spec.Adoption, nil
 }
 
-// keep protects the Node of a NodeClaim whose machine the agent does not report, whatever the node
-// class's policy, because the machine could not be removed. The machine is adopted once the agent
+// keep protects the Node of a NodeClaim whose machine the agent does not report, whatever the NodeClass's
+// policy, because the machine could not be removed. The machine is adopted once the agent
 // reports it.
 func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	if duplicate, err := c.isDuplicate(ctx, nodeClaim); err != nil {
@@ -364,8 +364,8 @@ func unkeep(object client.Object) {
 	object.SetAnnotations(lo.OmitByKeys(object.GetAnnotations(), []string{v1alpha1.KeptAnnotation, karpv1.DoNotDisruptAnnotationKey}))
 }
 
-// protect marks a Node or NodeClaim as adopted, and protects it from disruption unless the node
-// class allows that. It does so once per adoption, so that later changes by users are kept. If the
+// protect marks a Node or NodeClaim as adopted, and protects it from disruption unless the NodeClass
+// allows that. It does so once per adoption, so that later changes by users are kept. If the
 // object carries the mark of a completed adoption, that adoption's claim no longer exists, and
 // protect applies again. It ends a protection by [Controller.keep] with the same write.
 func (c *Controller) protect(ctx context.Context, object client.Object, policy v1alpha1.AdoptionPolicy) error {

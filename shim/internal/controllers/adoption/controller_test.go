@@ -379,7 +379,7 @@ func TestOneNodeClaimThatCannotBeAdoptedDoesNotHoldUpTheOthers(t *testing.T) {
 		event string
 		what  string
 	}{
-		"its node class does not exist": {
+		"its NodeClass does not exist": {
 			spoil: func(e *env, nodeClaim *karpv1.NodeClaim) {
 				nodeClaim.Spec.NodeClassRef.Name = "gone"
 				e.Update(nodeClaim)
@@ -590,7 +590,7 @@ func TestAnApprovedDisruptionOutlivesATimeInWhichTheMachineIsUnknown(t *testing.
 			require.NotNil(t, e.claim(nodeClaim))
 			e.Get(node)
 			assert.NotContains(t, node.Annotations, v1alpha1.KeptAnnotation)
-			assert.Equal(t, !adopted, node.Annotations[karpv1.DoNotDisruptAnnotationKey] == "true", "an adoption protects, by the policy of the node class")
+			assert.Equal(t, !adopted, node.Annotations[karpv1.DoNotDisruptAnnotationKey] == "true", "an adoption protects, by the policy of the NodeClass")
 			assert.Equal(t, e.machine.GetNodeGroupId(), node.Annotations[v1alpha1.NodeGroupAnnotation])
 		})
 	}

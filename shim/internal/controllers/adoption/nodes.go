@@ -46,11 +46,11 @@ const (
 	// longLook is the interval for a Node that currently is not to be adopted: the reason may be in
 	// the hub and may change there.
 	longLook = 5 * time.Minute
-	// defaultRate is the default number of Nodes adopted per node class and minute.
+	// defaultRate is the default number of Nodes adopted per NodeClass and minute.
 	defaultRate = 60
 )
 
-// Catalogue holds the node groups, and which of them node classes select.
+// Catalogue holds the node groups, and which of them NodeClasses select.
 type Catalogue interface {
 	Snapshot() *catalogue.Snapshot
 }
@@ -63,7 +63,7 @@ type NodesConfig struct {
 	Provider Provider
 	// Unclaimed finds the Machines without a claim.
 	Unclaimed *unclaimed.Finder
-	// Catalogue holds the node groups, and which of them node classes select.
+	// Catalogue holds the node groups, and which of them NodeClasses select.
 	Catalogue Catalogue
 	// Agent is asked whether a machine could be adopted.
 	Agent *agentclient.Client
@@ -79,13 +79,13 @@ type NodesConfig struct {
 	Clock clock.PassiveClock
 }
 
-// Nodes creates NodeClaims for Nodes without one, as node classes request: see
+// Nodes creates NodeClaims for Nodes without one, as NodeClasses request: see
 // [v1alpha1.AdoptionPolicy].
 type Nodes struct {
 	NodesConfig
 
 	mu    sync.Mutex
-	rates map[types.UID]*rate.Limiter // by node class
+	rates map[types.UID]*rate.Limiter // by NodeClass
 }
 
 // NewNodes returns the controller.
@@ -200,7 +200,7 @@ func notReady(node *corev1.Node) string {
 	return ""
 }
 
-// classes returns the node classes whose policy is to adopt such a Node.
+// classes returns the NodeClasses whose policy is to adopt such a Node.
 func (c *Nodes) classes(ctx context.Context, requested bool) ([]v1alpha1.ClusterAPINodeClass, error) {
 	list := &v1alpha1.ClusterAPINodeClassList{}
 	if err := c.Kube.List(ctx, list); err != nil {
@@ -231,7 +231,7 @@ func (c *Nodes) adopt(
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	if class == nil {
-		return reconcile.Result{RequeueAfter: longLook}, nil // no node class selects its node group
+		return reconcile.Result{RequeueAfter: longLook}, nil // no NodeClass selects its node group
 	}
 	now := c.Clock.Now()
 	turn := c.rate(class).ReserveN(now, 1)
@@ -311,7 +311,7 @@ func lacksRight(err error) bool {
 	return apierrors.IsForbidden(err) && strings.Contains(err.Error(), "cannot create resource")
 }
 
-// propose returns the first of the node classes that selects the machine's node group, and the
+// propose returns the first of the NodeClasses that selects the machine's node group, and the
 // NodeClaim that would adopt the machine. Both are nil if no class selects it. The error is for the
 // user: no NodePool fits, or the node group cannot be described.
 func propose(
@@ -354,7 +354,7 @@ func allowed(
 	return err
 }
 
-// rate returns the rate limiter of a node class's adoptions.
+// rate returns the rate limiter of a NodeClass's adoptions.
 func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 	perMinute := lo.FromPtrOr(class.Spec.Adoption.NodesPerMinute, defaultRate)
 	limit := rate.Limit(float64(perMinute) / time.Minute.Seconds())
@@ -368,7 +368,7 @@ func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 	return limiter
 }
 
-// report publishes on a Node why it is not adopted although its node class requests that.
+// report publishes on a Node why it is not adopted although its NodeClass requests that.
 func (c *Nodes) report(node *corev1.Node, machine *agentv1alpha1.Machine, why error) {
 	message := strings.ReplaceAll(why.Error(), "\n", "; ")
 	c.Recorder.Publish(events.Event{
@@ -381,7 +381,7 @@ func (c *Nodes) report(node *corev1.Node, machine *agentv1alpha1.Machine, why er
 	})
 }
 
-// Register adds the controller to the manager. A change of a node class or a NodePool enqueues all
+// Register adds the controller to the manager. A change of a NodeClass or a NodePool enqueues all
 // candidate Nodes.
 func (c *Nodes) Register(_ context.Context, m manager.Manager) error {
 	every := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {

@@ -202,7 +202,7 @@ func TestANodeIsAdoptedByTheNodePoolThatItFits(t *testing.T) {
 			p.Spec.Template.Labels = map[string]string{"team": "green"}
 		}, "the Node has the label team=blue, and its Nodes have team=green"},
 		"a fixed number of Nodes": {func(p *karpv1.NodePool) { p.Spec.Replicas = new(int64(3)) }, "already has the Nodes of its spec.replicas"},
-		"another node class's": {func(p *karpv1.NodePool) {
+		"another NodeClass's": {func(p *karpv1.NodePool) {
 			p.Spec.Template.Spec.NodeClassRef.Name = "other"
 		}, "no NodePool refers to ClusterAPINodeClass default"},
 		"another provider's NodePool": {func(p *karpv1.NodePool) { p.Spec.Template.Spec.NodeClassRef.Group = "example.com" }, "no NodePool refers"},

@@ -35,7 +35,7 @@ import (
 type Plan struct {
 	// NodeClaims are those without a claim whose machine would be adopted.
 	NodeClaims []Adoption `json:"nodeClaims"`
-	// Nodes are those without a NodeClaim that would get one, as their node class requests.
+	// Nodes are those without a NodeClaim that would get one, as their NodeClass requests.
 	Nodes []Adoption `json:"nodes"`
 	// InTheWay lists what should be adopted and would not be, and why.
 	InTheWay []Finding `json:"inTheWay"`
@@ -43,13 +43,13 @@ type Plan struct {
 	// deleted, and what happens to each.
 	Unfinished []Finding `json:"unfinished"`
 	// Left are machines of node groups that would remain the user's: no NodeClaim has them, and no
-	// node class requests them.
+	// NodeClass requests them.
 	Left []Leftover `json:"left"`
 	// Raised are the node groups whose replicas the adoption of NodeClaims would raise, because the
 	// user keeps the min size.
 	Raised []Raise `json:"raised"`
 	// Disrupted is the number of Nodes that Karpenter would replace right after the switch: those
-	// of Expired, and those of Drifted whose node class allows the disruption of adopted Nodes.
+	// of Expired, and those of Drifted whose NodeClass allows the disruption of adopted Nodes.
 	Disrupted int `json:"disrupted"`
 	// Expired are NodeClaims that Karpenter ends as soon as it runs, even if their Nodes are
 	// protected.
@@ -382,7 +382,7 @@ func adoptionOf(nc *karpv1.NodeClaim, node *corev1.Node, machine *agentv1alpha1.
 	return a
 }
 
-// allowsDisruption reports whether the NodeClaim's node class lets Karpenter disrupt adopted Nodes.
+// allowsDisruption reports whether the NodeClaim's NodeClass lets Karpenter disrupt adopted Nodes.
 func (s *situation) allowsDisruption(nc *karpv1.NodeClaim) bool {
 	return lo.ContainsBy(s.classes, func(class v1alpha1.ClusterAPINodeClass) bool {
 		return class.Name == nc.Spec.NodeClassRef.Name && class.Spec.Adoption.Disruption == v1alpha1.DisruptAllowed
@@ -498,7 +498,7 @@ func leftover(machine *agentv1alpha1.Machine, node *corev1.Node, message string)
 	return l
 }
 
-// whyLeft returns what to do about a machine that no NodeClaim has and that no node class requests.
+// whyLeft returns what to do about a machine that no NodeClaim has and that no NodeClass requests.
 func whyLeft(node *corev1.Node) string {
 	adopt := "spec.adoption of the NodeClass"
 	if _, has := node.Labels[karpv1.NodePoolLabelKey]; has {

@@ -17,7 +17,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// pick returns the NodePool of the node class that the Node with these labels fits, so that core
+// pick returns the NodePool of the NodeClass that the Node with these labels fits, so that core
 // would not treat the Node as drifted. Of several it picks the one with the greatest weight, then
 // the first by name. If there is none, the error states why.
 func pick(pools []karpv1.NodePool, class string, node *corev1.Node, labels map[string]string) (*karpv1.NodePool, error) {

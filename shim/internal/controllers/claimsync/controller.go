@@ -227,7 +227,7 @@ func (c *Controller) sync(ctx context.Context) error {
 	return nil
 }
 
-// announce publishes an event for the user on every node class, since there is no object for a
+// announce publishes an event for the user on every NodeClass, since there is no object for a
 // claim without a NodeClaim.
 func (c *Controller) announce(ctx context.Context, reason, message string) {
 	classes := &v1alpha1.ClusterAPINodeClassList{}

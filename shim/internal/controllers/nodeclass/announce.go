@@ -12,7 +12,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// Announce publishes a warning that concerns all node classes, as an event on each of them. It logs
+// Announce publishes a warning that concerns all NodeClasses, as an event on each of them. It logs
 // errors.
 func Announce(ctx context.Context, kube client.Reader, recorder events.Recorder, reason, message string) {
 	nodeClasses := &v1alpha1.ClusterAPINodeClassList{}

@@ -1,7 +1,7 @@
 // Package nodeclass reports on each ClusterAPINodeClass what it selects and whether it can be used,
 // and keeps it from being removed while NodeClaims refer to it.
 //
-// Core launches nothing from a NodePool whose node class is not Ready. Ready is False if the
+// Core launches nothing from a NodePool whose NodeClass is not Ready. Ready is False if the
 // selector matches nothing, or if the agent has been unreachable for the grace period. During
 // shorter outages Ready does not change, because the last known catalogue is good enough.
 package nodeclass
@@ -55,12 +55,12 @@ const (
 	// shortestStatus is the minimum interval between writes of a status in which no condition
 	// turned: prices and availability may change many times a second.
 	shortestStatus = 5 * time.Second
-	// Core reconciles every NodeClaim of a node class whenever the class or its status is written.
+	// Core reconciles every NodeClaim of a NodeClass whenever the class or its status is written.
 	// Therefore that interval is at least forEachNodeClaim for each NodeClaim, but no longer than
 	// longestStatus.
 	forEachNodeClaim = 12 * time.Millisecond
 	longestStatus    = time.Minute
-	// terminating is the interval for a node class that is being deleted.
+	// terminating is the interval for a NodeClass that is being deleted.
 	terminating = 5 * time.Second
 	// shownProblems is how many problems a condition lists, and longestProblem the maximum number
 	// of characters of each.
@@ -126,7 +126,7 @@ type LiveSets interface {
 type Config struct {
 	// Kube reads from a cache with indexes on NodeClaims' spec.nodeClassRef.
 	Kube client.Client
-	// Catalogue has the node groups that each node class selects.
+	// Catalogue has the node groups that each NodeClass selects.
 	Catalogue *catalogue.Catalogue
 	// Connection, Certificate, Compatibility and LiveSets determine the conditions about the agent.
 	Connection    Connection
@@ -137,7 +137,7 @@ type Config struct {
 	Cluster *agentv1alpha1.ClusterRef
 	// Recorder records events.
 	Recorder events.Recorder
-	// Grace is how long the agent may be unreachable before node classes stop being Ready.
+	// Grace is how long the agent may be unreachable before NodeClasses stop being Ready.
 	Grace time.Duration
 	// Clock provides the time.
 	Clock clock.Clock
@@ -150,7 +150,7 @@ type Controller struct {
 	started time.Time
 
 	mu      sync.Mutex
-	written map[string]time.Time // time of the last write of the status, by node class
+	written map[string]time.Time // time of the last write of the status, by NodeClass
 }
 
 // New returns the controller.
@@ -158,7 +158,7 @@ func New(c Config) *Controller {
 	return &Controller{Config: c, started: c.Clock.Now(), written: map[string]time.Time{}}
 }
 
-// Reconcile checks one node class.
+// Reconcile checks one NodeClass.
 func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
 	if !nodeClass.DeletionTimestamp.IsZero() {
@@ -255,7 +255,7 @@ func retryConflict(err error) (reconcile.Result, error) {
 	return reconcile.Result{}, client.IgnoreNotFound(err)
 }
 
-// zoneless reports whether a node class has node groups, and none of them has a zone.
+// zoneless reports whether a NodeClass has node groups, and none of them has a zone.
 func (c *Controller) zoneless(nodeClass *v1alpha1.ClusterAPINodeClass) bool {
 	snapshot := c.Catalogue.Snapshot()
 	if snapshot == nil {
@@ -278,8 +278,8 @@ func (c *Controller) unplanned(ctx context.Context) ([]string, error) {
 	}), nil
 }
 
-// describe sets the status. The pods are those of [Controller.unplanned], which only matter to a node
-// class without zones.
+// describe sets the status. The pods are those of [Controller.unplanned], which only matter to a NodeClass
+// without zones.
 func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass, pods []string) {
 	conditions := nodeClass.StatusConditions(status.WithClock(c.Clock))
 	c.describeConnection(conditions)
@@ -454,7 +454,7 @@ func find(nodeClass *v1alpha1.ClusterAPINodeClass, kind string) *status.Conditio
 	return &condition
 }
 
-// finalize removes the finalizer once no NodeClaim refers to the node class.
+// finalize removes the finalizer once no NodeClaim refers to the NodeClass.
 func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (reconcile.Result, error) {
 	if !controllerutil.ContainsFinalizer(nodeClass, v1alpha1.NodeClassFinalizer) {
 		return reconcile.Result{}, nil
@@ -492,7 +492,7 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 	return reconcile.Result{}, nil
 }
 
-// noteConnection writes whether the agent is reachable, for a node class that is being deleted: what happens to its
+// noteConnection writes whether the agent is reachable, for a NodeClass that is being deleted: what happens to its
 // NodeClaims depends on it (package outage).
 func (c *Controller) noteConnection(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) error {
 	stored := nodeClass.DeepCopy()
@@ -523,7 +523,7 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }
 
-// on returns a source that enqueues every node class on each change.
+// on returns a source that enqueues every NodeClass on each change.
 func (c *Controller) on(tell func() (changes <-chan struct{}, stop func())) source.Source {
 	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		changes, stop := tell()

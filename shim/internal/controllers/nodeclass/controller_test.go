@@ -386,7 +386,7 @@ func TestANodeClassStaysWhileNodeClaimsReferToIt(t *testing.T) {
 	assert.False(t, e.Exists(nodeClass))
 }
 
-// Package outage decides by the condition what core may do with the NodeClaims of the node class.
+// Package outage decides by the condition what core may do with the NodeClaims of the NodeClass.
 func TestANodeClassThatIsBeingDeletedShowsWhetherTheAgentIsReachable(t *testing.T) {
 	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
 	nodeClass := e.reconcile(shimtest.NodeClassName)
@@ -471,7 +471,7 @@ func TestChangesThatTurnNoConditionAreWrittenOnceInAWhile(t *testing.T) {
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsFalse(), "a condition that turns is written at once")
 }
 
-// Core reconciles all NodeClaims of a node class whose status is written.
+// Core reconciles all NodeClaims of a NodeClass whose status is written.
 func TestTheMoreNodeClaimsTheRarerTheStatus(t *testing.T) {
 	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
 	for n := range 1000 {

@@ -70,7 +70,7 @@ func (c *Controller) price(ctx context.Context, nodePool *karpv1.NodePool, claim
 	}
 	instanceTypes, err := c.InstanceTypes.GetInstanceTypes(ctx, nodePool)
 	if err != nil {
-		return "" // its node class does not exist or selects nothing, or the agent has not been reached
+		return "" // its NodeClass does not exist or selects nothing, or the agent has not been reached
 	}
 	byName := map[string]*cloudprovider.InstanceType{}
 	for _, instanceType := range instanceTypes {

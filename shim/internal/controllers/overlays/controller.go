@@ -2,7 +2,7 @@
 // changed.
 //
 // Core stores the effects of overlays by the requirements of each offering. It evaluates them again
-// only on a change of an overlay, a NodePool or a node class, and every six hours. Until then,
+// only on a change of an overlay, a NodePool or a NodeClass, and every six hours. Until then,
 // offerings of a new node group, or offerings that another label now distinguishes, would lack
 // their overlays.
 //
@@ -113,7 +113,7 @@ func onlySkipped(err error, nodePools int) bool {
 const unlisted = "listing instance types for nodepool "
 
 // offered returns a hash of what identifies offerings to core, over all NodePools, and the number of NodePools
-// without instance types: their node class does not exist or selects nothing.
+// without instance types: their NodeClass does not exist or selects nothing.
 func (c *Controller) offered(ctx context.Context) (sum uint64, skipped int, err error) {
 	nodePools := &karpv1.NodePoolList{}
 	if err := c.kube.List(ctx, nodePools); err != nil {

@@ -142,7 +142,7 @@ func TestANodePoolWithoutInstanceTypesIsNoReasonToRepeatTheOthers(t *testing.T) 
 	assert.Equal(t, calls, w.core.calls)
 }
 
-// As core's own controller does after a change of a node class, if it is slow.
+// As core's own controller does after a change of a NodeClass, if it is slow.
 func TestOverlaysAreAppliedAgainIfAnOlderEvaluationEndedLast(t *testing.T) {
 	w := setUp(t, group("a", "zone-a"))
 	types, err := w.CloudProvider.GetInstanceTypes(w.Context(), w.nodePool)

@@ -26,7 +26,7 @@ func before(d time.Duration) metav1.Time { return metav1.NewTime(now.Add(-d)) }
 
 func stamp(d time.Duration) *timestamppb.Timestamp { return timestamppb.New(now.Add(-d)) }
 
-// edit is a change to the situation in which a NodePool, a node class and one node group with room
+// edit is a change to the situation in which a NodePool, a NodeClass and one node group with room
 // exist.
 type edit func(*explain.Situation)
 
@@ -277,7 +277,7 @@ func TestAPodWithoutANodeClaim(t *testing.T) {
 			s:     at(pod(), func(s *explain.Situation) { s.NodePools[0].Spec.Template.Spec.NodeClassRef.Group = "karpenter.k8s.aws" }),
 			state: explain.Blocked, verdict: "There is no NodePool",
 		},
-		"a NodePool without its node class": {
+		"a NodePool without its NodeClass": {
 			s:     at(pod(), func(s *explain.Situation) { s.NodeClasses = nil }),
 			state: explain.Blocked, verdict: "its ClusterAPINodeClass default does not exist", next: "Create the ClusterAPINodeClass",
 		},

@@ -68,7 +68,7 @@ func Fits(
 	return fits
 }
 
-// Selects reports whether a node class's selector matches a node group.
+// Selects reports whether a NodeClass's selector matches a node group.
 func Selects(class *v1alpha1.ClusterAPINodeClass, group *agentv1alpha1.NodeGroup) bool {
 	if class.Spec.ScalableResourceSelector == nil {
 		return true
@@ -331,7 +331,7 @@ func conditionsReady(class *v1alpha1.ClusterAPINodeClass) bool {
 	return !conditions.Get(v1alpha1.ConditionAgentReachable).IsFalse() && !conditions.Get(v1alpha1.ConditionNodeGroupsFound).IsFalse()
 }
 
-// classTrouble returns what a node class's conditions report, or "".
+// classTrouble returns what a NodeClass's conditions report, or "".
 func classTrouble(class *v1alpha1.ClusterAPINodeClass) string {
 	conditions := class.StatusConditions()
 	for _, kind := range []string{v1alpha1.ConditionAgentReachable, v1alpha1.ConditionNodeGroupsFound} {
@@ -362,7 +362,7 @@ func classRemedy(class *v1alpha1.ClusterAPINodeClass) []string {
 	}
 }
 
-// selected shows what node classes report of their groups while the agent cannot be asked.
+// selected shows what NodeClasses report of their groups while the agent cannot be asked.
 func (t *story) selected() {
 	for i := range t.s.NodeClasses {
 		class := &t.s.NodeClasses[i]
