@@ -22,13 +22,13 @@ import (
 // TestTheVersionBeforeIsCompatible runs the shim of an earlier revision with this agent, and the agent of that
 // revision with this shim, brings the older one to this version while pods run, and takes it back.
 func TestTheVersionBeforeIsCompatible(t *testing.T) {
+	if testing.Short() {
+		t.Skip("not in the short run: builds an earlier revision")
+	}
 	revision := earlier(t)
 	for _, old := range []string{sandbox.Shim, sandbox.Agent} {
 		t.Run("the "+old+" of before", func(t *testing.T) {
 			figure := shows(t, fmt.Sprintf("the %s of the revision before works with what is of this one, is upgraded while pods run, and rolled back", old))
-			if testing.Short() {
-				t.Skip("not in the short run: builds an earlier revision")
-			}
 			options := sandbox.Options{Name: "e2e-skew-" + lo.Ternary(old == sandbox.Shim, "shim", "agent")}
 			// What runs is a copy, which is replaced while the component is stopped.
 			command := map[string]string{sandbox.Shim: "karpenter", sandbox.Agent: "capi-agent"}[old]

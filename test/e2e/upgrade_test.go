@@ -37,6 +37,9 @@ const (
 // upgrades it: with Karpenter, which replaces drifted Nodes within its budgets, and with Cluster
 // API, which rolls out the MachineDeployment. More pods are added in the middle of it.
 func TestWorkersAreUpgraded(t *testing.T) {
+	if testing.Short() {
+		t.Skip("not in the short run: replaces every Node, one after the other")
+	}
 	const pods, more = 4, 2
 	for name, strategy := range map[string]clusterv1.MachineDeploymentRolloutStrategyType{
 		"by Karpenter, with OnDelete":        clusterv1.OnDeleteMachineDeploymentStrategyType,
@@ -44,9 +47,6 @@ func TestWorkersAreUpgraded(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			figure := shows(t, "workers are upgraded "+name)
-			if testing.Short() {
-				t.Skip("not in the short run: replaces every Node, one after the other")
-			}
 			useCrowd(t)
 			deployment := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
 			require.NoError(t, w.Hub.Patch(t.Context(), deployment, mergePatch(fmt.Sprintf(

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 )
 
@@ -104,9 +105,28 @@ func TestTheShortEndToEndTestsAreListed(t *testing.T) {
 	require.ElementsMatch(t, short, strings.Fields(strings.ReplaceAll(string(listed[1]), "\\\n", " ")))
 }
 
-// skipsWhenShort reports whether a function skips its test in the short form, whatever else it does.
+// skipsWhenShort reports whether a function skips its test, or each of its subtests, in the short form,
+// whatever else it does.
 func skipsWhenShort(function *ast.FuncDecl) bool {
-	for _, statement := range function.Body.List {
+	if skips(function.Body) {
+		return true
+	}
+	subtests, skipped := 0, 0
+	ast.Inspect(function.Body, func(node ast.Node) bool {
+		if call, is := node.(*ast.CallExpr); is && calls(call, "t", "Run") {
+			if body, is := call.Args[1].(*ast.FuncLit); is {
+				subtests++
+				skipped += lo.Ternary(skips(body.Body), 1, 0)
+			}
+		}
+		return true
+	})
+	return subtests > 0 && skipped == subtests
+}
+
+// skips reports whether one of the statements skips the test if it is the short form.
+func skips(body *ast.BlockStmt) bool {
+	for _, statement := range body.List {
 		condition, is := statement.(*ast.IfStmt)
 		if !is || !calls(condition.Cond, "testing", "Short") {
 			continue
