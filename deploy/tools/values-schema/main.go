@@ -15,8 +15,8 @@
 //	itemRef: #/definitions/x items: {$ref: '#/definitions/x'}
 //	required: true           the map that contains the value requires it
 //
-// The syntax follows that of github.com/losisin/helm-values-schema-json, which neither knows the comments "# -- …" nor tells a map from a
-// section.
+// The syntax follows that of github.com/losisin/helm-values-schema-json, which is not used: it describes a map whose keys are the user's as it
+// describes a section, and accepts an empty list or a null that does not show its type.
 //
 // The type is that of the default. A map without a comment "# -- …" is a section, as in values-docs: it has the values that it shows, and
 // no others. A map with one may have any keys, unless additionalProperties is false. What the default does not show must be annotated: the

@@ -1,5 +1,8 @@
 // Package fakeserver implements the command fake-agent: it serves a fake agent over TCP that plays
 // a scenario.
+//
+// The command uses pflag without cobra: it has no subcommands, and this module's requirements are
+// also those of every module that imports the client.
 package fakeserver
 
 import (
