@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -223,6 +224,35 @@ func (m Metrics) Check(expr string) error {
 		return nil
 	})
 	return errors.Join(wrong...)
+}
+
+// Thresholds returns the numbers other than 0 with which an expression compares, and those that it gives
+// to functions, such as a quantile.
+func Thresholds(expr string) ([]string, error) {
+	parsed, err := parser.ParseExpr(expr)
+	if err != nil {
+		return nil, err
+	}
+	var thresholds []string
+	add := func(e parser.Expr) {
+		if number, is := e.(*parser.NumberLiteral); is && number.Val != 0 {
+			thresholds = append(thresholds, strconv.FormatFloat(number.Val, 'f', -1, 64))
+		}
+	}
+	parser.Inspect(parsed, func(node parser.Node, _ []parser.Node) error {
+		switch n := node.(type) {
+		case *parser.BinaryExpr:
+			if n.Op.IsComparisonOperator() {
+				add(n.RHS)
+			}
+		case *parser.Call:
+			for _, arg := range n.Args {
+				add(arg)
+			}
+		}
+		return nil
+	})
+	return lo.Uniq(thresholds), nil
 }
 
 // Step is the time between two samples of the series that [Load] parses.

@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/common/model"
+	"github.com/prometheus/prometheus/model/labels"
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	"sigs.k8s.io/yaml"
@@ -69,12 +71,10 @@ func TestTheTableOfAlertsIsComplete(t *testing.T) {
 	var table strings.Builder
 	table.WriteString("| alert | severity | fires | after | the cause is made in |\n|---|---|---|---|---|\n")
 	for _, a := range alerts(t) {
-		test := "nothing: Prometheus has no such series then"
+		test := "no test of a component: the condition is that none is scraped"
 		if cause := causes[a.Alert]; cause.test != "" {
 			_, function, _ := strings.Cut(cause.test, ":")
 			test = "`" + function + "`"
-		} else if cause.series != "" {
-			test = "Karpenter core"
 		}
 		fmt.Fprintf(&table, "| [%s](#%s) | %s | %s | %s | %s |\n", a.Alert, strings.ToLower(a.Alert), a.Labels["severity"],
 			strings.ReplaceAll(a.Annotations["summary"], "|", "\\|"), cmp.Or(a.For, "0m"), test)
@@ -106,12 +106,17 @@ func TestEachAlertFiresByItsCause(t *testing.T) {
 	require.Len(t, alerts(t), len(causes), "there is no cause without an alert")
 }
 
-// The series that a cause is said to have are those that a test of the component sees.
+// The series that a cause is said to have are those that a test of the component sees: the test names
+// their metrics, the labels of the first one and the thresholds of the alert, and has the texts that
+// compare the values.
 func TestEachCauseIsMadeInATestOfItsComponent(t *testing.T) {
-	for name, cause := range causes {
-		t.Run(name, func(t *testing.T) {
+	for _, a := range alerts(t) {
+		t.Run(a.Alert, func(t *testing.T) {
+			cause := causes[a.Alert]
 			if cause.test == "" {
-				return // the series is absent, or Karpenter core's
+				require.Empty(t, cause.series)
+				require.Contains(t, a.Expr, "absent(")
+				return
 			}
 			path, function, _ := strings.Cut(cause.test, ":")
 			content, err := os.ReadFile(filepath.Join(root(t), path))
@@ -119,12 +124,31 @@ func TestEachCauseIsMadeInATestOfItsComponent(t *testing.T) {
 			_, body, found := strings.Cut(string(content), "\nfunc "+function+"(t *testing.T) {\n")
 			require.True(t, found, "%s has no %s", path, function)
 			body, _, _ = strings.Cut(body, "\n}\n")
-			metric, _, _ := strings.Cut(strings.TrimSpace(cause.series), "{")
-			metric = strings.TrimSuffix(strings.Fields(metric)[0], "_bucket")
-			require.Contains(t, body, metric)
+			series, err := monitoring.Load(cause.series)
+			require.NoError(t, err)
+			for _, s := range series {
+				require.Contains(t, body, strings.TrimSuffix(s.Lset.Get(model.MetricNameLabel), "_bucket"))
+			}
+			series[0].Lset.Range(func(l labels.Label) {
+				if !slices.Contains(chosen, l.Name) {
+					require.Contains(t, body, l.Value, "the label %s", l.Name)
+				}
+			})
+			thresholds, err := monitoring.Thresholds(a.Expr)
+			require.NoError(t, err)
+			for _, threshold := range thresholds {
+				require.Regexp(t, `(^|[^\d.])`+regexp.QuoteMeta(threshold)+`(\.0)?([^\d.]|$)`, body, "the alert compares with it")
+			}
+			require.NotEmpty(t, cause.seen)
+			for _, text := range cause.seen {
+				require.Contains(t, body, text)
+			}
 		})
 	}
 }
+
+// chosen are labels whose values are names that a test may choose, beside that of the metric.
+var chosen = []string{model.MetricNameLabel, "pod", "namespace", "cluster", "machine_deployment", "node_pool_set", "method"}
 
 // Several hub-hosted shims, or several releases of the agent, may be scraped by one Prometheus.
 func TestAHealthyReleaseHidesNoOther(t *testing.T) {

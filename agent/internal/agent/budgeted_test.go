@@ -94,6 +94,8 @@ func TestAClusterStoresNoMoreBytesThanItMay(t *testing.T) {
 	require.Less(t, stored, 2.0*budget)
 	require.Positive(t, gauge(t, registry, "capi_agent_claim_bytes_refused_total", "greedy"))
 	require.InDelta(t, budget, gauge(t, registry, "capi_agent_claim_bytes_limit", ""), 0)
+	used := gauge(t, registry, "capi_agent_cluster_claim_bytes", "greedy") / gauge(t, registry, "capi_agent_claim_bytes_limit", "")
+	require.Greater(t, used, 0.8)
 	require.EventuallyWithT(t, func(c *assert.CollectT) {
 		var events eventsv1.EventList
 		assert.NoError(c, plane.Client.List(t.Context(), &events, client.InNamespace(namespace)))
@@ -116,12 +118,14 @@ func TestAClusterStoresNoMoreBytesThanItMay(t *testing.T) {
 // A Cluster with much of what all Clusters may have gets no more, also from an agent that has just
 // started. Another one, which has little, is served as before.
 func TestEndedClaimsOfAllClustersAreLimitedTogether(t *testing.T) {
-	const assured = 500
+	// allBytes is less than what each Cluster may have in any case, so no call is refused because of it.
+	const assured, allBytes = 500, 512 << 10
 	namespace := plane.Namespace(t)
 	plane.Create(t, capitest.NewCluster(namespace, "greedy"), capitest.NewCluster(namespace, "modest"),
 		capitest.NewMachineDeployment(namespace, "large", "greedy", 0), capitest.NewMachineDeployment(namespace, "small", "modest", 0))
 	o := testOptions(namespace)
 	o.MaxAllEndedClaims = assured / 2
+	o.MaxAllClaimBytes.Quantity = *resource.NewQuantity(allBytes, resource.BinarySI)
 	for _, unknown := range []string{"before", "after"} {
 		registry := prometheus.NewRegistry()
 		r := start(t, agent.Config{Options: o, Registerer: registry})
@@ -156,8 +160,12 @@ func TestEndedClaimsOfAllClustersAreLimitedTogether(t *testing.T) {
 		require.NoError(t, release("modest", unknown))
 		require.NoError(t, create("modest", "claim-"+unknown, "small"))
 		require.InDelta(t, assured/2, gauge(t, registry, "capi_agent_all_ended_claims_limit", ""), 0)
-		require.Positive(t, gauge(t, registry, "capi_agent_all_claim_bytes", ""))
-		require.Positive(t, gauge(t, registry, "capi_agent_all_claim_bytes_limit", ""))
+		require.InDelta(t, allBytes, gauge(t, registry, "capi_agent_all_claim_bytes_limit", ""), 0)
+		ofEnded := gauge(t, registry, "capi_agent_all_ended_claims", "") / gauge(t, registry, "capi_agent_all_ended_claims_limit", "")
+		ofBytes := gauge(t, registry, "capi_agent_all_claim_bytes", "") / gauge(t, registry, "capi_agent_all_claim_bytes_limit", "")
+		t.Logf("of what all Clusters may have: %.2f of the ended claims, %.2f of the bytes", ofEnded, ofBytes)
+		require.Greater(t, ofEnded, 0.8)
+		require.Greater(t, ofBytes, 0.8)
 		r.stop()
 	}
 }

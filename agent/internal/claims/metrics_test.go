@@ -109,6 +109,9 @@ func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
 	require.Error(t, err)
 	assert.InDelta(t, 1, measured(t, "capi_agent_claim_creates_total", with("result", "failed")), 0)
 	assert.InDelta(t, 1, measured(t, "capi_agent_claim_create_seconds", of), 0, "only of what became durable")
+	failed := measured(t, "capi_agent_claim_creates_total", with("result", "failed"))
+	durable := measured(t, "capi_agent_claim_creates_total", with("result", "durable"))
+	assert.Greater(t, failed/(failed+durable), 0.05)
 	e.Client = hub
 
 	now.Step(time.Minute)
@@ -125,6 +128,7 @@ func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
 		"namespace": namespace, "cluster": measuredCluster, "machine_deployment": "measured-workers", "reason": protocol.ReasonFailed,
 		"class": "Configuration",
 	}), 0)
+	assert.Greater(t, measured(t, "capi_agent_claims_ended_total", with("reason", protocol.ReasonFailed))/durable, 0.05)
 
 	// Those of owners that exist stay.
 	kept := measured(t, "capi_agent_claims_ended_total", nil, e.Collector())

@@ -5,13 +5,19 @@ import (
 	"errors"
 	"io"
 	"net"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/health/grpc_health_v1"
+	clocktesting "k8s.io/utils/clock/testing"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/contact"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
@@ -148,6 +154,41 @@ func TestReadinessAndMetricsShowThatTheHubsAPIServerDoesNotAnswer(t *testing.T) 
 		}
 		require.True(t, found)
 	}
+}
+
+func TestTheMetricShowsThatNoRequestToTheHubIsAnswered(t *testing.T) {
+	var away atomic.Bool
+	now := clocktesting.NewFakeClock(time.Now())
+	probe := contact.New(contact.Config{
+		Ask: func(context.Context) error {
+			if away.Load() {
+				return errHubAway
+			}
+			return nil
+		},
+		Interval: 2 * time.Second, Timeout: 2 * time.Second, Patience: 5 * time.Second, Clock: now,
+	})
+	f := start(t, func(_ *fixture, c *server.Config) { c.Contact = probe })
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { assert.NoError(t, probe.Run(ctx)) })
+	defer running.Wait()
+	defer cancel()
+	become := func(reachable string) {
+		t.Helper()
+		require.EventuallyWithT(t, func(c *assert.CollectT) {
+			now.Step(2 * time.Second)
+			assert.NoError(c, testutil.GatherAndCompare(f.registry, strings.NewReader(`
+# HELP capi_agent_hub_reachable 1 if the hub's API server responds, 0 otherwise.
+# TYPE capi_agent_hub_reachable gauge
+capi_agent_hub_reachable `+reachable+"\n"), "capi_agent_hub_reachable"))
+		}, patience, time.Millisecond)
+	}
+	become("1")
+	away.Store(true)
+	become("0")
+	away.Store(false)
+	become("1")
 }
 
 // inFront forwards connections to the first agent that is ready, like a Service, and returns its

@@ -133,6 +133,23 @@ func TestHandshakesThatFailAreCountedWhileServing(t *testing.T) {
 	require.Positive(t, handshakeErrors(t, f.registry)["unknown-authority"], "capi_agent_handshake_errors_total")
 	require.NoError(t, f.list(f.cluster()))
 	require.Contains(t, f.log.String(), `"reason"="unknown-authority"`)
+
+	// Ten in 15 minutes. The client would repeat a handshake with pauses.
+	files := testpki.New(t).Issue(t, t.TempDir(), f.authority, spokeURI)
+	stranger, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)
+	require.NoError(t, err)
+	for range 10 {
+		conn, err := tls.Dial("tcp", f.address, &tls.Config{
+			MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{stranger}, RootCAs: f.authority.Pool(), NextProtos: []string{"h2"},
+		})
+		require.NoError(t, err, "the agent checks the certificate after the client has finished")
+		_, err = conn.Read(make([]byte, 1))
+		require.Error(t, err)
+		require.NoError(t, conn.Close())
+	}
+	require.Eventually(t, func() bool {
+		return float64(handshakeErrors(t, f.registry)["unknown-authority"])/(15*time.Minute).Seconds() > 0.01
+	}, patience, time.Millisecond)
 }
 
 // No client accepts an expired certificate, so the agent must not look ready.

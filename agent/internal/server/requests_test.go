@@ -375,6 +375,18 @@ func TestReplacedFilesShowInMetricsAndNotInLogs(t *testing.T) {
 	}
 }
 
+func TestACertificateThatIsAboutToExpireIsShown(t *testing.T) {
+	f := start(t)
+	seconds := func(name string) float64 { return sum(t, f.registry, name, "certificate", "server") }
+	expires := func() bool {
+		from, until := seconds("capi_agent_certificate_not_before_seconds"), seconds("capi_agent_certificate_not_after_seconds")
+		return until-float64(time.Now().Unix()) < min((until-from)/4, (7*24*time.Hour).Seconds())
+	}
+	require.False(t, expires(), "it was issued for an hour, and begins a minute ago")
+	f.authority.IssueFor(t, 10*time.Second, f.serverPKI, f.authority)
+	require.Eventually(t, expires, patience, time.Millisecond)
+}
+
 // grpcLog is the log of gRPC, at every severity.
 var grpcLog lines
 

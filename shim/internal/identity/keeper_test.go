@@ -497,7 +497,7 @@ func TestARefusalIsToldOnceWithWhatToDo(t *testing.T) {
 			w.put(bootstrapSecret, w.agent.onboard("first"))
 			r := w.replica()
 			w.agent.answers(refusal, nil)
-			refused := map[string]string{"result": "refused"}
+			refused := map[string]string{"purpose": "enrollment", "result": "refused"}
 			before := shimtest.Metric(t, "karpenter_capi_agent_certificate_requests_total", refused)
 			for range 20 {
 				r.looks()

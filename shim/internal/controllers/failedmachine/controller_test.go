@@ -100,9 +100,21 @@ func TestAClaimThatEndsCostsItsNodeClaimAtOnce(t *testing.T) {
 	e.lose(nodeClaim)
 	e.reconcile(nodeClaim)
 	assert.False(t, e.Exists(nodeClaim))
-	assert.Positive(t, shimtest.Metric(t, "karpenter_capi_node_claims_given_up_total", map[string]string{"reason": "MachineLost"}))
+	givenUp := func() float64 {
+		return shimtest.Metric(t, "karpenter_capi_node_claims_given_up_total", map[string]string{"reason": "MachineLost"})
+	}
+	assert.Positive(t, givenUp())
 	assert.Equal(t, []string{"MachineLost"}, e.Recorder.Reasons())
 	assert.Contains(t, e.Recorder.Messages()[0], "default/a")
+
+	before := givenUp()
+	for i := range 4 {
+		nodeClaim := e.Launched(fmt.Sprintf("claim-%d", i))
+		e.lose(nodeClaim)
+		e.reconcile(nodeClaim)
+		assert.False(t, e.Exists(nodeClaim))
+	}
+	assert.Greater(t, givenUp()-before, 3.0)
 }
 
 func TestAnUnknownClaimCostsItsNodeClaimOnceTheAgentIsCertain(t *testing.T) {
