@@ -45,6 +45,18 @@ const kindLife = 5 * time.Minute
 // youngWatch is how long a new watch may take to sync before templates are read live instead.
 const youngWatch = 2 * time.Second
 
+const (
+	// liveWithin is how long a template's live read may take. The API server gives a conversion webhook
+	// that hangs as long as the request has.
+	liveWithin = 5 * time.Second
+	// liveRest is how long no template of a kind is read live after such a read took too long. Few
+	// workers describe all node groups, so those of one kind must not occupy them one after the other.
+	liveRest = 20 * time.Second
+)
+
+// errResting is the error of a live read that is not made because others of its kind took too long.
+var errResting = errors.New("the API server did not answer for a template of this kind in time")
+
 // ErrUnusable means that a retry does not help until a user has changed something.
 var ErrUnusable = errors.New("unusable")
 
@@ -66,8 +78,12 @@ type Config struct {
 type Templates struct {
 	Config
 
+	liveWithin time.Duration // set by tests
+
 	mu    sync.Mutex
 	kinds map[schema.GroupKind]*kind
+	// rests is until when the templates of a kind are not read live.
+	rests map[schema.GroupKind]time.Time
 }
 
 // New returns templates. None is watched yet.
@@ -75,7 +91,7 @@ func New(c Config) *Templates {
 	if c.Clock == nil {
 		c.Clock = clock.RealClock{}
 	}
-	return &Templates{Config: c, kinds: map[schema.GroupKind]*kind{}}
+	return &Templates{Config: c, liveWithin: liveWithin, kinds: map[schema.GroupKind]*kind{}, rests: map[schema.GroupKind]time.Time{}}
 }
 
 type kind struct {
@@ -100,14 +116,14 @@ func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObje
 	template := &unstructured.Unstructured{}
 	template.SetGroupVersionKind(k.gvk)
 	key := types.NamespacedName{Namespace: namespace, Name: ref.Name}
-	from := t.Reader
 	if t.synced(ctx, k) {
-		from = t.Cache
-	}
-	err = from.Get(ctx, key, template)
-	_, ended := errors.AsType[*cache.ErrResourceNotCached](err) // meanwhile, see unwatch
-	if ended || from == t.Cache && apierrors.IsNotFound(err) {  // its watch may be behind that of the MachineDeployment
-		err = t.Reader.Get(ctx, key, template)
+		err = t.Cache.Get(ctx, key, template)
+		_, ended := errors.AsType[*cache.ErrResourceNotCached](err) // meanwhile, see unwatch
+		if ended || apierrors.IsNotFound(err) {                     // its watch may be behind that of the MachineDeployment
+			err = t.live(ctx, key, template)
+		}
+	} else {
+		err = t.live(ctx, key, template)
 	}
 	switch {
 	case apierrors.IsNotFound(err):
@@ -119,6 +135,26 @@ func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObje
 		return nil, fmt.Errorf("reading %s %s: %w", ref.Kind, key, err)
 	}
 	return template, nil
+}
+
+// live reads a template from the API server, unless that recently took too long for one of its kind.
+func (t *Templates) live(ctx context.Context, key types.NamespacedName, template *unstructured.Unstructured) error {
+	gk := template.GroupVersionKind().GroupKind()
+	t.mu.Lock()
+	resting := t.Clock.Now().Before(t.rests[gk])
+	t.mu.Unlock()
+	if resting {
+		return errResting
+	}
+	bounded, cancel := context.WithTimeout(ctx, t.liveWithin)
+	defer cancel()
+	err := t.Reader.Get(bounded, key, template)
+	if err != nil && bounded.Err() != nil && ctx.Err() == nil {
+		t.mu.Lock()
+		t.rests[gk] = t.Clock.Now().Add(liveRest)
+		t.mu.Unlock()
+	}
+	return err
 }
 
 // synced waits briefly for a new watch, so that a start with many templates does not read each of
