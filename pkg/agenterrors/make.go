@@ -212,6 +212,12 @@ func NotReturnable(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonNotReturnable, nil))
 }
 
+// WriteRefused means that the hub refuses the creation of the claim's object, whatever the candidates.
+// The message states where the cause is shown.
+func WriteRefused(message string) error {
+	return made(codes.FailedPrecondition, message, errorInfo(ReasonWriteRefused, nil))
+}
+
 // CertificatesNotIssued means that the caller must get its certificates elsewhere.
 func CertificatesNotIssued(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonCertificatesNotIssued, nil))

@@ -52,6 +52,10 @@ const (
 	// limit of claims, of retained ended claims, or of claims created or released recently.
 	ReasonTooManyClaims Reason = "TOO_MANY_CLAIMS"
 
+	// ReasonWriteRefused comes with FAILED_PRECONDITION: a policy or a webhook of the hub refuses to
+	// create the claim's object. Only the hub shows the cause.
+	ReasonWriteRefused Reason = "WRITE_REFUSED"
+
 	// ReasonClaimEnded comes with ABORTED: the claim with this ID has ended or is being released.
 	// The ID must not be used again.
 	ReasonClaimEnded Reason = "CLAIM_ENDED"

@@ -158,7 +158,7 @@ func TestTheAgentsOwnRequestsDoNotWaitForThoseOfCallers(t *testing.T) {
 // Others wait for the end of a list or a SyncClaims.
 func TestRequestsOfACallThatOthersWaitForComeBeforeItsCallersOtherOnes(t *testing.T) {
 	for name, begin := range map[string]func(context.Context, *limits.Call) error{
-		"a list":      func(ctx context.Context, c *limits.Call) error { return c.List(ctx, true) },
+		"a list":      func(ctx context.Context, c *limits.Call) error { return c.List(ctx, 0, true) },
 		"a sync":      func(ctx context.Context, c *limits.Call) error { return c.Sync(ctx, 0, func() {}) },
 		"a large one": func(ctx context.Context, c *limits.Call) error { return c.Sync(ctx, 1<<20, func() {}) },
 	} {
@@ -193,7 +193,7 @@ func TestRequestsOfACallThatOthersWaitForComeFirstInItsCallersOwnRate(t *testing
 		}
 		synctest.Wait()
 		call := begin(t, l, "a", false)
-		require.NoError(t, call.List(t.Context(), true))
+		require.NoError(t, call.List(t.Context(), 0, true))
 		defer call.End()
 		start := time.Now()
 		require.ErrorIs(t, ask(limits.NewContext(t.Context(), call), "machines"), http.ErrServerClosed)

@@ -7,6 +7,7 @@
 package limits
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"math"
@@ -101,6 +102,14 @@ const (
 	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
 	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
+	// objectsPerSecond and objectBurst are how many objects a caller may list, on average and at once.
+	// Further lists wait. Nothing else limits lists that are not read: what waits on a connection goes
+	// with it. A Cluster's shim lists its claims once a minute, and the agent keeps up to 20,000 of them.
+	// An object of a watch's snapshot is taken from a cache, and costs a fraction of one.
+	objectsPerSecond, objectBurst, objectsOfWatch = 2000, 30000, 32
+	// largeList is how many objects a large list has. largeListsOfCaller is how many of them are built
+	// at once for a caller. See also [largeListsInAll].
+	largeList, largeListsOfCaller = 2000, 1
 	// syncsInAll is how many SyncClaims requests are decoded and handled at once, in total, and
 	// largeSyncsInAll how many of them may have more than smallDecoded bytes. Each reads the claims of
 	// its holder, as a list does. A caller has one at a time: largeOfCaller. Further ones wait.
@@ -194,8 +203,8 @@ type Limiter struct {
 	refused, slowed *prometheus.CounterVec
 	large           *semaphore.Weighted
 	// decoded counts bytes.
-	lists, syncs, largeSyncs, decoded, checks shared
-	unknown                                   *handshakes
+	lists, largeLists, syncs, largeSyncs, decoded, checks shared
+	unknown                                               *handshakes
 
 	mu            sync.Mutex
 	callers       map[string]*caller
@@ -223,6 +232,10 @@ func (s shared) acquire(ctx context.Context, n int64) error {
 	return s.turns.Acquire(ctx, n)
 }
 
+// largeListsInAll returns how many large lists are built at once, in total. Each occupies a CPU, and one
+// of the API server's. The rest of the CPUs is left to other work, if there are several.
+func largeListsInAll() int64 { return max(1, int64(runtime.GOMAXPROCS(0)/2)) }
+
 // checksInAll returns how many requests of more than smallRequest bytes are validated at once, in total.
 // The rest of the CPUs is left to other work, if there are several.
 func checksInAll() int64 { return max(1, int64(runtime.GOMAXPROCS(0)/2)) }
@@ -231,7 +244,7 @@ type caller struct {
 	rate                                 *rate.Limiter
 	hub                                  turns // of its requests to the hub, among themselves
 	refusals, frames, traces             *rate.Limiter
-	certificates                         *rate.Limiter
+	certificates, objects                *rate.Limiter
 	slowSince                            time.Time // zero unless its connections are read slowly
 	lightCalls, unpaidFrames             int
 	calls, watches                       int
@@ -239,20 +252,22 @@ type caller struct {
 	bytes, unread                        int64
 	bytesOfAll                           int64 // those of bytes that count for all callers
 	reads, large, lists, hubLists, atHub *semaphore.Weighted
-	checks, largeChecks                  *semaphore.Weighted
+	checks, largeChecks, largeLists      *semaphore.Weighted
 }
 
 // New returns a limiter. A nil registerer registers no metrics.
 func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Limiter, error) {
 	waiting := prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "capi_agent_calls_waiting",
-		Help: "Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; sync: to handle a SyncClaims; " +
-			"large: to decode and handle a large SyncClaims; check: to validate a request of more than 4 KiB).",
+		Help: "Calls that wait for a slot shared by all callers, by what they wait for (list: to build a list; large-list: to build one of more " +
+			"than 2,000 objects; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims; check: to validate a request of " +
+			"more than 4 KiB).",
 	}, []string{"turn"})
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{}, forgetFrom: enough,
 		large:      semaphore.NewWeighted(largeInAll),
 		lists:      shared{semaphore.NewWeighted(listsInAll), waiting.WithLabelValues("list")},
+		largeLists: shared{semaphore.NewWeighted(largeListsInAll()), waiting.WithLabelValues("large-list")},
 		syncs:      shared{semaphore.NewWeighted(syncsInAll), waiting.WithLabelValues("sync")},
 		decoded:    shared{semaphore.NewWeighted(decodedInAll), waiting.WithLabelValues("large")},
 		largeSyncs: shared{semaphore.NewWeighted(largeSyncsInAll), waiting.WithLabelValues("large")},
@@ -365,9 +380,11 @@ func (l *Limiter) caller(identity string) *caller {
 			traces:   rate.NewLimiter(tracesPerSecond, traceBurst),
 
 			certificates: rate.NewLimiter(rate.Every(certificateInterval), certificateBurst),
+			objects:      rate.NewLimiter(objectsPerSecond, objectBurst),
 
 			reads: semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
 			lists: semaphore.NewWeighted(listsOfCaller), hubLists: semaphore.NewWeighted(listsOfCaller),
+			largeLists: semaphore.NewWeighted(largeListsOfCaller),
 			atHub:  semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
 			checks: semaphore.NewWeighted(checksOfCaller), largeChecks: semaphore.NewWeighted(checksOfCaller),
 		}
@@ -546,7 +563,7 @@ func (l *Limiter) forget(now time.Time) {
 		if c.calls+c.watches+c.connections == 0 && c.unread == 0 &&
 			c.rate.TokensAt(now) >= float64(l.CallBurst) && c.hub.rate.TokensAt(now) >= float64(l.HubRequestBurst) &&
 			c.refusals.TokensAt(now) >= refusalBurst && c.frames.TokensAt(now) >= float64(l.frameBurst()) && c.traces.TokensAt(now) >= traceBurst &&
-			c.certificates.TokensAt(now) >= certificateBurst {
+			c.certificates.TokensAt(now) >= certificateBurst && c.objects.TokensAt(now) >= objectBurst {
 			delete(l.callers, identity)
 		}
 	}
@@ -718,22 +735,37 @@ func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 	return c.keepShared(ctx, c.limiter.syncs, 1)
 }
 
-// List waits until the call may build a list, and query the hub for it if asksHub is set. Its
-// request must have arrived, and the call must not wait for the caller's other calls later, because
+// List waits until the call may build a list of about so many objects, and query the hub for it if
+// asksHub is set. Its request must have arrived, and the call must not wait for the caller's other calls later, because
 // other callers wait for it. Few of the caller's lists query the hub at once, so that they leave the
 // hub to its other calls; its lists that do not query the hub do not wait for that. The error is that
 // of the context or a [*RefusedError].
-func (c *Call) List(ctx context.Context, asksHub bool) error {
+func (c *Call) List(ctx context.Context, objects int, asksHub bool) error {
 	if asksHub {
 		if err := c.keep(ctx, c.caller.hubLists); err != nil {
 			return err
 		}
+	}
+	if objects > largeList {
+		if err := c.keep(ctx, c.caller.largeLists); err != nil {
+			return err
+		}
+	}
+	if err := c.pace(ctx, objects); err != nil {
+		return err
+	}
+	if asksHub {
 		if err := c.AskHub(ctx); err != nil {
 			return err
 		}
 	}
 	if err := c.keep(ctx, c.caller.lists); err != nil {
 		return err
+	}
+	if objects > largeList {
+		if err := c.keepShared(ctx, c.limiter.largeLists, 1); err != nil {
+			return err
+		}
 	}
 	if err := c.keepShared(ctx, c.limiter.lists, 1); err != nil {
 		return err
@@ -743,6 +775,19 @@ func (c *Call) List(ctx context.Context, asksHub bool) error {
 	defer c.limiter.mu.Unlock()
 	return c.limiter.checkUnread(c.caller, c.method)
 }
+
+// pace waits until the caller may list so many more objects. Once it returns, they count, even if the
+// call ends before its list is built. The error is that of the context.
+func (c *Call) pace(ctx context.Context, objects int) error {
+	if err := c.caller.objects.WaitN(ctx, min(objects, objectBurst)); err != nil {
+		return cmp.Or(ctx.Err(), context.DeadlineExceeded) // it does not wait for what comes after the deadline
+	}
+	return nil
+}
+
+// Watch waits until the stream may send a snapshot of about so many objects. The error is that of the
+// context.
+func (c *Call) Watch(ctx context.Context, objects int) error { return c.pace(ctx, objects/objectsOfWatch) }
 
 // Send counts the size of a response until the returned function is called. It must be called
 // exactly once, when the response has been sent or dropped, which may be after the end of the call.

@@ -71,6 +71,19 @@ func TestACallerThatCallsTooOftenIsRefusedAndNoOther(t *testing.T) {
 # TYPE capi_agent_calls_refused_total counter
 capi_agent_calls_refused_total{method="/m",reason="rate"} 1
 `), "capi_agent_calls_refused_total"))
+	for range 1000 { // in less than 15 minutes
+		_, err := l.Begin("a", "/m", false)
+		requireRefused(t, err, limits.ReasonRate, 500*time.Millisecond)
+	}
+	families, err := registry.Gather()
+	require.NoError(t, err)
+	refused := 0.0
+	for _, family := range families {
+		if family.GetName() == "capi_agent_calls_refused_total" {
+			refused += family.GetMetric()[0].GetCounter().GetValue()
+		}
+	}
+	require.Greater(t, refused/(15*time.Minute).Seconds(), 1.0)
 }
 
 func TestLightCallsCostLess(t *testing.T) {
@@ -176,7 +189,7 @@ func TestACallerIsNotBlamedForWhatAllHaveTogether(t *testing.T) {
 			_, err := l.Begin("victim", "/m", false)
 			requireReason(t, err, limits.ReasonAllUnread)
 		}
-		requireReason(t, list.List(t.Context(), false), limits.ReasonAllUnread)
+		requireReason(t, list.List(t.Context(), 0, false), limits.ReasonAllUnread)
 		pause, _ := l.Pause("victim")
 		require.Zero(t, pause)
 	})
@@ -516,16 +529,16 @@ func TestUnreadAnswersKeepListsFromBeingMadeForThoseThatLeaveThem(t *testing.T) 
 	for _, identity := range []string{"a", "b", "c", "d"} {
 		list := begin(t, l, identity, false)
 		gone = append(gone, list.Send(limits.UnreadOfCaller))
-		requireRefused(t, list.List(t.Context(), false), limits.ReasonUnread, time.Second)
+		requireRefused(t, list.List(t.Context(), 0, false), limits.ReasonUnread, time.Second)
 		list.End()
 	}
 	reader := begin(t, l, "e", false)
-	require.NoError(t, reader.List(t.Context(), false), "one that has read its answers may list")
+	require.NoError(t, reader.List(t.Context(), 0, false), "one that has read its answers may list")
 	reader.End()
 	gone = append(gone, waiting.Send(1<<20))
-	requireRefused(t, waiting.List(t.Context(), false), limits.ReasonAllUnread, time.Second)
+	requireRefused(t, waiting.List(t.Context(), 0, false), limits.ReasonAllUnread, time.Second)
 	gone[0]()
-	require.NoError(t, waiting.List(t.Context(), false))
+	require.NoError(t, waiting.List(t.Context(), 0, false))
 }
 
 func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
@@ -535,14 +548,84 @@ func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
 func testListsOfOneCaller(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	first, second, third := begin(t, l, "a", false), begin(t, l, "a", false), begin(t, l, "a", false)
-	require.NoError(t, first.List(t.Context(), false))
-	require.NoError(t, second.List(t.Context(), false))
+	require.NoError(t, first.List(t.Context(), 0, false))
+	require.NoError(t, second.List(t.Context(), 0, false))
 	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	require.ErrorIs(t, third.List(soon, false), context.DeadlineExceeded, "three lists of one caller")
-	require.NoError(t, begin(t, l, "b", false).List(t.Context(), false))
+	require.ErrorIs(t, third.List(soon, 0, false), context.DeadlineExceeded, "three lists of one caller")
+	require.NoError(t, begin(t, l, "b", false).List(t.Context(), 0, false))
 	first.End()
-	require.NoError(t, third.List(t.Context(), false))
+	require.NoError(t, third.List(t.Context(), 0, false))
+}
+
+// A caller that closes its connections and reads nothing is limited by nothing else.
+func TestACallerListsNoMoreObjectsThanItMay(t *testing.T) { synctest.Test(t, testObjectsOfACaller) }
+
+func testObjectsOfACaller(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	const objects = 10_000
+	listed := func(identity string) int {
+		call := begin(t, l, identity, false)
+		defer call.End()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+		defer cancel()
+		if err := call.List(ctx, objects, false); err != nil {
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+			return 0
+		}
+		return objects
+	}
+	sum := 0
+	for range 100 {
+		sum += listed("a")
+	}
+	require.Equal(t, 30_000, sum, "nothing is given back when the call ends")
+	require.Equal(t, objects, listed("b"), "another caller may list")
+
+	began := time.Now()
+	patient := begin(t, l, "a", false)
+	require.NoError(t, patient.List(t.Context(), objects, false), "it waits")
+	require.InDelta(t, 5, time.Since(began).Seconds(), 0.1)
+	patient.End()
+	watch := begin(t, l, "a", true)
+	began = time.Now()
+	require.NoError(t, watch.Watch(t.Context(), 64_000))
+	require.InDelta(t, 1, time.Since(began).Seconds(), 0.1, "a snapshot costs a fraction")
+
+	shim := begin(t, l, "large", false)
+	for range 60 { // an hour's rounds of the largest Cluster
+		require.NoError(t, shim.Watch(t.Context(), 20_000))
+		round := begin(t, l, "large", false)
+		began := time.Now()
+		require.NoError(t, round.List(t.Context(), 20_000, true))
+		require.Zero(t, time.Since(began), "normal work does not wait")
+		round.End()
+		time.Sleep(time.Minute)
+	}
+}
+
+// Each occupies a CPU for as long as a second.
+func TestLargeListsLeaveRoomForOthers(t *testing.T) { synctest.Test(t, testLargeLists) }
+
+func testLargeLists(t *testing.T) {
+	l, _, registry := limiter(t, func(*limits.Options) {})
+	var held []*limits.Call
+	for i := range max(1, runtime.GOMAXPROCS(0)/2) {
+		held = append(held, begin(t, l, strconv.Itoa(i), false))
+		require.NoError(t, held[i].List(t.Context(), 3000, true))
+	}
+	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	require.ErrorIs(t, begin(t, l, "late", false).List(soon, 3000, true), context.DeadlineExceeded)
+	require.NoError(t, begin(t, l, "small", false).List(t.Context(), 2000, true), "others do not wait")
+	require.NoError(t, begin(t, l, "0", false).List(t.Context(), 2000, true), "nor do small ones of the same caller")
+	got := make(chan error, 1)
+	waits := begin(t, l, "waits", false)
+	go func() { got <- waits.List(t.Context(), 3000, true) }()
+	synctest.Wait()
+	awaitWaiting(t, registry, "large-list", 1)
+	held[0].End()
+	require.NoError(t, <-got)
 }
 
 // awaitWaiting waits until so many calls wait for a turn, and none for any other.
@@ -551,11 +634,11 @@ func awaitWaiting(t *testing.T, registry *prometheus.Registry, turn string, call
 	var want strings.Builder
 	want.WriteString(`
 # HELP capi_agent_calls_waiting Calls that wait for a slot shared by all callers, by what they wait for ` +
-		`(list: to build a list; sync: to handle a SyncClaims; large: to decode and handle a large SyncClaims; ` +
-		`check: to validate a request of more than 4 KiB).
+		`(list: to build a list; large-list: to build one of more than 2,000 objects; sync: to handle a SyncClaims; ` +
+		`large: to decode and handle a large SyncClaims; check: to validate a request of more than 4 KiB).
 # TYPE capi_agent_calls_waiting gauge
 `)
-	for _, of := range []string{"check", "large", "list", "sync"} {
+	for _, of := range []string{"check", "large", "large-list", "list", "sync"} {
 		fmt.Fprintf(&want, "capi_agent_calls_waiting{turn=%q} %d\n", of, lo.Ternary(of == turn, calls, 0))
 	}
 	require.EventuallyWithT(t, func(c *assert.CollectT) {
@@ -597,17 +680,17 @@ func TestSyncsOfAllCallersAreHandledInTheOrderOfTheirArrival(t *testing.T) {
 	handled[3].End()
 	require.Equal(t, "b", <-turns)
 	waiting(0)
-	require.NoError(t, begin(t, l, "c", false).List(t.Context(), false), "lists do not wait for them")
+	require.NoError(t, begin(t, l, "c", false).List(t.Context(), 0, false), "lists do not wait for them")
 }
 
 func TestListsLeaveTheHubToTheirCallersOtherCalls(t *testing.T) {
 	l, _, _ := limiter(t, func(o *limits.Options) { o.HubCallsAtOnce = 3 })
 	for range 2 {
-		require.NoError(t, begin(t, l, "a", false).List(t.Context(), true))
+		require.NoError(t, begin(t, l, "a", false).List(t.Context(), 0, true))
 	}
 	brief, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	require.ErrorIs(t, begin(t, l, "a", false).List(brief, true), context.DeadlineExceeded, "of one caller, two lists are built at once")
+	require.ErrorIs(t, begin(t, l, "a", false).List(brief, 0, true), context.DeadlineExceeded, "of one caller, two lists are built at once")
 	soon, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	require.NoError(t, begin(t, l, "a", false).AskHub(soon), "and a third one keeps no turn at the hub while it waits")
@@ -618,9 +701,9 @@ func TestListsLeaveTheHubToTheirCallersOtherCalls(t *testing.T) {
 	for range 2 {
 		brief, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
-		require.ErrorIs(t, begin(t, l, "b", false).List(brief, true), context.DeadlineExceeded)
+		require.ErrorIs(t, begin(t, l, "b", false).List(brief, 0, true), context.DeadlineExceeded)
 	}
-	require.NoError(t, begin(t, l, "b", false).List(soon, false), "a list from memory does not wait for those that wait for the hub")
+	require.NoError(t, begin(t, l, "b", false).List(soon, 0, false), "a list from memory does not wait for those that wait for the hub")
 }
 
 // A caller that keeps itself waiting has no turn that others wait for.

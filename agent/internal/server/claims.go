@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/samber/lo"
@@ -13,6 +14,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/learned"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
@@ -74,10 +76,17 @@ func (s *claimService) CreateClaim(
 		ValidateOnly: request.GetValidateOnly(),
 
 		AdoptAboveMinSize: request.GetAdoptAboveMinSize(),
+		HolderRepairs:     request.GetHolderRepairs(),
 		Holders:           holdersFor(ctx, agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request.GetCluster()),
 		RequestID:         callerOf(ctx).requestID,
 		TraceID:           tracing.ID(ctx),
 	})
+	if errors.Is(err, claims.ErrWriteRefused) {
+		// A caller that took it for an error that passes would wait for this claim, and try no other way.
+		log.FromContext(ctx).Error(err, "a call failed: the hub refuses to create the claim")
+		return nil, agenterrors.WriteRefused(
+			"the hub refuses to create the claim; a Warning event " + protocol.ReasonWriteRefused + " on the Cluster, and the agent's log, have the reason")
+	}
 	if err != nil {
 		return nil, s.answer(ctx, err, key)
 	}
@@ -242,6 +251,8 @@ func (s *claimService) SyncClaims(
 		Token:     request.GetToken(),
 		LiveIDs:   request.GetLiveClaimIds(),
 		Spoke:     request.GetSpokeId(),
+
+		HolderRepairs: request.HolderRepairs, //nolint:protogetter // nil is not false
 	}
 	if reports {
 		sync.NodesComplete = request.GetNodesComplete()

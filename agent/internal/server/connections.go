@@ -99,6 +99,8 @@ type connection struct {
 	// limitedAs is the key under which its caller is limited, as of its last call: it may have been
 	// denied since the handshake.
 	limitedAs atomic.Pointer[string]
+	// read is set once something was read by a [paced] connection.
+	read atomic.Bool
 	// shutOutSince is when its caller was found to be shut out, and nil while it is not.
 	shutOutSince atomic.Pointer[time.Time]
 
@@ -156,8 +158,28 @@ func (c *connection) Write(data []byte) (int, error) {
 	if err := c.SetWriteDeadline(time.Now().Add(c.writeTimeout)); err != nil {
 		return 0, err
 	}
-	return c.Conn.Write(data)
+	n, err := c.Conn.Write(data)
+	if err != nil {
+		// gRPC closes it once it reads the error, and a connection that is read slowly is read late. Until
+		// then its calls would go on, and it would count for its identity.
+		_ = c.Close()
+	}
+	return n, err
 }
+
+// linger waits for a second, or until the connection ends. A client that is refused and connects again
+// at once would otherwise make the agent do handshakes all the time.
+func (c *connection) linger() {
+	timer := time.NewTimer(lingers)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-c.open.Done():
+	}
+}
+
+// lingers is how long a refused connection is kept before it is closed.
+const lingers = time.Second
 
 func (c *connection) Close() error {
 	c.end()
@@ -233,6 +255,7 @@ func (i identifying) handshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 			i.server.config.Log.Info("a connection is refused; further ones of this identity are logged once a minute at most",
 				"identity", identity, "address", raw.RemoteAddr().String(), "cause", err.Error())
 		})
+		accepted.linger()
 		_ = secured.Close()
 		return nil, nil, err
 	}
@@ -310,8 +333,12 @@ func (p paced) Read(into []byte) (n int, err error) {
 	defer p.server.endOnPanic(p.Conn, &err)
 	pause, over := p.pause()
 	if over {
+		if !p.below.read.Load() {
+			p.below.linger()
+		}
 		return 0, errOver
 	}
+	p.below.read.Store(true)
 	if pause > 0 {
 		timer := time.NewTimer(pause)
 		defer timer.Stop()

@@ -20,8 +20,22 @@ func TestAWriteThatTheOtherSideDoesNotTakeEnds(t *testing.T) {
 	c.until(func() { close(ended) })
 	_, err := c.Write([]byte("x"))
 	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+	<-ended // whether or not anyone reads it
+}
+
+// A caller may connect again and again.
+func TestANewConnectionOfACallerThatIsShutOutIsKeptForAMoment(t *testing.T) {
+	near, far := net.Pipe()
+	defer func() { require.NoError(t, far.Close()) }()
+	c := newConnection(near, time.Minute)
+	p := paced{Conn: c, below: c, counted: newFrames(), pause: func() (time.Duration, bool) { return 0, true }, spent: func(int) {}}
+	began := time.Now()
+	_, err := p.Read(make([]byte, 1))
+	require.ErrorIs(t, err, errOver)
+	require.GreaterOrEqual(t, time.Since(began), lingers)
 	require.NoError(t, c.Close())
-	<-ended
+	_, err = p.Read(make([]byte, 1))
+	require.ErrorIs(t, err, errOver, "one that has ended is not waited for")
 }
 
 func TestAConnectionOfACallerThatIsRefusedIsReadSlowly(t *testing.T) {

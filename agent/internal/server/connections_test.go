@@ -2,6 +2,7 @@ package server_test
 
 import (
 	"bytes"
+	"context"
 	"crypto/tls"
 	"encoding/binary"
 	"errors"
@@ -18,6 +19,8 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
+	"google.golang.org/grpc/codes"
+	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/utils/clock"
 
@@ -25,6 +28,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -312,6 +316,23 @@ func TestUnreadAnswersOfACallerAreBounded(t *testing.T) {
 	require.NoError(t, f.list(f.cluster()), "what has been read does not count")
 }
 
+// What waits on a connection goes with it, and a call that is cancelled has no answer.
+func TestListsCostTheirCallerWhetherOrNotTheyAreRead(t *testing.T) {
+	f := start(t)
+	for i := range 20_000 {
+		f.machines.Set(spoke, strconv.Itoa(i), &agentv1alpha1.Machine{Name: strconv.Itoa(i)})
+	}
+	list := func(c *client.Client) error {
+		ctx, cancel := context.WithTimeout(f.ctx(), 3*time.Second)
+		defer cancel()
+		_, err := c.Machines.ListMachines(ctx, listMachines)
+		return err
+	}
+	require.NoError(t, list(f.cluster()))
+	require.Equal(t, codes.DeadlineExceeded, grpcstatus.Code(list(f.cluster())), "the third ten thousand would come too late")
+	require.NoError(t, list(f.as("spiffe://karpenter-capi/reader")), "others are not concerned")
+}
+
 func TestConnectionsOfACallerAreBounded(t *testing.T) {
 	f := start(t)
 	ended := func(conn net.Conn) bool {
@@ -332,7 +353,9 @@ func TestConnectionsOfACallerAreBounded(t *testing.T) {
 		open = append(open, connect())
 		require.False(t, ended(open[len(open)-1]))
 	}
+	began := time.Now()
 	require.True(t, ended(connect()), "one too many")
+	require.Greater(t, time.Since(began), 900*time.Millisecond, "a client that connects again at once does so once a second")
 	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")), "others are not concerned")
 	require.NoError(t, open[0].Close())
 	require.Eventually(t, func() bool { return !ended(connect()) }, patience, time.Millisecond)

@@ -49,7 +49,7 @@ func (s *Server) before() grpc.UnaryServerInterceptor {
 // request is valid. The caller's rights are checked again after the call has waited for its turns, which
 // can take minutes.
 func (s *Server) after(validator *validation.Validator) grpc.UnaryServerInterceptor {
-	return chain(s.endWhenShutOut, inTurn(validator.Unary()), s.authorizeUnary, limitAtHub, limitLists, s.authorizeUnary)
+	return chain(s.endWhenShutOut, inTurn(validator.Unary()), s.authorizeUnary, limitAtHub, s.limitLists, s.authorizeUnary)
 }
 
 func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInterceptor {

@@ -196,13 +196,27 @@ func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, ha
 
 // limitLists runs when the call waits for nothing else of its caller, neither its request nor its
 // other calls, because other callers wait for its turn.
-func limitLists(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+func (s *Server) limitLists(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if call := limits.FromContext(ctx); call != nil && slices.Contains(lists, info.FullMethod) {
-		if err := call.List(ctx, slices.Contains(askingHub, info.FullMethod)); err != nil {
+		if err := call.List(ctx, s.objects(request), slices.Contains(askingHub, info.FullMethod)); err != nil {
 			return nil, throttled(ctx, err)
 		}
 	}
 	return handler(ctx, request)
+}
+
+// objects returns how many objects the answer to a list has at most, by the views. It is zero for the
+// lists of the fleet, which are small.
+func (s *Server) objects(request any) int {
+	switch of := request.(type) {
+	case *agentv1alpha1.ListClaimsRequest:
+		return s.config.Claims.Count(clusterName(of.GetCluster()))
+	case *agentv1alpha1.ListMachinesRequest:
+		return s.config.Machines.Count(clusterName(of.GetCluster()))
+	case *agentv1alpha1.ListNodeGroupsRequest:
+		return s.config.NodeGroups.Count(clusterName(of.GetCluster()))
+	}
+	return 0
 }
 
 func (s *Server) limitStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {

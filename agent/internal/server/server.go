@@ -1,5 +1,9 @@
 // Package server serves the agent's API over gRPC. The services are thin: their data comes from the
 // views and the claim engine. Package authz decides who may call.
+//
+// Metrics, logs and recovery are interceptors of go-grpc-middleware. Those that authorize and limit
+// calls are our own: the library's see neither the request, which names the Cluster and the holder,
+// nor the end of the call, when its share of the limits is free again.
 package server
 
 import (

@@ -7,6 +7,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -34,6 +35,11 @@ func watch[T any](
 	defer stop()
 	ctx, end := s.whileEntitled(ctx, func(ctx context.Context) error { return s.entitled(ctx, cluster) })
 	defer end()
+	if call := limits.FromContext(ctx); call != nil {
+		if err := call.Watch(ctx, objects.Count(cluster)); err != nil {
+			return answerOther(ctx, err)
+		}
+	}
 	return forward(ctx, objects, cluster, wanted, send)
 }
 
