@@ -90,8 +90,10 @@ type Row struct {
 	// Tenants is the number of Clusters that have attacked at once.
 	Tenants int
 	Figures
-	// Under summarises the victim's calls during the attack.
-	Under Latencies
+	// Under summarises the victim's calls during the attack. Rest summarises those at rest, in the
+	// phases of this attack and of the one before and after it: those of one attack have too few calls for
+	// a 99th percentile, and those of the whole run were made in a hub with more and more objects.
+	Under, Rest Latencies
 	// Ratio is by what factor the 99th percentile of the victim's calls exceeded that at rest, of
 	// CreateClaim or of ReleaseClaim, whichever is larger. It is zero if times are not judged.
 	Ratio float64
@@ -111,6 +113,9 @@ type Row struct {
 	// Wrong lists the violations. Err is why the attack could not be carried out.
 	Wrong []string
 	Err   error
+
+	// rest is what the victim's calls took between the rounds of this attack.
+	rest samples
 }
 
 // Latencies summarises the durations of the victim's calls.
@@ -156,9 +161,6 @@ type run struct {
 	order   order
 	agents  []process
 	attacks int
-	// rest is what the victim's calls took between the attacks. The attacks share it, because a 99th
-	// percentile needs more calls than the phases of one attack have.
-	rest samples
 }
 
 // Run starts a sandbox, attacks its agent, and stops it. The error is why there is no report, or
@@ -181,7 +183,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	}
 	defer r.stop()
 	report := &Report{Tenants: o.Tenants, Timed: !o.Untimed, Logs: r.env.Sandbox.State().Paths.Logs}
-	defer func() { report.judgeTimes(latencies(r.rest)) }()
+	defer report.judgeTimes()
 	for _, name := range chosen {
 		a, err := attackOf(name)
 		if err != nil {
@@ -322,7 +324,7 @@ func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 	for range max(r.Rounds, 1) {
 		if !r.Untimed {
 			taken, err := r.victim.trickle(ctx, r.Claims)
-			r.rest.add(taken)
+			row.rest.add(taken)
 			var growth int64
 			if err := errors.Join(err, grown(&growth)); err != nil {
 				return fmt.Errorf("at rest: %w", err)
@@ -460,13 +462,21 @@ func (r *run) evaluate(a *attack, row *Row) {
 
 // judgeTimes compares the victim's calls during each attack with those at rest, and records the
 // violations.
-func (r *Report) judgeTimes(rest Latencies) {
-	r.Rest = rest
+func (r *Report) judgeTimes() {
 	if !r.Timed {
 		return
 	}
-	for _, row := range r.Rows {
-		if row.Ratio = row.Under.ratio(rest); row.Ratio > slowdown {
+	around := func(from, to int) Latencies {
+		var all samples
+		for _, row := range r.Rows[max(0, from):min(to, len(r.Rows))] {
+			all.add(row.rest)
+		}
+		return latencies(all)
+	}
+	r.Rest = around(0, len(r.Rows))
+	for i, row := range r.Rows {
+		row.Rest = around(i-1, i+2)
+		if row.Ratio = row.Under.ratio(row.Rest); row.Ratio > slowdown {
 			row.wrong("the victim's slowest hundredth of calls took %.2f times as long as at rest; at most %.1f", row.Ratio, slowdown)
 		}
 		if row.Under.RoundMax > roundWithin {

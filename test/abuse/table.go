@@ -55,6 +55,9 @@ func (r *Row) notes() []string {
 		fmt.Sprintf("attacked for %.0f s with %.1f s of a processor, served again after %s", r.Took.Seconds(), r.Processor.Seconds(), millis(r.Served)),
 		fmt.Sprintf("at most %d ended claims of an attacker in the hub", r.Ended),
 	}
+	if r.Rest != (Latencies{}) {
+		notes = append(notes, fmt.Sprintf("at rest around it: create p99 %s, release p99 %s", millis(r.Rest.CreateP99), millis(r.Rest.ReleaseP99)))
+	}
 	notes = append(notes, r.Wrong...)
 	if r.Err != nil {
 		notes = append(notes, r.Err.Error())
