@@ -159,6 +159,9 @@ const (
 	MarkFloor ActionKind = "mark-floor"
 	// Keep takes off what [BeginDelete] wrote on a Machine that its claim keeps after all.
 	Keep ActionKind = "keep"
+	// MarkRepair makes the Machine's annotation for MachineHealthChecks agree with its claim; see
+	// [SetRepair].
+	MarkRepair ActionKind = "mark-repair"
 	// PauseMachineSet stops a MachineSet from creating Machines while replicas are lowered for
 	// those that it has not created.
 	PauseMachineSet ActionKind = "pause-machine-set"

@@ -9,13 +9,14 @@ import (
 )
 
 // DecideGone computes what is left to do for the claims of a MachineDeployment that no longer
-// exists. The snapshot has only its name. Cluster API removes its Machines, and there are no
-// replicas to decrement. Waiting claims are refused.
+// exists. The snapshot has only its name. Cluster API removes its Machines, unless it was deleted
+// with --cascade=orphan, and there are no replicas to decrement. Waiting claims are refused.
 func DecideGone(s *Snapshot) *Decision {
 	s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
 	s.prepare()
 	d := &Decision{Refused: map[string]eligibility.Refusal{}}
 	const gone = "its MachineDeployment was deleted"
+	s.recreate(d)
 	for _, c := range s.Claims {
 		var m *clusterv1.Machine
 		if c.Status.Machine != nil {
@@ -25,6 +26,8 @@ func DecideGone(s *Snapshot) *Decision {
 		case phase == v1alpha1.PhaseEnded:
 		case s.carried(c):
 			s.actOnCarried(d, c)
+		case m == nil && s.ownsLiving(c): // its status was lost
+			d.Actions = append(d.Actions, s.restore(c))
 		case phase == v1alpha1.PhasePending:
 			d.Refused[c.Spec.ClaimID] = eligibility.Refusal{
 				NodeGroup: s.Deployment.Name, Reason: eligibility.Gone, Message: "the MachineDeployment was deleted",
@@ -53,4 +56,10 @@ func DecideGone(s *Snapshot) *Decision {
 		}
 	}
 	return d
+}
+
+// ownsLiving reports whether a Machine that is not being deleted carries the claim's label.
+func (s *Snapshot) ownsLiving(c *v1alpha1.MachineClaim) bool {
+	m := s.labelled(c.Spec.ClaimID)
+	return m != nil && Alive(m)
 }

@@ -69,6 +69,19 @@ type Ledger struct {
 	// Shrink means that a MachineSet is paused to remove spares whose Machines never came; nil
 	// for none. It is replaced, never changed in place.
 	Shrink *Shrink `json:"shrink,omitempty"`
+	// Paused is the last pause that the agent set on the MachineDeployment, as long as claims are
+	// pending. It is nil in ledgers of older agents, which drop it: then the pause restarts the
+	// deadlines of waiting claims. It is replaced, never changed in place.
+	Paused *Paused `json:"paused,omitempty"`
+}
+
+// Paused is a pause that the agent set on the MachineDeployment.
+type Paused struct {
+	// At is when the agent set it, by its clock, in seconds since 1970.
+	At int64 `json:"at"`
+	// Before is when the last pause before it ended that was not the agent's own, in seconds since
+	// 1970; zero if that is not known.
+	Before int64 `json:"before,omitempty"`
 }
 
 // Shrink is a MachineSet that the agent has paused or is about to pause.
@@ -185,8 +198,8 @@ func (l *Ledger) Clone() *Ledger {
 	return &c
 }
 
-// same reports whether two ledgers have the same content, ignoring seq, the writer and the derived
-// spare.
+// same reports whether two ledgers have the same content, ignoring seq, the writer, the derived
+// spare, and the last pause, which is recorded in the write that sets it.
 func (l *Ledger) same(other *Ledger) bool {
 	return l.Floor == other.Floor && l.LastReplicas == other.LastReplicas && l.Min == other.Min && l.Lowered == other.Lowered &&
 		slices.Equal(l.Marking, other.Marking) && maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing) &&

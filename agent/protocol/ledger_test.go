@@ -14,6 +14,7 @@ func TestLedgerSurvivesItsEncoding(t *testing.T) {
 		Pending:   map[string]Assignment{"a": {}, "b": {Machine: "m", UID: "u"}},
 		Releasing: map[types.UID]Release{"x": {Machine: "n", Claim: "c", Drained: true, Decremented: true, Generation: 9}},
 		Returning: map[types.UID]Returned{"y": {Machine: "o", Claim: "d"}},
+		Paused:    &Paused{At: 8, Before: 3},
 	}
 	got, err := ParseLedger(l.Encode())
 	require.NoError(t, err)

@@ -59,7 +59,7 @@ func (b *books) decrementPaused(ready []types.UID) {
 			b.d.Pause, b.d.Urgent = PauseRemove, true
 		}
 	case !paused:
-		b.d.Pause, b.d.Urgent = PauseSet, true // our pause was removed: set it again and go on
+		b.pause() // our pause was removed: set it again and go on
 	case ours && IsPaused(b.Deployment.Status.Conditions) && b.setsLowered(begun):
 		b.d.Replicas -= min(Count(begun), b.d.Replicas)
 		for _, uid := range begun {
@@ -119,8 +119,12 @@ func (b *books) awaitsReport(set *clusterv1.MachineSet, by int32) bool {
 	return b.lowerable(set, ReplicasOf(set)) < by && b.deletionUnreported(set)
 }
 
-// unpause takes off our pause when no release needs it, because the ledger that needed it is lost.
+// unpause takes off our pause when no release needs it, because the ledger that needed it is lost. It
+// drops the record of a pause when no claim waits: a later one waits from when it was made.
 func (b *books) unpause() {
+	if len(b.next.Pending) == 0 {
+		b.next.Paused = nil
+	}
 	ours := b.Deployment.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
 	if ours && b.d.Pause == PauseKeep && !b.lowersUnderPause() {
 		b.d.Pause, b.d.Urgent = PauseRemove, true
@@ -168,8 +172,15 @@ func (b *books) beginPause(ready []types.UID) {
 		r := b.next.Releasing[uid]
 		r.Set = SetOf(m)
 		b.next.Releasing[uid] = r
-		b.d.Pause, b.d.Urgent = PauseSet, true
+		b.pause()
 	}
+}
+
+// pause pauses the MachineDeployment, and records the pause, because Cluster API's condition will only
+// show when this pause ended. See [Snapshot.pauseEnded].
+func (b *books) pause() {
+	b.d.Pause, b.d.Urgent = PauseSet, true
+	b.next.Paused = &Paused{At: b.Now.Unix(), Before: max(0, b.pauseEnded().Unix())}
 }
 
 // setsLowered reports whether every MachineSet has been lowered and has observed it. Until then it

@@ -29,6 +29,9 @@ const (
 	// explains why. Until then most infrastructure reports only that it is being created, and an
 	// explanation would be a write for every claim.
 	slowInfrastructure = 3 * time.Minute
+	// ownPauseEnds is how long after the agent has set a pause the end of a pause counts as the end of
+	// that one. It takes seconds; the rest is for a slow hub and for clocks that differ.
+	ownPauseEnds = 2 * time.Minute
 )
 
 // unmade returns a message if no Machine was created for the claim within its deadline, "" while
@@ -37,7 +40,8 @@ const (
 // the agents were away, and Machines may be late for that reason or may have joined unseen. Then
 // the wait restarts. It also restarts when the claim has to wait for another Machine than the one made
 // for it, or if the deadline passes while that is not certain. A restart is recorded on the claim, so
-// that every agent sees it, also after a restart of the agent. The wait also restarts after a pause.
+// that every agent sees it, also after a restart of the agent. The wait also restarts after a pause of
+// another actor.
 func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	deadline := s.Failure.ObjectDeadline
 	switch {
@@ -47,10 +51,14 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 		return ""
 	}
 	paused := meta.FindStatusCondition(s.Deployment.Status.Conditions, clusterv1.PausedCondition)
-	if paused != nil && paused.Status == metav1.ConditionTrue {
-		// While the agent's own pause lasts, which takes seconds, the condition does not show when an
-		// earlier pause ended. It lasts longer if a write is refused.
-		if left := deadline - s.Now.Sub(paused.LastTransitionTime.Time); left > 0 {
+	if s.pausedByAgent() && paused != nil && paused.Status == metav1.ConditionTrue {
+		// The agent's own pause takes seconds. It lasts longer if a write is refused. The condition may
+		// date from a pause of another actor that ended just before.
+		begun := paused.LastTransitionTime.Time
+		if own := s.ownPause(); own != nil {
+			begun = time.Unix(own.At, 0)
+		}
+		if left := deadline - s.Now.Sub(begun); left > 0 {
 			d.Wake(left)
 			return ""
 		}
@@ -87,13 +95,43 @@ func (s *Snapshot) waited(c *v1alpha1.MachineClaim) time.Duration {
 	if c.Status.WaitingSince != nil {
 		since = c.Status.WaitingSince.Time
 	}
-	return s.Now.Sub(latest(since, unpausedAt(s.Deployment.Status.Conditions)))
+	return s.Now.Sub(latest(since, s.pauseEnded()))
+}
+
+// pauseEnded returns when the last pause of the MachineDeployment ended that claims need not count as
+// waiting, or a time long ago. The agent's own pauses, which take seconds, count as waiting: a group
+// where claims are released again and again would let no claim fail otherwise. A pause of another
+// actor that ended up to [ownPauseEnds] after the agent had set one counts, too, since the condition shows
+// no difference.
+func (s *Snapshot) pauseEnded() time.Time {
+	ended := unpausedAt(s.Deployment.Status.Conditions)
+	if IsPaused(s.Deployment.Status.Conditions) && !s.pausedByAgent() {
+		ended = s.Now // it has just ended, and Cluster API is about to report that
+	}
+	own := s.ownPause()
+	if own != nil && (s.pausedByAgent() || !ended.After(time.Unix(own.At, 0).Add(ownPauseEnds))) {
+		return time.Unix(own.Before, 0)
+	}
+	return ended
+}
+
+// ownPause returns the last pause that an agent set, or nil if the ledger has no record of it.
+func (s *Snapshot) ownPause() *Paused {
+	if s.Ledger == nil {
+		return nil
+	}
+	return s.Ledger.Paused
+}
+
+// pausedByAgent reports whether the MachineDeployment carries a pause that an agent set.
+func (s *Snapshot) pausedByAgent() bool {
+	return s.Deployment.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
 }
 
 // patient reports whether the claim's wait may restart because of the Machines that were made for
 // it. A group whose Machines are never of use would let no claim fail otherwise.
 func (s *Snapshot) patient(c *v1alpha1.MachineClaim) bool {
-	began := latest(c.CreationTimestamp.Time, unpausedAt(s.Deployment.Status.Conditions))
+	began := latest(c.CreationTimestamp.Time, s.pauseEnded())
 	return s.Now.Sub(began) < mostWaits*s.Failure.ObjectDeadline
 }
 

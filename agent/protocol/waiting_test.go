@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -660,4 +661,128 @@ func TestNoClaimFailsWhileTheAgentsOwnPauseLasts(t *testing.T) {
 	require.Contains(t, kinds(Decide(s)), Fail, "the pause does not end")
 	paused(metav1.ConditionFalse, time.Hour)
 	require.Contains(t, kinds(Decide(s)), Fail)
+}
+
+// Cluster API reports the end of a pause up to a second later.
+func TestNoClaimFailsWhenAPersonsPauseHasJustEnded(t *testing.T) {
+	s := waits(5*time.Minute + 10*time.Second)
+	s.Deployment.Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.PausedCondition, Status: metav1.ConditionTrue, LastTransitionTime: metav1.NewTime(s.Now.Add(-time.Hour)),
+	}}
+	assert.Empty(t, kinds(Decide(s)))
+}
+
+// Each release from one of several MachineSets pauses the MachineDeployment for seconds. The releases of other
+// claims must not let a claim wait for ever.
+func TestTheAgentsOwnPausesExtendNoDeadline(t *testing.T) {
+	s := waits(0)
+	set := *s.Sets[0].DeepCopy()
+	set.Name, set.Spec.Replicas = "small-b", new(int32(1))
+	s.Sets = append(s.Sets, &set) // it still makes Machines
+	s.Sets[0].Generation = s.Sets[0].Status.ObservedGeneration
+	paused := func(status metav1.ConditionStatus) {
+		delete(s.Deployment.Annotations, clusterv1.PausedAnnotation)
+		if status == metav1.ConditionTrue {
+			metav1.SetMetaDataAnnotation(&s.Deployment.ObjectMeta, clusterv1.PausedAnnotation, v1alpha1.PausedByAgent)
+		}
+		s.Deployment.Status.Conditions = []metav1.Condition{{
+			Type: clusterv1.PausedCondition, Status: status, LastTransitionTime: metav1.NewTime(s.Now),
+		}}
+	}
+	write := func(change PauseChange) {
+		d := Decide(s)
+		require.Equal(t, change, d.Pause)
+		text := d.Ledger.Encode()
+		var err error
+		s.Ledger, err = ParseLedger(text)
+		require.NoError(t, err)
+		s.Group.Replicas, s.Deployment.Spec.Replicas = d.Replicas, &d.Replicas
+	}
+	began := s.Now
+	for s.Now.Sub(began) < 4*time.Minute {
+		*s.Sets[0].Spec.Replicas++
+		s.Group.Replicas++
+		s.Ledger.LastReplicas++
+		s.Ledger.Releasing = map[types.UID]Release{"m": {Machine: "m", Claim: "other"}}
+		s.Machines = nil
+		s.withMachine("m", "other", completed)
+		write(PauseSet)
+		s.Now = s.Now.Add(time.Second)
+		paused(metav1.ConditionTrue)
+		require.Equal(t, []ActionKind{LowerSet}, kinds(Decide(s)))
+		*s.Sets[0].Spec.Replicas--
+		s.Sets[0].Annotations = map[string]string{v1alpha1.ReleasedAnnotation: "m"}
+		write(PauseRemove)
+		s.Now = s.Now.Add(time.Second)
+		paused(metav1.ConditionFalse)
+		s.Machines, s.Sets[0].Annotations = nil, nil
+		require.NotContains(t, kinds(Decide(s)), Fail)
+		s.Now = s.Now.Add(time.Minute)
+	}
+	s.Now = began.Add(5 * time.Minute)
+	require.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)))
+}
+
+// Cluster API's condition shows when a pause ended, and not whose it was. The ledger has the agent's own.
+func TestOnlyThePausesOfOthersAreNotTimeForAMachine(t *testing.T) {
+	const deadline, just, yes, no = 5 * time.Minute, 3 * time.Second, metav1.ConditionTrue, metav1.ConditionFalse
+	for name, c := range map[string]struct {
+		own    *Paused // since the claims were made
+		set    bool    // it still lasts
+		paused metav1.ConditionStatus
+		since  time.Duration // since when the condition is so
+		left   time.Duration // of the deadline; zero for none
+	}{
+		"the agent's own has just ended":        {own: &Paused{At: 355}, paused: no, since: just},
+		"another one has just ended":            {paused: no, since: just, left: deadline - just},
+		"another one, long after it":            {own: &Paused{At: 200}, paused: no, since: just, left: deadline - just},
+		"another one before it":                 {own: &Paused{At: 355, Before: 180}, paused: no, since: just, left: 2 * time.Minute},
+		"another one before it, which begins":   {own: &Paused{At: 359, Before: 180}, set: true, paused: no, since: time.Hour, left: 2 * time.Minute},
+		"another one until it was set":          {own: &Paused{At: 357, Before: 357}, set: true, paused: yes, since: time.Hour, left: deadline - just},
+		"it lasts for longer than the deadline": {own: &Paused{At: 60}, set: true, paused: yes, since: deadline},
+		"its end is about to be reported":       {own: &Paused{At: 355}, paused: yes, since: just},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := waits(6 * time.Minute)
+			if c.own != nil {
+				began := s.Claims[0].CreationTimestamp.Unix()
+				s.Ledger.Paused = &Paused{At: began + c.own.At, Before: lo.Ternary(c.own.Before > 0, began+c.own.Before, 0)}
+			}
+			if c.set {
+				s.Deployment.Annotations = map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent}
+			}
+			s.Deployment.Status.Conditions = []metav1.Condition{{
+				Type: clusterv1.PausedCondition, Status: c.paused, LastTransitionTime: metav1.NewTime(s.Now.Add(-c.since)),
+			}}
+			// A release needs the pause.
+			s.Ledger.Releasing = map[types.UID]Release{"m": {Machine: "m", Claim: "other", Set: "small-a"}}
+			s.withMachine("m", "other", completed)
+			d := Decide(s)
+			if c.left == 0 {
+				assert.Subset(t, kinds(d), []ActionKind{Fail, Fail})
+				return
+			}
+			assert.NotContains(t, kinds(d), Fail)
+			assert.Equal(t, c.left, d.RequeueAfter)
+		})
+	}
+}
+
+// At rest, a ledger has no record of a pause. Older agents can read one that has.
+func TestTheRecordOfAPauseLastsWhileClaimsWait(t *testing.T) {
+	s := waits(time.Minute)
+	s.Ledger.Paused = &Paused{At: s.Now.Unix() - 10, Before: 7}
+	s.withMachine("m", "", nil)
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, s.Ledger.Paused, d.Ledger.Paused)
+	assert.Equal(t, 1, d.Ledger.Version)
+
+	s.Claims = nil // they have ended
+	d = Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Nil(t, d.Ledger.Paused)
+
+	s = atRest(0, &Ledger{Version: 1, Paused: &Paused{At: s.Now.Unix()}})
+	assert.Nil(t, Decide(s).Ledger, "it is no reason for a write")
 }

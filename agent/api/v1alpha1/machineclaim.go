@@ -109,6 +109,11 @@ type MachineClaimSpec struct {
 	// +kubebuilder:validation:Maximum=604800
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="maxNodeProvisionTimeSeconds is immutable"
 	MaxNodeProvisionTimeSeconds *int32 `json:"maxNodeProvisionTimeSeconds,omitempty"`
+	// holderRepairs means that the holder replaces the Node while it is unhealthy. The agent then
+	// annotates the claim's Machine with cluster.x-k8s.io/skip-remediation, so that no
+	// MachineHealthCheck remediates it as well.
+	// +optional
+	HolderRepairs bool `json:"holderRepairs,omitempty"`
 }
 
 // Phase is the phase of a claim. The empty phase of a new MachineClaim means Pending.

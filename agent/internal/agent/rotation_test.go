@@ -60,6 +60,7 @@ func (s *shim) hold(issued *agentv1alpha1.IssueCertificateResponse, key *ecdsa.P
 // and comes with the given number of trusted authorities.
 func (s *shim) renews(by *testpki.Authority, trusting int) {
 	s.Helper()
+	var hold func() // once, so that it is one renewal for the connections
 	for _, c := range s.clients {
 		// An agent reads its files every five seconds, and issues one identity only so many certificates.
 		err := wait.PollUntilContextTimeout(s.Context(), time.Second, patience, true, func(context.Context) (bool, error) {
@@ -76,11 +77,12 @@ func (s *shim) renews(by *testpki.Authority, trusting int) {
 			if !signedBy(certificate, by) || certificatesIn(issued.GetServerAuthorities()) != trusting {
 				return false, nil
 			}
-			s.hold(issued, key)
+			hold = func() { s.hold(issued, key) }
 			return true, nil
 		})
 		require.NoError(s, err, "the agent issues by what its files hold now")
 	}
+	hold()
 }
 
 func signedBy(certificate *x509.Certificate, authority *testpki.Authority) bool {
@@ -193,12 +195,43 @@ func (l *load) open() {
 	}
 }
 
-// reopens opens the views again, so that they are on the connections of new calls. The connections
-// of an expired certificate are closed, but those of this test do not expire.
-func (l *load) reopens() {
+// over waits until the views have moved to connections with the certificate that the renewal brings.
+// What those before it were made with may be rejected from then on.
+func (l *load) over(renewal func()) {
+	l.Helper()
+	opened := func(agent int) float64 { return l.streams(agent, "grpc_server_started_total") }
+	var before []float64
+	for i := range l.clients {
+		before = append(before, opened(i))
+	}
+	renewal()
+	for i := range l.clients {
+		eventually(l.T, "the view moves", func(context.Context) (bool, error) {
+			ended := l.streams(i, "grpc_server_handled_total")
+			return l.Failed() || opened(i) > before[i] && opened(i)-ended == 1, nil
+		})
+	}
 	l.goesOn()
-	l.close()
-	l.open()
+}
+
+// streams returns the sum of an agent's metric for the views.
+func (l *load) streams(agent int, name string) (sum float64) {
+	l.Helper()
+	families, err := l.metrics[agent].Gather()
+	require.NoError(l, err)
+	for _, family := range families {
+		if family.GetName() != name {
+			continue
+		}
+		for _, metric := range family.GetMetric() {
+			for _, label := range metric.GetLabel() {
+				if label.GetValue() == "WatchNodeGroups" {
+					sum += metric.GetCounter().GetValue()
+				}
+			}
+		}
+	}
+	return sum
 }
 
 // goesOn waits until each client has made more calls.
@@ -227,13 +260,11 @@ func TestTheAuthorityIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
 	for range 2 {
 		next := testpki.New(t)
 		s.trusts(former, next)
-		s.renews(former, 2)
+		load.over(func() { s.renews(former, 2) })
 		s.signs(next)
-		s.renews(next, 2)
-		load.reopens()
+		load.over(func() { s.renews(next, 2) })
 		s.trusts(next)
-		s.renews(next, 1)
-		load.goesOn()
+		load.over(func() { s.renews(next, 1) })
 		// A caller that trusts only the new authority, with a certificate issued by it, can
 		// connect.
 		key := s.key()
@@ -333,15 +364,13 @@ func TestTheAuthorityOfFilesIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
 	for range 2 {
 		next := testpki.New(t)
 		s.trusts(former, next)
-		s.renewed(former, former, next)
+		load.over(func() { s.renewed(former, former, next) })
 		s.connects(next, former)
-		s.renewed(next, former, next)
+		load.over(func() { s.renewed(next, former, next) })
 		s.signs(next)
 		s.connects(next, next)
-		load.reopens()
 		s.trusts(next)
-		s.renewed(next, next)
-		load.goesOn()
+		load.over(func() { s.renewed(next, next) })
 		s.connects(next, next)
 		s.isShutOut(former, next)
 		former = next

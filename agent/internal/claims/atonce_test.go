@@ -488,6 +488,25 @@ func TestAGroupIsLeftForAsLongAsLedgersAreWritten(t *testing.T) {
 	}
 }
 
+// The time at which the agent would pause the MachineDeployment is a later one at each look.
+func TestAPauseThatIsDueIsTheSameWorkAtEachLook(t *testing.T) {
+	clock := testclock.NewFakeClock(time.Now())
+	e := engineWith(t, groupOf("small", 0, nil))
+	e.Clock = clock
+	g := e.group(namespace, "small")
+	md, _ := small(t, e)
+	s := &protocol.Snapshot{Deployment: md, Ledger: restingLedger(0)}
+	s.Ledger.By = "another"
+	look := func() time.Duration {
+		d := &protocol.Decision{Ledger: s.Ledger.Clone(), Pause: protocol.PauseSet}
+		d.Ledger.Paused = &protocol.Paused{At: clock.Now().Unix()}
+		return g.deferToOther(s, d)
+	}
+	assert.Equal(t, deference, look())
+	clock.Step(deference)
+	assert.Zero(t, look())
+}
+
 // An agent that only watches sees another agent give a spare to a claim, and then a new spare
 // appear.
 func TestASpareHasAGracePeriodOfItsOwn(t *testing.T) {

@@ -112,13 +112,15 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 			served[cluster] = true
 			startGroupSeries(cluster, md.Name)
 		}
-		text, present := md.Annotations[v1alpha1.LedgerAnnotation]
-		if !present {
+		l, err := protocol.LedgerOf(md)
+		if err != nil {
+			// One that can be read was copied from another MachineDeployment.
+			if _, err := protocol.ParseLedger(md.Annotations[v1alpha1.LedgerAnnotation]); err != nil {
+				gauge(unreadableDescription, 1, md.Namespace, md.Name)
+			}
 			continue
 		}
-		l, err := protocol.ParseLedger(text)
-		if err != nil {
-			gauge(unreadableDescription, 1, md.Namespace, md.Name)
+		if l == nil {
 			continue
 		}
 		if md.Spec.Replicas != nil {

@@ -22,7 +22,7 @@ func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
 	must(t, clusterv1.AddToScheme(scheme))
 	must(t, v1alpha1.AddToScheme(scheme))
 	l := protocol.Ledger{
-		Version: protocol.LedgerVersion, Seq: 7, Floor: 2, LastReplicas: 8, Spare: 1,
+		Version: protocol.LedgerVersion, Of: "fleet/workers", Seq: 7, Floor: 2, LastReplicas: 8, Spare: 1,
 		Pending:   map[string]protocol.Assignment{"a": {}, "b": {Machine: "m", UID: "u"}, "c": {}},
 		Releasing: map[types.UID]protocol.Release{"x": {Machine: "x"}, "y": {Machine: "y", Decremented: true}},
 	}
@@ -44,7 +44,7 @@ func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
 	released.Status.ReleasedAt = new(metav1.NewTime(newTestTime().Add(-5 * time.Minute)))
 	released.Status.Machine = &v1alpha1.MachineReference{Name: "m"}
 	c := fake.NewClientBuilder().WithScheme(scheme).WithObjects(
-		deployment("workers", l.Encode()), deployment("broken", "{"),
+		deployment("workers", l.Encode()), deployment("broken", "{"), deployment("copy", l.Encode()),
 		&clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "untouched"}},
 		claim("a", ""), made, claim("c", v1alpha1.PhasePending), released,
 		&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "spoke", Annotations: map[string]string{

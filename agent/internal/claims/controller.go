@@ -23,8 +23,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// concurrentGroups is how many node groups are reconciled at once.
-const concurrentGroups = 16
+// concurrentGroups is how many node groups are reconciled at once. One Cluster has at most 16 of them: see
+// [fairqueue.NewShared].
+const concurrentGroups = 24
 
 const (
 	// occupiedDelay is the delay of an event for a node group that a run or a call of this process
@@ -58,7 +59,7 @@ func options(cache client.Reader) controller.Options {
 	needLeaderElection := false // every agent may do every step; see the package's documentation
 	return controller.Options{
 		MaxConcurrentReconciles: concurrentGroups, NeedLeaderElection: &needLeaderElection,
-		NewQueue: fairqueue.New(fairqueue.OwnerOfDeployment(cache)),
+		NewQueue: fairqueue.NewShared(fairqueue.OwnerOfDeployment(cache), concurrentGroups),
 	}
 }
 

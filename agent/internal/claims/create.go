@@ -42,6 +42,8 @@ type Request struct {
 	// AdoptAboveMinSize refuses an adoption that would have to raise replicas for the user to keep
 	// the min size.
 	AdoptAboveMinSize bool
+	// HolderRepairs means that the holder replaces the Node while it is unhealthy.
+	HolderRepairs bool
 	// ValidateOnly checks against the caches and writes nothing.
 	ValidateOnly bool
 	// Holders are the holders that the caller may act as. The id of another holder's claim is
@@ -114,7 +116,7 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 		entered, err = e.make(ctx, c, open.deployment)
 		refused = overQuota(client.ObjectKeyFromObject(cluster), err)
 	}
-	if refused == nil && refusedForGood(err) {
+	if refused == nil && (refusedForGood(err) || webhookAway(err)) {
 		e.warn(cluster, protocol.ReasonWriteRefused, "CreateClaim", "no MachineClaim can be made: "+err.Error())
 		return nil, fmt.Errorf("making the claim: %w: %w", ErrWriteRefused, err)
 	}
@@ -190,6 +192,7 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 			Adopt:       r.Adopt,
 
 			AdoptAboveMinSize:           r.AdoptAboveMinSize,
+			HolderRepairs:               r.HolderRepairs,
 			MaxNodeProvisionTimeSeconds: maxNodeProvisionTime,
 		},
 	}

@@ -181,6 +181,8 @@ type Engine struct {
 	queue   workqueue.TypedRateLimitingInterface[reconcile.Request]
 	synced  map[holderKey]map[types.UID]bool  // the claims that a holder's last live set decided
 	numbers map[types.NamespacedName]*numbers // by Cluster
+	// unusable holds, by MachineDeployment, why its ledger cannot be used, as it was logged last.
+	unusable map[types.NamespacedName]string
 }
 
 // New returns an engine that acts only on calls until [Engine.SetupWithManager] connects it to the
@@ -208,7 +210,7 @@ func New(c Config) *Engine {
 		Config: c, id: idOf(c.Name), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, reports: map[types.NamespacedName]nodeReport{},
-		synced: map[holderKey]map[types.UID]bool{}, numbers: map[types.NamespacedName]*numbers{},
+		synced: map[holderKey]map[types.UID]bool{}, numbers: map[types.NamespacedName]*numbers{}, unusable: map[types.NamespacedName]string{},
 	}
 }
 

@@ -326,7 +326,9 @@ func (g *group) deferToOther(s *protocol.Snapshot, d *protocol.Decision) time.Du
 		_, _ = fmt.Fprintln(due, d.Actions[0])
 	}
 	if d.Ledger != nil {
-		_, _ = io.WriteString(due, d.Ledger.Encode())
+		next := *d.Ledger
+		next.Paused = nil // it has the time of this look
+		_, _ = io.WriteString(due, next.Encode())
 	}
 	now := g.engine.Clock.Now()
 	if g.due == 0 {

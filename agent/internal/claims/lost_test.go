@@ -3,15 +3,21 @@ package claims
 import (
 	"context"
 	"testing"
+	"time"
 
+	"github.com/go-logr/logr/funcr"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
@@ -284,4 +290,165 @@ func TestAMachineSetThatWasLeftBehindIsUnpaused(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(set), set))
 	assert.NotContains(t, set.Annotations, clusterv1.PausedAnnotation)
+}
+
+// orphaned is the Machine of a claim without an object.
+func orphaned(claim string) *clusterv1.Machine {
+	m := machineOf("m")
+	joins(m)
+	m.Labels[v1alpha1.ClaimLabel] = claim
+	m.Annotations = map[string]string{v1alpha1.ClaimHolderAnnotation: holder}
+	return m
+}
+
+// Once a person has removed a Cluster's finalizer, Cluster API no longer handles the deletion of its
+// MachineDeployments, and their Machines stay.
+func TestWithoutItsClusterNoClaimIsMadeAgain(t *testing.T) {
+	md := groupWith("", 1, &protocol.Ledger{Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: 1})
+	md.Annotations[v1alpha1.ClaimedAnnotation] = "1"
+	md.Finalizers, md.DeletionTimestamp = []string{clusterv1.MachineDeploymentFinalizer}, new(metav1.NewTime(newTestTime()))
+	cluster := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}
+	made := actionsTotal.WithLabelValues(string(protocol.Recreate), result(nil))
+	for name, lags := range map[string]bool{"the caches show that": false, "the caches do not show that yet": true} {
+		t.Run(name, func(t *testing.T) {
+			e := engineWith(t, md.DeepCopy(), orphaned("a"))
+			hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
+			require.NoError(t, hub.Delete(t.Context(), cluster.DeepCopy()))
+			if lags {
+				e.Client = interceptor.NewClient(hub, interceptor.Funcs{
+					Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, into client.Object, o ...client.GetOption) error {
+						if before, is := into.(*clusterv1.Cluster); is {
+							cluster.DeepCopyInto(before)
+							return nil
+						}
+						return c.Get(ctx, key, into, o...)
+					},
+				})
+			}
+			before := testutil.ToFloat64(made)
+			decisions := 0
+			e.decide = func(s *protocol.Snapshot) *protocol.Decision {
+				decisions++
+				return protocol.Decide(s)
+			}
+			after, err := e.group(namespace, "small").run(t.Context())
+			require.NoError(t, err)
+			assert.Equal(t, 1, decisions, "one step")
+			if lags {
+				assert.Equal(t, time.Second, after, "as after a lost race")
+			} else {
+				assert.Zero(t, after, "there is nothing to do")
+			}
+			assert.Equal(t, before, testutil.ToFloat64(made), "nothing was made")
+		})
+	}
+}
+
+// A MachineDeployment that is deleted with --cascade=orphan leaves its Machines.
+func TestAClaimOfAGroupThatIsGoneIsMadeAgainForItsMachine(t *testing.T) {
+	key := Key{Namespace: namespace, Cluster: clusterName, ID: "a"}
+	list := func(e *Engine) error {
+		_, _, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
+		return err
+	}
+	settle := func(e *Engine) {
+		t.Helper()
+		for range 2 { // the claim is made, and its event starts the second run
+			_, err := e.group(namespace, "small").run(t.Context())
+			require.NoError(t, err)
+		}
+	}
+	t.Run("so that its Cluster can be listed", func(t *testing.T) {
+		e := quiet(engineWith(t, orphaned("a")))
+		require.ErrorIs(t, list(e), ErrRestoring)
+		settle(e)
+		require.NoError(t, list(e))
+		c, err := e.Get(t.Context(), key)
+		require.NoError(t, err)
+		assert.Equal(t, v1alpha1.PhaseBound, c.Status.Phase)
+		assert.Equal(t, types.UID("m"), c.Status.Machine.UID)
+	})
+	t.Run("and keeps it when a call made it again", func(t *testing.T) {
+		e := quiet(engineWith(t, orphaned("a")))
+		_, err := e.Get(t.Context(), key)
+		require.NoError(t, err)
+		settle(e)
+		c, err := e.Create(t.Context(), ask("a", "small"))
+		require.NoError(t, err)
+		assert.Equal(t, v1alpha1.PhaseBound, c.Status.Phase)
+	})
+	t.Run("and is released with it", func(t *testing.T) {
+		e := quiet(engineWith(t, orphaned("a")))
+		_, err := e.Release(t.Context(), key, ReleaseOptions{})
+		require.NoError(t, err)
+		settle(e)
+		assert.Equal(t, v1alpha1.PhaseReleasing, claimNamed(t, e, "a").Status.Phase)
+		m := &clusterv1.Machine{}
+		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "m"}, m))
+		assert.False(t, protocol.Alive(m))
+	})
+	t.Run("but not while its Cluster is paused", func(t *testing.T) {
+		e := quiet(engineWith(t, orphaned("a")))
+		cluster := &clusterv1.Cluster{}
+		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: clusterName}, cluster))
+		cluster.Spec.Paused = new(true)
+		require.NoError(t, e.Client.Update(t.Context(), cluster))
+		settle(e)
+		_, err := e.getUncached(t.Context(), key)
+		require.ErrorIs(t, err, ErrNotFound)
+	})
+}
+
+// The claim may be on its way from another hub. The repeated call is refused for the pause.
+func TestAPauseThatTheCachesDoNotShowYetMakesNoClaimAgain(t *testing.T) {
+	e := engineWith(t, groupOf("small", 1, nil), orphaned("a"))
+	e.spawn = func(run func()) { run() }
+	hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
+	e.Reader = interceptor.NewClient(hub, interceptor.Funcs{
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, into client.Object, o ...client.GetOption) error {
+			err := c.Get(ctx, key, into, o...)
+			if cluster, is := into.(*clusterv1.Cluster); is {
+				cluster.Spec.Paused = new(true)
+			}
+			return err
+		},
+	})
+	_, err := e.Create(t.Context(), ask("a", "small"))
+	require.ErrorIs(t, err, ErrConflict)
+	_, err = e.getUncached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
+	require.ErrorIs(t, err, ErrNotFound)
+}
+
+// A copy of a MachineDeployment without the label of node groups keeps the ledger that it was copied
+// with.
+func TestALedgerThatCannotBeUsedIsLoggedOnce(t *testing.T) {
+	var lines []string
+	ctx := log.IntoContext(t.Context(), funcr.New(func(_, args string) { lines = append(lines, args) }, funcr.Options{}))
+	md := groupWith("", 1, &protocol.Ledger{Version: 1, Of: namespace + "/workers", Seq: 7, LastReplicas: 1})
+	delete(md.Labels, v1alpha1.MemberLabel)
+	e := engineWith(t, md)
+	plan := func(logged int) {
+		t.Helper()
+		for range 2 {
+			_, err := e.group(namespace, "small").plan(ctx)
+			require.NoError(t, err)
+		}
+		assert.Len(t, lines, logged)
+	}
+	plan(1)
+	change := func(ledger string) {
+		t.Helper()
+		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), md))
+		md.Annotations[v1alpha1.LedgerAnnotation] = ledger
+		require.NoError(t, e.Client.Update(t.Context(), md))
+	}
+	change("{")
+	plan(2) // for another reason
+	change((&protocol.Ledger{Version: 1, Of: namespace + "/small", Seq: 8, LastReplicas: 1}).Encode())
+	plan(2)
+	change("{")
+	plan(3) // it could be used meanwhile
+	require.NoError(t, e.Client.Delete(t.Context(), md))
+	plan(3)
+	assert.Empty(t, e.unusable, "what is gone takes no memory")
 }

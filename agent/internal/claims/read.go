@@ -41,6 +41,7 @@ func (e *Engine) reader(from view) client.Reader {
 func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) (*protocol.Snapshot, error) {
 	var md clusterv1.MachineDeployment
 	if err := e.reader(from).Get(ctx, key, &md); apierrors.IsNotFound(err) {
+		e.unusableLedger(key, nil)
 		return nil, nil
 	} else if err != nil {
 		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
@@ -72,11 +73,8 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	}
 	if s.Ledger, err = protocol.LedgerOf(md); errors.Is(err, protocol.ErrNewerLedger) {
 		return nil, fmt.Errorf("MachineDeployment %s: %w", key, err)
-	} else if err != nil {
-		// Made invalid by hand, or copied with a MachineDeployment: it is rebuilt, like one that
-		// was wiped.
-		log.FromContext(ctx).Error(err, "the ledger cannot be used; it is rebuilt", "machineDeployment", key)
-		s.Ledger = nil
+	} else if e.unusableLedger(key, err) {
+		log.FromContext(ctx).Error(err, "the ledger cannot be used; it is treated as missing", "machineDeployment", key)
 	}
 	if err := e.readParts(ctx, from, key, s); err != nil {
 		return nil, err
@@ -99,6 +97,8 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	if cluster != nil {
 		s.ClusterUID = cluster.UID
 		s.Synced = e.decided(client.ObjectKeyFromObject(cluster), s.Claims)
+	} else {
+		s.Lost = nil // without their Cluster, no claims can be made again
 	}
 	if s.MadeAgain() {
 		log.FromContext(ctx).Info("the MachineDeployment was recreated with its predecessor's ledger; rebuilding the ledger", "machineDeployment", key)
@@ -113,6 +113,22 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 		return nil, err
 	}
 	return s, nil
+}
+
+// unusableLedger records why a ledger cannot be used, nil if it can or if its MachineDeployment is
+// gone. It reports whether there is a reason that it did not have at the last look. Such a ledger was
+// made invalid by hand, or copied with a MachineDeployment. Without the label of node groups, the copy
+// keeps it.
+func (e *Engine) unusableLedger(key types.NamespacedName, why error) (isNew bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if why == nil {
+		delete(e.unusable, key)
+		return false
+	}
+	isNew = e.unusable[key] != why.Error()
+	e.unusable[key] = why.Error()
+	return isNew
 }
 
 // readQuota reads whether a quota is why waiting claims get no Machine.

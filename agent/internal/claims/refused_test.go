@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -14,6 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
+	clocktesting "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
@@ -88,6 +90,44 @@ func testARefusedWrite(t *testing.T, answer string) {
 		assert.Contains(t, claim.Status.Message, "protected by policy")
 		assert.Len(t, claim.Status.History, 1, "once is enough")
 	}
+}
+
+// Policies put ids of requests into their texts, and of several webhooks the fastest answers. The
+// claim's own event starts the next run.
+func TestARefusalInOtherWordsIsNotedOnceAMinute(t *testing.T) {
+	e := releasing(t, "m")
+	now := clocktesting.NewFakeClock(newTestTime())
+	e.Clock = now
+	refusals, notes := 0, 0
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Delete: func(_ context.Context, _ client.WithWatch, o client.Object, _ ...client.DeleteOption) error {
+			refusals++
+			return apierrors.NewForbidden(schema.GroupResource{Resource: "machines"}, o.GetName(), fmt.Errorf("request %d is denied", refusals))
+		},
+		SubResourceUpdate: func(ctx context.Context, c client.Client, sub string, o client.Object, opts ...client.SubResourceUpdateOption) error {
+			notes++
+			return c.SubResource(sub).Update(ctx, o, opts...)
+		},
+	})
+	recorder := events.NewFakeRecorder(100)
+	e.Recorder = recorder
+	for range 10 {
+		_, err := e.group(namespace, "small").run(t.Context())
+		require.Error(t, err)
+		now.Step(time.Second)
+	}
+	require.Equal(t, 10, refusals, "it is tried again")
+	assert.Equal(t, 1, notes)
+	assert.Len(t, recorder.Events, 1)
+
+	now.SetTime(newTestTime().Add(time.Minute))
+	_, err := e.group(namespace, "small").run(t.Context())
+	require.ErrorContains(t, err, "request 11 is denied")
+	assert.Equal(t, 2, notes)
+	assert.Len(t, recorder.Events, 2)
+	claim := claimIn("", "m", v1alpha1.PhaseReleasing, "m")
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(claim), claim))
+	assert.Contains(t, claim.Status.Message, "request 11 is denied", "it is brought up to date")
 }
 
 // Without the write, all claims of the MachineDeployment wait.

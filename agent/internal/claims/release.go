@@ -55,7 +55,7 @@ func (e *Engine) restoreFromLabel(ctx context.Context, key Key) (*v1alpha1.Machi
 		case apierrors.IsNotFound(err): // only the cache still shows it
 			continue
 		case err != nil && !apierrors.IsAlreadyExists(err):
-			return nil, fmt.Errorf("recreating the claim from its Machine: %w", err)
+			return nil, conflictOr(err, "recreating the claim from its Machine")
 		}
 		return e.getUncached(ctx, key)
 	}

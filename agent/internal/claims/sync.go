@@ -28,6 +28,9 @@ type SyncRequest struct {
 	// Nodes describes all Nodes of the Cluster. Nil means that this holder does not report Nodes,
 	// so nothing is known about them. Empty means that there are none.
 	Nodes []NodeReport
+	// HolderRepairs is whether the holder replaces the Nodes of its claims while they are unhealthy. Nil
+	// means that the claims stay as they are.
+	HolderRepairs *bool
 	// NodesComplete reports that Nodes has every Node with a provider ID, read consistently after
 	// the token was taken.
 	NodesComplete bool
@@ -224,16 +227,22 @@ func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 	return ""
 }
 
-// noteOwner records on a claim of the live set which cluster it belongs to, and that its owner
-// exists. Each change of the cluster writes all claims and their Machines. Therefore another cluster
+// noteOwner records on a claim of the live set which cluster it belongs to, whether its holder repairs
+// its Node, and that its owner exists. Each change of the cluster writes all claims and their Machines. Therefore another cluster
 // is recorded once it is the known one, which changes only now and then, whatever a caller sends.
 // For a holder whose cluster is never known, it is recorded at once.
 func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 	var notes []note
 	record := s.Spoke != "" && c.Spec.Spoke != s.Spoke && (c.Spec.Spoke == "" || s.known == s.Spoke || !e.recordsSpoke(s.Holder))
 	back := c.Status.Reason == protocol.ReasonOwnerMissing
-	if record || back {
+	repairs := s.HolderRepairs != nil && *s.HolderRepairs != c.Spec.HolderRepairs && c.Status.Phase != v1alpha1.PhaseReleasing
+	if record || repairs || back {
 		notes = append(notes, note{of: c, write: func(ctx context.Context) error {
+			if repairs {
+				if err := e.recordRepairs(ctx, c, *s.HolderRepairs); err != nil {
+					return err
+				}
+			}
 			if record {
 				if err := e.recordSpoke(ctx, c, s.Spoke); err != nil {
 					return err
@@ -252,6 +261,18 @@ func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 		}})
 	}
 	return notes
+}
+
+// recordRepairs writes to the claim whether its holder repairs its Node. The next step of its node
+// group follows on the Machine.
+func (e *Engine) recordRepairs(ctx context.Context, c *v1alpha1.MachineClaim, repairs bool) error {
+	after := c.DeepCopy()
+	after.Spec.HolderRepairs = repairs
+	if err := e.Client.Update(ctx, after); err != nil {
+		return err
+	}
+	*c = *after
+	return nil
 }
 
 // recordSpoke writes the cluster to the claim, and to its Machine, from which a lost claim is

@@ -309,6 +309,9 @@ func cleaned[T interface {
 	if pausedByAgent(after) {
 		delete(annotations, clusterv1.PausedAnnotation)
 	}
+	if annotations[clusterv1.MachineSkipRemediationAnnotation] == v1alpha1.Group {
+		delete(annotations, clusterv1.MachineSkipRemediationAnnotation)
+	}
 	for _, key := range releaseMarks {
 		if after.GetDeletionTimestamp().IsZero() && annotations[key] == v1alpha1.Group { // it was marked and lives: it is to stay
 			delete(annotations, key)

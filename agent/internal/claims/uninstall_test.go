@@ -156,6 +156,7 @@ func TestUninstallRemovesEachMark(t *testing.T) {
 		m.Annotations[key] = "x"
 	}
 	m.Annotations[clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation] = v1alpha1.Group
+	m.Annotations[clusterv1.MachineSkipRemediationAnnotation] = v1alpha1.Group
 	frozen := groupOf("frozen", 1, map[string]string{v1alpha1.ReplicasLoweredAnnotation: "frozen"})
 	e := engineWith(t, md, m, frozen)
 	require.NoError(t, e.Uninstall(t.Context(), UninstallOptions{

@@ -143,7 +143,7 @@ func (e *Engine) writeLedger(
 		return md, nil
 	case testFailed(err), apierrors.IsConflict(err), apierrors.IsNotFound(err):
 		return nil, fmt.Errorf("writing the ledger: %w: %w", ErrConflict, err)
-	case refusedForGood(err):
+	case refusedForGood(err), webhookAway(err):
 		e.warn(s.Deployment, protocol.ReasonWriteRefused, "WriteLedger", "claims and releases of this node group are held up: "+err.Error())
 		return nil, fmt.Errorf("writing the ledger of MachineDeployment %s: %w: %w", s.Deployment.Name, ErrWriteRefused, err)
 	default:
@@ -185,6 +185,13 @@ func refusedForGood(err error) bool {
 	var status apierrors.APIStatus
 	return errors.As(err, &status) &&
 		(apierrors.IsInvalid(err) || apierrors.IsForbidden(err) || apierrors.IsBadRequest(err) || denied(status)) && !testFailed(err)
+}
+
+// webhookAway reports whether a write failed because the API server cannot call a webhook, which may
+// concern this kind of object alone, or this namespace.
+func webhookAway(err error) bool {
+	var status apierrors.APIStatus
+	return errors.As(err, &status) && apierrors.IsInternalError(err) && strings.Contains(status.Status().Message, "failed calling webhook")
 }
 
 // denied reports whether a webhook or a ValidatingAdmissionPolicy refused a request.
@@ -282,7 +289,7 @@ func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a prot
 		claim = s.Claim(protocol.ClaimOf(a.Machine))
 	}
 	message := protocol.Line(fmt.Sprintf("the hub refuses a write on Machine %s (%s): %s", a.Machine.Name, a.Kind, cause))
-	if claim == nil || claim.CurrentPhase() == v1alpha1.PhaseEnded || claim.Status.Message == message {
+	if claim == nil || claim.CurrentPhase() == v1alpha1.PhaseEnded || claim.Status.Message == message || e.refusalNoted(claim) {
 		return
 	}
 	e.warn(claim, protocol.ReasonWriteRefused, "WriteMachine", message)
@@ -294,6 +301,17 @@ func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a prot
 	if err := e.updateStatus(ctx, c); err != nil {
 		log.FromContext(ctx).V(1).Info("could not note on the claim that a write is refused", "claim", c.Spec.ClaimID, "cause", err.Error())
 	}
+}
+
+// refusedEvery is the minimum time between two texts of refusals on one claim. A policy may put the
+// id of the request into its text, and each write of the status starts a run that is refused again.
+const refusedEvery = time.Minute
+
+// refusalNoted reports whether the claim has recorded a refusal within [refusedEvery], whatever its
+// text, and nothing since.
+func (e *Engine) refusalNoted(c *v1alpha1.MachineClaim) bool {
+	n := len(c.Status.History)
+	return c.Status.Reason == protocol.ReasonWriteRefused && n > 0 && e.Clock.Since(c.Status.History[n-1].Time.Time) < refusedEvery
 }
 
 // writeStatus writes a claim's status if the claim is still as it was read. The written claim
@@ -363,6 +381,10 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 		return e.patchAsRead(ctx, a.Machine, m) // no claim may have labelled it meanwhile
 	case protocol.Keep:
 		return e.keep(ctx, a.Machine)
+	case protocol.MarkRepair:
+		m := a.Machine.DeepCopy()
+		protocol.SetRepair(m, a.Claim.Spec.HolderRepairs)
+		return e.patchMachine(ctx, a.Machine, m)
 	case protocol.LowerSet:
 		return e.lowerSet(ctx, a)
 	case protocol.PauseMachineSet:
@@ -399,7 +421,8 @@ func (e *Engine) bind(ctx context.Context, a protocol.Action) error {
 }
 
 // recreate creates a MachineClaim again from the metadata of its Machine. The next step restores
-// its status.
+// its status. It fails as after a lost race if the Machine is not the claim's any more, or if the
+// Cluster is gone or paused.
 func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 	// While a hub is put back to an earlier state, the cache of Machines may still show those from later. A claim
 	// without its Machine would ask for another one.
@@ -410,8 +433,13 @@ func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 	if now.UID != m.UID || protocol.ClaimOf(now) != protocol.ClaimOf(m) {
 		return apierrors.NewNotFound(clusterv1.GroupVersion.WithResource("machines").GroupResource(), m.Name)
 	}
-	cluster, err := e.cluster(ctx, m.Namespace, m.Spec.ClusterName)
-	if err != nil || cluster == nil {
+	cluster, err := e.UnpausedCluster(ctx, types.NamespacedName{Namespace: m.Namespace, Name: m.Spec.ClusterName})
+	switch clusters := clusterv1.GroupVersion.WithResource("clusters").GroupResource(); {
+	case errors.Is(err, ErrUnknownCluster): // it would own the claim
+		return apierrors.NewNotFound(clusters, m.Spec.ClusterName)
+	case errors.Is(err, ErrClusterPaused): // the claim may be on its way from another hub
+		return apierrors.NewConflict(clusters, m.Spec.ClusterName, err)
+	case err != nil:
 		return err
 	}
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
@@ -430,6 +458,8 @@ func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 		Holder:      holder,
 		Spoke:       spoke,
 		DisplayName: string(name[:min(len(name), validation.DNS1123SubdomainMaxLength)]),
+
+		HolderRepairs: m.Annotations[clusterv1.MachineSkipRemediationAnnotation] == v1alpha1.Group,
 	}, cluster, group)
 	if err := e.Client.Create(ctx, c); err != nil {
 		return err
@@ -499,6 +529,7 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 	if c.Spec.Spoke != "" {
 		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimSpokeAnnotation, c.Spec.Spoke)
 	}
+	protocol.SetRepair(m, c.Spec.HolderRepairs)
 	delete(m.Annotations, v1alpha1.FloorAnnotation) // the claim adopts it, or the mark came too late
 	if !protocol.HasFinalizer(m) {
 		delete(m.Annotations, clusterv1.DeleteMachineAnnotation) // else Cluster API would remove it first when anyone lowers replicas
@@ -527,6 +558,7 @@ func forgetClaim(m *clusterv1.Machine) {
 	delete(m.Annotations, v1alpha1.ClaimHolderAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimSpokeAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)
+	protocol.SetRepair(m, false)
 }
 
 // patchAsRead writes the difference if the Machine has not changed at all since it was read.

@@ -51,15 +51,15 @@ func (*turns) Touch(reconcile.Request) {}
 
 // Push implements [workqueue.Queue].
 func (t *turns) Push(request reconcile.Request) {
-	t.Turns.Push(t.ownerOf(request), request)
+	t.Turns.Push(ownerOf(t.of, request), request)
 }
 
 // ownerOf survives a panic. The queue would be left with a request that it neither hands out nor
 // accepts again.
-func (t *turns) ownerOf(request reconcile.Request) types.NamespacedName {
+func ownerOf(of Owner, request reconcile.Request) types.NamespacedName {
 	owner := types.NamespacedName{Namespace: request.Namespace}
 	_ = panics.Confined(log.Log, panics.Objects, "a request waits its turn as if its Cluster were unknown because of a bug in the agent", func() error {
-		owner = t.of(request)
+		owner = of(request)
 		return nil
 	}, "object", request.String())
 	return owner

@@ -506,7 +506,7 @@ var mutants = []mutant{
 		{"		if HasNode(x) != HasNode(y) {\n", "		if false {\n"},
 	}},
 	{name: "a claim is impatient after a pause", test: "TestAClaimDoesNotWaitForEverForOtherMachines", edits: []edit{
-		{"began := latest(c.CreationTimestamp.Time, unpausedAt(s.Deployment.Status.Conditions))", "began := c.CreationTimestamp.Time"},
+		{"began := latest(c.CreationTimestamp.Time, s.pauseEnded())", "began := c.CreationTimestamp.Time"},
 	}},
 	{name: "spares that make room go one after another", test: "TestSparesThatMakeRoomGoInOneWrite", edits: []edit{
 		{"if n := b.waiting(); makesRoom && b.ready(n) < clamp(n) {", "if n := b.waiting(); makesRoom {"},
@@ -630,7 +630,7 @@ var mutants = []mutant{
 		{"paused != nil && paused.Status == metav1.ConditionTrue {\n", "paused != nil && paused.Status == metav1.ConditionTrue && false {\n"},
 	}},
 	{name: "a pause that does not end keeps claims from failing", test: "TestNoClaimFailsWhileTheAgentsOwnPauseLasts", edits: []edit{
-		{"		if left := deadline - s.Now.Sub(paused.LastTransitionTime.Time); left > 0 {\n", "		if left := deadline; left > 0 {\n"},
+		{"		if left := deadline - s.Now.Sub(begun); left > 0 {\n", "		if left := deadline - min(0, s.Now.Sub(begun)); left > 0 {\n"},
 	}},
 	{name: "a MachineSet that was lowered under an earlier pause is lowered for again", test: "TestAMachineSetThatWasLoweredUnderAnEarlierPauseIsNotLoweredFor", edits: []edit{
 		{"		if set != nil && slices.Contains(ReleasedFrom(set), uid) {\n", "		if false && set != nil && slices.Contains(ReleasedFrom(set), uid) {\n"},
@@ -924,7 +924,19 @@ var mutants = []mutant{
 		{"	if m != nil && HasNode(m) || s.paused(m) {\n", "	if m != nil && (HasNode(m) || s.paused(m)) {\n"},
 	}},
 	{name: "the time of a pause counts as waiting for a Machine", test: "TestTheTimeOfAPauseIsNotTimeForAMachine", edits: []edit{
-		{"s.Now.Sub(latest(since, unpausedAt(s.Deployment.Status.Conditions)))", "s.Now.Sub(since)"},
+		{"s.Now.Sub(latest(since, s.pauseEnded()))", "s.Now.Sub(since)"},
+	}},
+	{name: "the agent's own pauses extend deadlines", test: "TestTheAgentsOwnPausesExtendNoDeadline", edits: []edit{
+		{"		return time.Unix(own.Before, 0)\n", "		return ended\n"},
+	}},
+	{name: "a pause that follows one of the agent's counts as waiting", test: "TestOnlyThePausesOfOthersAreNotTimeForAMachine", edits: []edit{
+		{"(s.pausedByAgent() || !ended.After(time.Unix(own.At, 0).Add(ownPauseEnds)))", "(s.pausedByAgent() || !ended.IsZero())"},
+	}},
+	{name: "a claim fails when a person's pause has just ended", test: "TestNoClaimFailsWhenAPersonsPauseHasJustEnded", edits: []edit{
+		{"		ended = s.Now // it has just ended", "		// it has just ended"},
+	}},
+	{name: "a pause that is due is other work at each look", test: "TestAPauseThatIsDueIsTheSameWorkAtEachLook", edits: []edit{
+		{"		next.Paused = nil // it has the time of this look\n", ""},
 	}},
 	{name: "a claim is explained anew with each number", test: "TestExplanationsOfABlockedGroupAreFew", edits: []edit{
 		{"			return oneLine(reasons)\n", "			return oneLine(reasons) + c.Message\n"},

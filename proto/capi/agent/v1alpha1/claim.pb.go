@@ -202,8 +202,12 @@ type CreateClaimRequest struct {
 	// at the min size, and for a Machine that is marked to be removed next
 	// (`cluster.x-k8s.io/delete-machine`). OPTIONAL, and only with adopt_machine.
 	AdoptAboveMinSize bool `protobuf:"varint,10,opt,name=adopt_above_min_size,json=adoptAboveMinSize,proto3" json:"adopt_above_min_size,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The holder replaces the Node while it is unhealthy, as Karpenter's node repair does. The agent then
+	// annotates the claim's Machine with `cluster.x-k8s.io/skip-remediation`, so that no MachineHealthCheck
+	// remediates it as well. OPTIONAL. SyncClaims can change it for all claims of the holder.
+	HolderRepairs bool `protobuf:"varint,11,opt,name=holder_repairs,json=holderRepairs,proto3" json:"holder_repairs,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CreateClaimRequest) Reset() {
@@ -302,6 +306,13 @@ func (x *CreateClaimRequest) GetMaxNodeProvisionTime() *durationpb.Duration {
 func (x *CreateClaimRequest) GetAdoptAboveMinSize() bool {
 	if x != nil {
 		return x.AdoptAboveMinSize
+	}
+	return false
+}
+
+func (x *CreateClaimRequest) GetHolderRepairs() bool {
+	if x != nil {
+		return x.HolderRepairs
 	}
 	return false
 }
@@ -1035,7 +1046,11 @@ type SyncClaimsRequest struct {
 	// created: the UID of its namespace `kube-system`, read from the same API server as the set.
 	// OPTIONAL; without it nothing is collected. A caller that does not run in a cluster sends an id
 	// that never changes.
-	SpokeId       string `protobuf:"bytes,7,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
+	SpokeId string `protobuf:"bytes,7,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
+	// Whether the holder replaces the Nodes of its claims while they are unhealthy, as in
+	// CreateClaimRequest. It applies to the claims in the set; those of large sets follow over several
+	// calls. OPTIONAL: if it is unset, they stay as they are.
+	HolderRepairs *bool `protobuf:"varint,8,opt,name=holder_repairs,json=holderRepairs,proto3,oneof" json:"holder_repairs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1117,6 +1132,13 @@ func (x *SyncClaimsRequest) GetSpokeId() string {
 		return x.SpokeId
 	}
 	return ""
+}
+
+func (x *SyncClaimsRequest) GetHolderRepairs() bool {
+	if x != nil && x.HolderRepairs != nil {
+		return *x.HolderRepairs
+	}
+	return false
 }
 
 // NodeReport describes one real Node.
@@ -1563,7 +1585,7 @@ var File_capi_agent_v1alpha1_claim_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\n" +
-	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe0\b\n" +
+	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x87\t\n" +
 	"\x12CreateClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12L\n" +
@@ -1579,7 +1601,8 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\"\x04\b\x80\xf5$2\x02\b\n" +
 	"R\x14maxNodeProvisionTime\x12/\n" +
 	"\x14adopt_above_min_size\x18\n" +
-	" \x01(\bR\x11adoptAboveMinSize:\xc7\x02\xbaH\xc3\x02\x1a\x92\x01\n" +
+	" \x01(\bR\x11adoptAboveMinSize\x12%\n" +
+	"\x0eholder_repairs\x18\v \x01(\bR\rholderRepairs:\xc7\x02\xbaH\xc3\x02\x1a\x92\x01\n" +
 	"!create_claim.adopt_above_min_size\x125adopt_above_min_size is for claims with adopt_machine\x1a6!this.adopt_above_min_size || this.adopt_machine != ''\x1a\xab\x01\n" +
 	"\x1acreate_claim.adopt_machine\x12Uadopt_machine needs exactly one candidate, the node group that the Machine belongs to\x1a6this.adopt_machine == '' || size(this.candidates) == 1\"G\n" +
 	"\x13CreateClaimResponse\x120\n" +
@@ -1620,7 +1643,7 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\xb8\x03\n" +
+	"\x05event\"\xf7\x03\n" +
 	"\x11SyncClaimsRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12L\n" +
 	"\x06holder\x18\x02 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12$\n" +
@@ -1629,7 +1652,9 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x05nodes\x18\x05 \x03(\v2\x1f.capi.agent.v1alpha1.NodeReportB\n" +
 	"\xbaH\a\x92\x01\x04\x10\xa0\x9c\x01R\x05nodes\x12%\n" +
 	"\x0enodes_complete\x18\x06 \x01(\bR\rnodesComplete\x12F\n" +
-	"\bspoke_id\x18\a \x01(\tB+\xbaH(r&\x18?2\"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$R\aspokeId\"\xc7\x04\n" +
+	"\bspoke_id\x18\a \x01(\tB+\xbaH(r&\x18?2\"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$R\aspokeId\x12*\n" +
+	"\x0eholder_repairs\x18\b \x01(\bH\x00R\rholderRepairs\x88\x01\x01B\x11\n" +
+	"\x0f_holder_repairs\"\xc7\x04\n" +
 	"\n" +
 	"NodeReport\x12/\n" +
 	"\vprovider_id\x18\x01 \x01(\tB\x0e\xbaH\v\xc8\x01\x01r\x06\x18\x80\x10(\x80\x10R\n" +
@@ -1818,6 +1843,7 @@ func file_capi_agent_v1alpha1_claim_proto_init() {
 		(*WatchClaimsResponse_Heartbeat)(nil),
 		(*WatchClaimsResponse_Resync)(nil),
 	}
+	file_capi_agent_v1alpha1_claim_proto_msgTypes[12].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
