@@ -2,8 +2,10 @@ package client
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
+	"path"
 	"slices"
 	"sync"
 	"time"
@@ -35,13 +37,16 @@ type Client struct {
 	// Issuer issues certificates for a Cluster's own identity.
 	Issuer agentv1alpha1.CertificateServiceClient
 
-	options Options
-	conn    grpc.ClientConnInterface
-	close   []func() error
-	closed  chan struct{} // closed by end
-	end     func()
-	source  certificates.Source // nil without TLS
-	refused func() error
+	options  Options
+	conn     grpc.ClientConnInterface
+	close    []func() error
+	closed   chan struct{} // closed by end
+	end      func()
+	source   certificates.Source // nil without TLS
+	refused  func() error
+	replaced func() *x509.Certificate
+	// moves is that of the connection, nil for a client that was made with [FromConn].
+	moves func() <-chan struct{}
 }
 
 // New returns a client of the agent at options.Address. It never waits for the network: while the
@@ -73,36 +78,68 @@ func New(options Options) (*Client, error) {
 	if source != nil && options.TLS.ServerName != "" {
 		dialOptions = append(dialOptions, grpc.WithAuthority(options.TLS.ServerName))
 	}
+	var cluster *agentv1alpha1.ClusterRef
+	if options.TLS != nil {
+		cluster = options.TLS.Cluster
+	}
 	conn, err := newConnection(func() (*line, error) {
-		creds, outdated, accepted := insecure.NewCredentials(), func() bool { return false }, func() {}
+		l, creds := &line{outdated: func() bool { return false }, accepted: func() {}}, insecure.NewCredentials()
 		if source != nil {
 			mutual := newMutualTLS(source, options.TLS.ServerName, options.Clock)
-			creds, outdated, accepted = mutual, mutual.outdated, mutual.accept
+			creds, l.certificate, l.outdated, l.accepted = mutual, mutual.presented, mutual.outdated, mutual.accept
 		}
-		conn, err := grpc.NewClient(options.Address, append(slices.Clip(dialOptions), grpc.WithTransportCredentials(creds))...)
-		if err != nil {
-			return nil, err
-		}
-		return &line{ClientConn: conn, outdated: outdated, accepted: accepted}, nil
-	}, checkIdentity, options.Clock)
+		var err error
+		l.ClientConn, err = grpc.NewClient(options.Address, append(slices.Clip(dialOptions), grpc.WithTransportCredentials(creds))...)
+		return l, err
+	}, checkIdentity(cluster), options.Clock)
 	if err != nil {
 		stopReading()
 		return nil, fmt.Errorf("agent address %s: %w", options.Address, err)
 	}
 	c := fromConn(conn, options)
-	c.source, c.refused = source, conn.refusal
+	c.source, c.refused, c.replaced = source, conn.refusal, conn.replaced
+	c.moves = conn.moves
 	c.close = []func() error{conn.Close, func() error { stopReading(); return nil }}
 	return c, nil
 }
 
-// checkIdentity returns an error if the agent does not accept the connection's identity. An identity without a
-// role may call GetStatus, too, and nothing else.
-func checkIdentity(ctx context.Context, conn *grpc.ClientConn) error {
-	status, err := agentv1alpha1.NewStatusServiceClient(conn).GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
-	if err == nil && len(status.GetRoles()) == 0 {
-		return agenterrors.Unauthenticated("the identity has no role")
+// roleBootstrap is the role of an identity that may only request the certificate of a Cluster.
+const roleBootstrap = "bootstrap"
+
+// checkIdentity returns a check of a connection. The check fails if the agent does not accept the connection's
+// identity, or if the identity may not act for the Cluster, unless that is nil. Every identity may call
+// GetStatus; one without a role may call nothing else.
+func checkIdentity(cluster *agentv1alpha1.ClusterRef) func(context.Context, *grpc.ClientConn) error {
+	return func(ctx context.Context, conn *grpc.ClientConn) error {
+		status, err := agentv1alpha1.NewStatusServiceClient(conn).GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
+		switch {
+		case err != nil:
+			return err
+		case len(status.GetRoles()) == 0:
+			return agenterrors.Unauthenticated("the identity has no role")
+		case cluster != nil && !actsFor(status, cluster):
+			return agenterrors.PermissionDenied(fmt.Sprintf(
+				"the identity %s may not act for the Cluster %s/%s", status.GetIdentity(), cluster.GetNamespace(), cluster.GetName()))
+		}
+		return nil
 	}
-	return err
+}
+
+// actsFor reports whether the caller that an agent describes may act for the Cluster. The status does not
+// contain which of the caller's roles is for which of its Clusters.
+func actsFor(status *agentv1alpha1.GetStatusResponse, cluster *agentv1alpha1.ClusterRef) bool {
+	if !slices.ContainsFunc(status.GetRoles(), func(role string) bool { return role != roleBootstrap }) {
+		return false
+	}
+	return status.GetAllClusters() || slices.ContainsFunc(status.GetClusters(), func(named *agentv1alpha1.ClusterRef) bool {
+		return like(named.GetNamespace(), cluster.GetNamespace()) && like(named.GetName(), cluster.GetName())
+	})
+}
+
+// like reports whether the name matches the pattern, in which `*` matches any characters.
+func like(pattern, name string) bool {
+	matched, err := path.Match(pattern, name)
+	return matched && err == nil
 }
 
 // FromConn returns a client that uses an existing connection. The caller closes the connection, and
@@ -146,17 +183,23 @@ func (c *Client) Close() error {
 }
 
 // Certificates returns when the client's certificate and its trusted authorities expire, and how
-// often they could not be read or used, for metrics. It is zero without TLS.
+// often they could not be read or used, for metrics. While the agent has not accepted the certificate that
+// was read last, and calls use the former one, it returns the validity of the one that expires first. It is
+// zero without TLS.
 func (c *Client) Certificates() certificates.Stats {
 	if c.source == nil {
 		return certificates.Stats{}
 	}
-	return c.source.Stats()
+	stats := c.source.Stats()
+	if used := c.replaced(); used != nil && used.NotAfter.Before(stats.CertificateNotAfter) {
+		stats.CertificateNotBefore, stats.CertificateNotAfter = used.NotBefore, used.NotAfter
+	}
+	return stats
 }
 
 // CertificateRefused returns why the agent refuses the client certificate that was read last, which replaces
-// one that it accepts. Calls use the former one meanwhile. It is nil if the agent is not known to refuse it, and for
-// a client that was made with [FromConn].
+// one that it accepts, or why no connection can be made with it although there is one with the former. Calls use
+// the former one meanwhile. It is nil if neither is known, and for a client that was made with [FromConn].
 func (c *Client) CertificateRefused() error {
 	if c.refused == nil {
 		return nil

@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"sync"
 	"time"
@@ -16,8 +17,9 @@ import (
 // connection carries a client's calls. gRPC keeps a connection for as long as it works, with the
 // certificate that it was made with. When the certificate is replaced, connection therefore dials a
 // second line, and sends new calls there once the agent has accepted the new certificate: in the
-// handshake, and in a call, because its policy may refuse an identity that TLS accepts. Calls and
-// streams that have already begun end on the old line.
+// handshake, and in a call, because its policy may refuse an identity that TLS accepts, or the identity
+// may be for other calls. Calls that have already begun end on the old line, and so do streams that nobody
+// opens again: see moves.
 //
 // A new certificate that the agent rejects thus breaks nothing that works. If the line is lost
 // meanwhile, it reconnects with the accepted certificate until that has expired. From then on,
@@ -38,7 +40,9 @@ type connection struct {
 	// be nil.
 	next *line
 	// former are the old lines with calls that have not ended.
-	former  map[*line]struct{}
+	former map[*line]struct{}
+	// moving is closed when streams should be opened again, because calls are sent elsewhere now.
+	moving  chan struct{}
 	closing sync.WaitGroup
 }
 
@@ -46,6 +50,8 @@ type connection struct {
 type line struct {
 	*grpc.ClientConn
 
+	// certificate returns the certificate that the line was made with, nil if there is none.
+	certificate func() *x509.Certificate
 	// outdated reports whether the line was made with a certificate that has been replaced.
 	outdated func() bool
 	// accepted records that the agent has accepted the certificate.
@@ -53,10 +59,11 @@ type line struct {
 	// calls is the number of calls that have not ended. It is guarded by the connection's mutex.
 	calls int
 	// checked is the state of the check of a new line, refusedAt when it was last refused, and refusal why, nil
-	// unless it was. They are guarded by the connection's mutex.
-	checked   checked
-	refusedAt time.Time
-	refusal   error
+	// unless it was. failing is since when no connection can be made although the current line has one, zero
+	// otherwise. They are guarded by the connection's mutex.
+	checked            checked
+	refusedAt, failing time.Time
+	refusal            error
 }
 
 // checked is how far the check of a line is.
@@ -72,6 +79,10 @@ const (
 // checkAgain is when a line is checked again on which the agent has refused the certificate: a person may
 // correct its policy.
 const checkAgain = 30 * time.Second
+
+// failsAfter is how long a new line may fail to connect before that counts as a refusal. A single attempt may
+// fail for another reason.
+const failsAfter = 30 * time.Second
 
 // checkWithin limits one check.
 const checkWithin = 10 * time.Second
@@ -97,35 +108,67 @@ func newConnection(
 	ending, end := context.WithCancel(context.Background())
 	return &connection{
 		dial: dial, check: check, clock: clk, ending: ending, end: end, current: first, former: map[*line]struct{}{},
+		moving: make(chan struct{}),
 	}, nil
 }
 
 // tried reports whether the agent accepts the calls of a new line that is connected. Until that is known, and
 // when it was long ago that it did not, it has the line checked. c.mu must be held.
 func (c *connection) tried(l *line) bool {
+	l.failing = time.Time{}
 	again := l.checked == refused && c.clock.Since(l.refusedAt) >= checkAgain
 	if l.checked == notChecked || again {
-		l.checked = checking
-		c.closing.Go(func() {
-			ctx, cancel := context.WithTimeout(c.ending, checkWithin)
-			defer cancel()
-			err := c.check(ctx, l.ClientConn)
-			c.mu.Lock()
-			defer c.mu.Unlock()
-			switch {
-			case agenterrors.IsUnauthenticated(err):
-				l.checked, l.refusedAt, l.refusal = refused, c.clock.Now(), err
-			case agenterrors.IsUnavailable(err), ctx.Err() != nil:
-				l.checked = notChecked // nothing is known yet
-			default: // another error is no answer to who the caller is
-				l.checked = passed
-			}
-		})
+		c.start(l)
 	}
 	return l.checked == passed
 }
 
-// refusal returns why the agent refuses a new certificate, nil if it is not known to.
+// fail is called while a new line cannot be connected. If the current line is connected meanwhile, the agent
+// can be reached, so the new certificate is the likely cause. Once that has lasted for failsAfter, fail has the
+// new line checked: the call fails at once, with the error of the last attempt to connect. c.mu must be held.
+func (c *connection) fail(l *line) {
+	switch {
+	case c.current.GetState() != connectivity.Ready:
+		l.failing = time.Time{}
+	case l.failing.IsZero():
+		l.failing = c.clock.Now()
+	case l.refusal == nil && l.checked == notChecked && c.failed(l):
+		c.start(l)
+	}
+}
+
+// failed reports whether a new line has been failing for so long that this counts as a refusal. c.mu must be held.
+func (c *connection) failed(l *line) bool {
+	return !l.failing.IsZero() && c.clock.Since(l.failing) >= failsAfter
+}
+
+// start has a new line checked. c.mu must be held.
+func (c *connection) start(l *line) {
+	l.checked = checking
+	c.closing.Go(func() {
+		ctx, cancel := context.WithTimeout(c.ending, checkWithin)
+		defer cancel()
+		err := c.check(ctx, l.ClientConn)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		switch {
+		case agenterrors.IsUnauthenticated(err), agenterrors.IsPermissionDenied(err):
+			l.checked, l.refusedAt, l.refusal = refused, c.clock.Now(), err
+		case ctx.Err() != nil:
+			l.checked = notChecked // nothing is known yet
+		case agenterrors.IsUnavailable(err):
+			l.checked = notChecked // so that it is checked as soon as it is connected
+			if c.failed(l) {
+				l.refusal = err
+			}
+		default: // another error is no answer to who the caller is
+			l.checked = passed
+		}
+	})
+}
+
+// refusal returns why the agent refuses a new certificate, or why no connection can be made with it. It is nil
+// if neither is known.
 func (c *connection) refusal() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -133,6 +176,17 @@ func (c *connection) refusal() error {
 		return nil
 	}
 	return c.next.refusal
+}
+
+// replaced returns the certificate that calls use while there is a new one that the agent has not accepted yet.
+// It is nil otherwise.
+func (c *connection) replaced() *x509.Certificate {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.next == nil {
+		return nil
+	}
+	return c.current.certificate()
 }
 
 // Invoke implements [grpc.ClientConnInterface].
@@ -147,13 +201,49 @@ func (c *connection) NewStream(
 	ctx context.Context, desc *grpc.StreamDesc, method string, opts ...grpc.CallOption,
 ) (grpc.ClientStream, error) {
 	l := c.acquire()
-	release := sync.OnceFunc(func() { c.release(l) })
+	open, end := context.WithCancel(ctx)
+	release := sync.OnceFunc(func() {
+		end()
+		c.release(l)
+	})
 	stream, err := l.NewStream(ctx, desc, method, append([]grpc.CallOption{grpc.OnFinish(func(error) { release() })}, opts...)...)
 	if err != nil {
 		release()
 		return nil, err
 	}
+	c.leaveWith(open, l)
 	return stream, nil
+}
+
+// leaveWith has streams moved when the line's connection is no longer used for new calls, because the
+// agent ends it: after some hours, or as it shuts down. It does so until the stream ends, and ctx with it.
+func (c *connection) leaveWith(ctx context.Context, l *line) {
+	if l.GetState() != connectivity.Ready {
+		return
+	}
+	go func() {
+		if !l.WaitForStateChange(ctx, connectivity.Ready) {
+			return
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if l == c.current {
+			c.move()
+		}
+	}()
+}
+
+// moves returns a channel that is closed when streams that are opened from now on should be opened again.
+func (c *connection) moves() <-chan struct{} {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.moving
+}
+
+// move has all streams opened again. c.mu must be held.
+func (c *connection) move() {
+	close(c.moving)
+	c.moving = make(chan struct{})
 }
 
 // acquire returns the line for a call. The call must release it.
@@ -171,7 +261,7 @@ func (c *connection) acquire() *line {
 func (c *connection) replace() {
 	c.current.ready()
 	// The certificate that was refused has been replaced in turn.
-	if c.next != nil && c.next.checked == refused && c.next.outdated() {
+	if c.next != nil && c.next.refusal != nil && c.next.outdated() {
 		c.close(c.next)
 		c.next = nil
 	}
@@ -188,6 +278,7 @@ func (c *connection) replace() {
 		c.former[c.current] = struct{}{}
 		c.retire(c.current)
 		c.current, c.next = c.next, nil
+		c.move()
 	// The current line was lost, and has reconnected with the new certificate.
 	case !c.current.outdated():
 		c.close(c.next)
@@ -196,6 +287,8 @@ func (c *connection) replace() {
 	// timeout.
 	case c.next.GetState() == connectivity.Idle:
 		c.next.Connect()
+	case c.next.GetState() == connectivity.TransientFailure:
+		c.fail(c.next)
 	}
 }
 

@@ -3,16 +3,20 @@ package client
 import (
 	"context"
 	"errors"
+	"io"
 	"net"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials/insecure"
+	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/grpc/test/bufconn"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -121,6 +125,53 @@ func TestALineThatWasRefusedForLongIsMadeAgain(t *testing.T) {
 	l.replaced(next)
 }
 
+// passes makes calls a minute later.
+func (l *lines) passes() {
+	l.clock.SetTime(l.clock.Now().Add(time.Minute))
+	for range 10 {
+		l.call()
+	}
+}
+
+func TestALineThatCannotBeConnectedIsRefusedInTheEnd(t *testing.T) {
+	l := newLines(t)
+	answer := func(err error) { l.answer.Store(&err) }
+	down := grpcstatus.Error(codes.Unavailable, "tls: unknown certificate authority")
+	answer(down)
+	l.current.Connect()
+	l.becomes(l.current, connectivity.Ready)
+	l.refused.Store(true)
+	l.call()
+	next := l.next
+	l.becomes(next, connectivity.TransientFailure)
+	for range 10 {
+		l.call()
+	}
+	require.NoError(t, l.refusal(), "it may be a single attempt that fails")
+
+	l.passes()
+	require.Eventually(t, func() bool { return l.refusal() != nil }, patience, time.Millisecond)
+	require.Equal(t, down, l.refusal())
+	l.passes()
+	require.EqualValues(t, 1, l.checks.Load(), "that is known")
+
+	answer(nil)
+	l.refused.Store(false)
+	l.replaced(next)
+	require.NoError(t, l.refusal())
+}
+
+func TestALineThatCannotBeConnectedWhileTheAgentIsAwayIsNotRefused(t *testing.T) {
+	l := newLines(t)
+	l.refused.Store(true)
+	l.call()
+	l.becomes(l.next, connectivity.TransientFailure)
+	l.passes()
+	l.passes()
+	require.Zero(t, l.checks.Load())
+	require.NoError(t, l.refusal())
+}
+
 // TLS accepts the new certificate, and the agent's policy refuses its identity.
 func TestALineWhoseIdentityIsRefusedIsNotUsed(t *testing.T) {
 	l := newLines(t)
@@ -152,6 +203,13 @@ func TestALineWhoseIdentityIsRefusedIsNotUsed(t *testing.T) {
 	checked(10) // until the agent answers
 	require.Same(t, first, l.current)
 	answer(agenterrors.PermissionDenied("the identity may not do this"))
+	require.Eventually(t, func() bool {
+		l.call()
+		return agenterrors.IsPermissionDenied(l.refusal())
+	}, patience, time.Millisecond)
+	require.Same(t, first, l.current)
+	answer(grpcstatus.Error(codes.Unimplemented, "an agent without this method does not decide who the caller is"))
+	l.clock.SetTime(l.clock.Now().Add(time.Minute))
 	l.replaced(next)
 	require.NoError(t, l.refusal())
 }
@@ -183,24 +241,100 @@ func TestTheNextCertificateAfterARefusedOneIsTried(t *testing.T) {
 type statusOnly struct {
 	agentv1alpha1.UnimplementedStatusServiceServer
 
-	roles []string
+	status *agentv1alpha1.GetStatusResponse
 }
 
 func (s statusOnly) GetStatus(context.Context, *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
-	return &agentv1alpha1.GetStatusResponse{Roles: s.roles}, nil
+	return s.status, nil
 }
 
-func TestAnIdentityWithoutARoleIsNotAccepted(t *testing.T) {
-	for _, roles := range [][]string{nil, {"cluster"}} {
-		listener := bufconn.Listen(1 << 10)
-		server := grpc.NewServer()
-		agentv1alpha1.RegisterStatusServiceServer(server, statusOnly{roles: roles})
-		go func() { _ = server.Serve(listener) }()
-		conn, err := grpc.NewClient("passthrough:///agent", grpc.WithTransportCredentials(insecure.NewCredentials()),
-			grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return listener.DialContext(ctx) }))
-		require.NoError(t, err)
-		require.Equal(t, roles == nil, agenterrors.IsUnauthenticated(checkIdentity(t.Context(), conn)))
-		require.NoError(t, conn.Close())
-		server.Stop()
+func TestAnIdentityThatCannotCallForTheClusterIsNotAccepted(t *testing.T) {
+	type status = agentv1alpha1.GetStatusResponse
+	named := func(namespace, name string) []*agentv1alpha1.ClusterRef {
+		return []*agentv1alpha1.ClusterRef{{Namespace: namespace, Name: name}}
+	}
+	own := named("team-a", "production")[0]
+	bootstrap := &status{Roles: []string{"bootstrap"}, Clusters: []*agentv1alpha1.ClusterRef{own}}
+	for name, c := range map[string]struct {
+		status  *status
+		cluster *agentv1alpha1.ClusterRef
+		code    codes.Code
+	}{
+		"no role":                         {&status{}, nil, codes.Unauthenticated},
+		"no role for the Cluster":         {&status{}, own, codes.Unauthenticated},
+		"a role, if no Cluster is needed": {&status{Roles: []string{"cluster"}}, nil, codes.OK},
+		"the Cluster's":                   {&status{Roles: []string{"cluster"}, Clusters: named("team-a", "production")}, own, codes.OK},
+		"another Cluster's":               {&status{Roles: []string{"cluster"}, Clusters: named("team-a", "staging")}, own, codes.PermissionDenied},
+		"another namespace's":             {&status{Roles: []string{"cluster"}, Clusters: named("team-b", "production")}, own, codes.PermissionDenied},
+		"one of several Clusters":         {&status{Roles: []string{"reader"}, Clusters: append(named("team-a", "staging"), own)}, own, codes.OK},
+		"a pattern":                       {&status{Roles: []string{"reader"}, Clusters: named("team-*", "*")}, own, codes.OK},
+		"a pattern of other Clusters":     {&status{Roles: []string{"reader"}, Clusters: named("team-a", "stag*")}, own, codes.PermissionDenied},
+		"every Cluster":                   {&status{Roles: []string{"admin"}, AllClusters: true}, own, codes.OK},
+		"a bootstrap certificate's":       {bootstrap, own, codes.PermissionDenied},
+		"the same, if that is enough":     {bootstrap, nil, codes.OK},
+	} {
+		t.Run(name, func(t *testing.T) {
+			listener := bufconn.Listen(1 << 10)
+			server := grpc.NewServer()
+			agentv1alpha1.RegisterStatusServiceServer(server, statusOnly{status: c.status})
+			served := make(chan struct{})
+			go func() { defer close(served); _ = server.Serve(listener) }()
+			t.Cleanup(func() { server.Stop(); <-served })
+			conn, err := grpc.NewClient("passthrough:///agent", grpc.WithTransportCredentials(insecure.NewCredentials()),
+				grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return listener.DialContext(ctx) }))
+			require.NoError(t, err)
+			err = checkIdentity(c.cluster)(t.Context(), conn)
+			require.NoError(t, conn.Close())
+			require.Equal(t, c.code, grpcstatus.Code(err), "%v", err)
+		})
+	}
+}
+
+// closedConn is a connection whose writes fail, and whose reads return what arrived before it was closed.
+type closedConn struct {
+	net.Conn
+
+	reads []error // nil for a byte
+}
+
+func (c *closedConn) SetReadDeadline(time.Time) error { return nil }
+
+func (c *closedConn) Write([]byte) (int, error) { return 0, syscall.EPIPE }
+
+func (c *closedConn) Read([]byte) (int, error) {
+	err := c.reads[0]
+	c.reads = c.reads[1:]
+	if err != nil {
+		return 0, err
+	}
+	return 1, nil
+}
+
+// A server that rejects a client certificate sends an alert and closes the connection, before the client has sent
+// anything or after.
+func TestAFirstWriteFailsWithTheAlertThatClosedTheConnection(t *testing.T) {
+	alert := &net.OpError{Op: "remote error", Err: errors.New("tls: unknown certificate authority")}
+	for name, tc := range map[string]struct {
+		received bool
+		reads    []error
+		err      error
+	}{
+		"an alert":                  {false, []error{alert}, alert},
+		"no alert":                  {false, []error{io.EOF}, syscall.EPIPE},
+		"data":                      {false, []error{nil}, syscall.EPIPE},
+		"an alert after other data": {true, []error{nil, alert}, syscall.EPIPE},
+	} {
+		t.Run(name, func(t *testing.T) {
+			closed := &closedConn{reads: tc.reads}
+			conn := &alertedConn{Conn: closed}
+			if tc.received {
+				_, err := conn.Read(make([]byte, 1))
+				require.NoError(t, err)
+			}
+			left := len(closed.reads)
+			_, err := conn.Write([]byte("preface"))
+			require.Equal(t, tc.err, err)
+			require.Equal(t, tc.received, len(closed.reads) == left, "after the first byte, only gRPC reads")
+		})
 	}
 }

@@ -15,7 +15,9 @@
 // Errors are gRPC statuses; package agenterrors reads them.
 //
 // [Client.MirrorNodeGroups], [Client.MirrorClaims] and [Client.MirrorMachines] keep a complete
-// local copy of what the agent streams, across reconnections and restarts of the agent.
+// local copy of what the agent streams, across reconnections and restarts of the agent. When the
+// certificate is replaced, or the agent ends a connection because of its age, they move to the next
+// connection without a gap.
 //
 // # What is written by hand
 //

@@ -45,6 +45,9 @@ type Mirror[T proto.Message] struct {
 	backoff           wait.Backoff
 	synced            chan struct{}
 	closed            <-chan struct{} // the client's
+	// moves returns a channel that is closed when streams that are opened from now on should move to
+	// another connection. It may be nil.
+	moves func() <-chan struct{}
 
 	mu            sync.RWMutex
 	view          map[string]T
@@ -54,6 +57,7 @@ type Mirror[T proto.Message] struct {
 	state         State
 	subscriptions map[*Subscription]struct{}
 	stateWatchers map[chan struct{}]struct{}
+	shown         *following // the stream that the view is of
 }
 
 // State describes how current a mirror's view is.
@@ -106,6 +110,7 @@ func newMirror[T proto.Message](
 		backoff:           wait.Backoff{Duration: 200 * time.Millisecond, Factor: 2, Jitter: 0.5, Steps: 10, Cap: 5 * time.Second},
 		synced:            make(chan struct{}),
 		closed:            c.closed,
+		moves:             c.moves,
 		view:              map[string]T{},
 		indexed:           map[string]map[string]T{},
 		subscriptions:     map[*Subscription]struct{}{},
@@ -143,65 +148,148 @@ func (m *Mirror[T]) Run(ctx context.Context) error {
 			delay = max(delay, asked)
 		}
 		m.logger.V(1).Info("stream ended, connecting again", "error", err.Error(), "delay", delay.String())
-		timer := m.clock.NewTimer(delay)
-		select {
-		case <-ctx.Done():
-			timer.Stop()
+		if !m.sleep(ctx, delay, nil) {
 			return nil
-		case <-timer.C():
 		}
 	}
 }
 
-// follow applies one stream until it ends. It returns why the stream ended, and whether a snapshot
-// was completed.
-func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	var watchdog sync.WaitGroup
-	watchdog.Go(func() { m.watchSilence(ctx, cancel) })
-	defer func() {
-		cancel(nil)
-		watchdog.Wait()
-	}()
+// sleep waits for the delay, and reports whether it has passed before ctx or the other channel ended.
+func (m *Mirror[T]) sleep(ctx context.Context, delay time.Duration, ended <-chan struct{}) bool {
+	timer := m.clock.NewTimer(delay)
+	defer timer.Stop()
+	select {
+	case <-timer.C():
+		return true
+	case <-ended:
+	case <-ctx.Done():
+	}
+	return false
+}
 
+// follow applies streams until none is left. It returns why the last one ended, and whether it completed
+// a snapshot. When a stream should move to another connection, the next one is opened before it is
+// left, and takes over once its snapshot is complete, so that the view has no gap.
+func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) {
+	current := m.begin(ctx)
+	defer func() { current.leave() }() // the one that is left
+	for {
+		select {
+		case <-current.ended:
+			return current.isSynced(), current.err
+		case <-current.moves:
+		}
+		// Those of many clients may have to move at once. And a connection that is lost looks like one that is to
+		// be left, until its streams end.
+		if !m.sleep(ctx, wait.Jitter(m.backoff.Duration, m.backoff.Jitter), current.ended) {
+			<-current.ended
+			return current.isSynced(), current.err
+		}
+		next := m.begin(ctx)
+		select {
+		case <-next.synced:
+		case <-current.ended:
+			m.disconnectedUntil(next, current.err)
+		case <-next.ended:
+			m.logger.V(1).Info("the stream on another connection ended before it was complete; trying again", "error", next.err.Error())
+			next.leave()
+			m.sleep(ctx, m.backoff.Cap, current.ended)
+			continue
+		}
+		current.leave()
+		current = next
+	}
+}
+
+// following is an open stream.
+type following struct {
+	// moves is closed when the stream should be left for another one. It may be nil.
+	moves <-chan struct{}
+	// synced is closed once the view is that of the stream, and ended when the stream has ended, with err
+	// as the reason.
+	synced, ended chan struct{}
+	err           error
+	cancel        context.CancelCauseFunc
+	// last is when something was received last.
+	last time.Time
+}
+
+// isSynced reports whether the stream has completed a snapshot.
+func (f *following) isSynced() bool {
+	select {
+	case <-f.synced:
+		return true
+	default:
+		return false
+	}
+}
+
+// leave ends the stream, and waits for that.
+func (f *following) leave() {
+	f.cancel(nil)
+	<-f.ended
+}
+
+// begin opens a stream, and applies it until it ends.
+func (m *Mirror[T]) begin(ctx context.Context) *following {
+	ctx, cancel := context.WithCancelCause(ctx)
+	f := &following{synced: make(chan struct{}), ended: make(chan struct{}), cancel: cancel, last: m.clock.Now()}
+	if m.moves != nil {
+		f.moves = m.moves()
+	}
+	go func() {
+		defer close(f.ended)
+		var watchdog sync.WaitGroup
+		watchdog.Go(func() { m.watchSilence(ctx, f) })
+		defer func() {
+			cancel(nil)
+			watchdog.Wait()
+		}()
+		f.err = because(ctx, m.apply(ctx, f))
+	}()
+	return f
+}
+
+// apply applies a stream until it ends, and returns why.
+func (m *Mirror[T]) apply(ctx context.Context, f *following) error {
 	receive, err := m.open(ctx)
 	if err != nil {
-		return false, because(ctx, err)
+		return err
 	}
 	snapshot := map[string]T{} // nil once it is complete
 	for {
 		e, err := receive()
 		if err != nil {
-			return reachedSynced, because(ctx, err)
+			return err
 		}
 		switch e.kind {
 		case upsert:
 			if snapshot != nil {
 				snapshot[m.key(e.object)] = e.object
-				m.heard()
+				m.heard(f)
 			} else {
-				m.put(m.key(e.object), e.object)
+				m.put(f, m.key(e.object), e.object)
 			}
 		case removed:
 			if snapshot != nil {
 				delete(snapshot, e.key)
-				m.heard()
+				m.heard(f)
 			} else {
-				m.remove(e.key)
+				m.remove(f, e.key)
 			}
 		case synced:
 			if snapshot != nil {
-				m.replace(snapshot)
-				snapshot, reachedSynced = nil, true
+				m.replace(f, snapshot)
+				snapshot = nil
 			} else {
-				m.heard()
+				m.heard(f)
 			}
 		case resync:
 			m.logger.V(1).Info("the agent dropped changes and starts over", "reason", e.reason)
 			snapshot = map[string]T{}
-			m.heard()
+			m.heard(f)
 		case heartbeat, unknown:
-			m.heard()
+			m.heard(f)
 		}
 	}
 }
@@ -218,17 +306,15 @@ func because(ctx context.Context, err error) error {
 }
 
 // watchSilence cancels the stream when nothing has been received for too long.
-func (m *Mirror[T]) watchSilence(ctx context.Context, cancel context.CancelCauseFunc) {
+func (m *Mirror[T]) watchSilence(ctx context.Context, f *following) {
 	limit := missedHeartbeats * m.heartbeatInterval
-	opened := m.clock.Now()
 	for {
-		last := m.State().LastEvent
-		if last.Before(opened) {
-			last = opened
-		}
+		m.mu.RLock()
+		last := f.last
+		m.mu.RUnlock()
 		silent := m.clock.Since(last)
 		if silent >= limit {
-			cancel(errSilent)
+			f.cancel(errSilent)
 			return
 		}
 		timer := m.clock.NewTimer(limit - silent)
@@ -241,16 +327,26 @@ func (m *Mirror[T]) watchSilence(ctx context.Context, cancel context.CancelCause
 	}
 }
 
-func (m *Mirror[T]) heard() {
+func (m *Mirror[T]) heard(f *following) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.state.LastEvent = m.clock.Now()
+	m.note(f)
 }
 
-func (m *Mirror[T]) put(key string, object T) {
+// note records that something was received, and reports whether the view is that of the stream. m.mu
+// must be held.
+func (m *Mirror[T]) note(f *following) (shown bool) {
+	f.last = m.clock.Now()
+	m.state.LastEvent = f.last
+	return m.shown == f
+}
+
+func (m *Mirror[T]) put(f *following, key string, object T) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.state.LastEvent = m.clock.Now()
+	if !m.note(f) {
+		return // another stream has taken over
+	}
 	old, ok := m.view[key]
 	if ok && proto.Equal(old, object) {
 		return
@@ -263,10 +359,12 @@ func (m *Mirror[T]) put(key string, object T) {
 	m.changed(key)
 }
 
-func (m *Mirror[T]) remove(key string) {
+func (m *Mirror[T]) remove(f *following, key string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.state.LastEvent = m.clock.Now()
+	if !m.note(f) {
+		return
+	}
 	old, ok := m.view[key]
 	if !ok {
 		return
@@ -302,10 +400,17 @@ func (m *Mirror[T]) unindex(key string, object T) {
 	}
 }
 
-// replace makes a complete snapshot the view.
-func (m *Mirror[T]) replace(snapshot map[string]T) {
+// replace makes a complete snapshot the view, unless another stream has taken over meanwhile.
+func (m *Mirror[T]) replace(f *following, snapshot map[string]T) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	m.note(f)
+	if first := !f.isSynced(); !first && m.shown != f {
+		return
+	} else if first {
+		m.shown = f
+		close(f.synced)
+	}
 	var keys []string
 	indexed := map[string]map[string]T{}
 	for key, object := range snapshot {
@@ -319,11 +424,9 @@ func (m *Mirror[T]) replace(snapshot map[string]T) {
 			keys = append(keys, key)
 		}
 	}
-	now := m.clock.Now()
 	m.view, m.indexed = snapshot, indexed
-	m.state.LastEvent = now
 	if !m.state.Connected {
-		m.state.Connected, m.state.Since = true, now
+		m.state.Connected, m.state.Since = true, f.last
 		m.stateChanged()
 	}
 	if !m.state.Synced {
@@ -344,9 +447,15 @@ func (m *Mirror[T]) changed(keys ...string) {
 	}
 }
 
-func (m *Mirror[T]) disconnected(err error) {
+func (m *Mirror[T]) disconnected(err error) { m.disconnectedUntil(nil, err) }
+
+// disconnectedUntil records that the view is not current any more, unless it is the next stream's already.
+func (m *Mirror[T]) disconnectedUntil(next *following, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if next != nil && m.shown == next {
+		return
+	}
 	m.state.LastError = err
 	if m.state.Connected {
 		m.state.Connected, m.state.Since = false, m.clock.Now()

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"sync"
 	"testing"
 	"time"
 
@@ -28,6 +29,17 @@ type scripted struct {
 	t       *testing.T
 	clock   *clocktesting.FakeClock
 	streams chan *stream // opened by the mirror
+
+	mu     sync.Mutex
+	moving chan struct{}
+}
+
+// move has all open streams move to another connection.
+func (s *scripted) move() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	close(s.moving)
+	s.moving = make(chan struct{})
 }
 
 type stream struct {
@@ -38,7 +50,9 @@ type stream struct {
 
 func newScripted(t *testing.T) *scripted {
 	t.Helper()
-	s := &scripted{t: t, clock: clocktesting.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)), streams: make(chan *stream)}
+	s := &scripted{
+		t: t, clock: clocktesting.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)), streams: make(chan *stream), moving: make(chan struct{}),
+	}
 	c := FromConn(nil, Options{Clock: s.clock, HeartbeatInterval: time.Second})
 	s.Mirror = newMirror(c, "test", machine.GetName, func(ctx context.Context) (func() (machineEvent, error), error) {
 		opened := &stream{events: make(chan machineEvent), end: make(chan error), ctx: ctx}
@@ -59,6 +73,11 @@ func newScripted(t *testing.T) *scripted {
 		}, nil
 	})
 	s.providerID = machine.GetProviderId
+	s.moves = func() <-chan struct{} {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.moving
+	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error)
 	go func() { done <- s.Run(ctx) }()
@@ -322,4 +341,83 @@ func TestSubscriptionCollectsKeysWithoutHoldingTheStreamUp(t *testing.T) {
 	subscription.Close()
 	s.send(stream, upserted("c", ""), machineEvent{kind: heartbeat})
 	require.Empty(t, subscription.Take())
+}
+
+// A connection ends with its certificate, and after some hours in any case.
+func TestMirrorMovesToAnotherConnectionWithoutAGap(t *testing.T) {
+	s := newScripted(t)
+	first := s.open()
+	s.send(first, upserted("a", ""), upserted("b", ""), marker)
+	require.NoError(t, s.WaitForSync(t.Context()))
+	since := s.State().Since
+	changes, stop := s.StateChanges()
+	defer stop()
+
+	s.move()
+	second := s.open()
+	s.send(second, upserted("a", ""), upserted("c", ""))
+	s.send(first, upserted("d", ""), machineEvent{kind: heartbeat})
+	require.Equal(t, []string{"a", "b", "d"}, s.names(), "the first one is followed meanwhile")
+	require.NoError(t, first.ctx.Err())
+	s.send(second, upserted("d", ""), marker)
+	s.eventually(func() bool { return first.ctx.Err() != nil })
+	require.Equal(t, []string{"a", "c", "d"}, s.names())
+	s.send(second, gone("a"), machineEvent{kind: heartbeat})
+	require.Equal(t, []string{"c", "d"}, s.names())
+	require.True(t, s.State().Connected)
+	require.Equal(t, since, s.State().Since, "it was connected all the time")
+	require.NoError(t, s.State().LastError)
+	require.Empty(t, changes)
+}
+
+func TestMirrorTriesToMoveUntilItCan(t *testing.T) {
+	s := newScripted(t)
+	first := s.open()
+	s.send(first, upserted("a", ""), marker)
+	require.NoError(t, s.WaitForSync(t.Context()))
+	s.move()
+	refused := s.open()
+	s.send(refused, upserted("half", ""))
+	refused.end <- errors.New("refused")
+	s.send(first, machineEvent{kind: heartbeat}, upserted("b", ""), machineEvent{kind: heartbeat})
+	require.Equal(t, []string{"a", "b"}, s.names())
+	require.True(t, s.State().Connected)
+
+	var again *stream
+	for again == nil { // the first one is not silent meanwhile
+		select {
+		case again = <-s.streams:
+		case first.events <- machineEvent{kind: heartbeat}:
+			s.clock.Step(100 * time.Millisecond)
+		case <-time.After(patience):
+			t.Fatal("it does not try again")
+		}
+	}
+	require.NoError(t, first.ctx.Err())
+	s.send(again, upserted("c", ""), marker)
+	s.eventually(func() bool { return first.ctx.Err() != nil })
+	require.Equal(t, []string{"c"}, s.names())
+}
+
+// The connection may end before the next one is complete.
+func TestMirrorIsNotConnectedWhileNoStreamIsComplete(t *testing.T) {
+	s := newScripted(t)
+	first := s.open()
+	s.send(first, upserted("a", ""), marker)
+	require.NoError(t, s.WaitForSync(t.Context()))
+	s.move()
+	second := s.open()
+	s.send(second, upserted("b", ""))
+	first.end <- io.EOF
+	s.eventually(func() bool { return !s.State().Connected })
+	require.ErrorIs(t, s.State().LastError, errEnded)
+	require.Equal(t, []string{"a"}, s.names())
+	s.send(second, marker)
+	s.eventually(func() bool { return s.State().Connected })
+	require.Equal(t, []string{"b"}, s.names(), "no third one is needed")
+	s.move()
+	third := s.open()
+	s.send(third, marker)
+	s.eventually(func() bool { return second.ctx.Err() != nil })
+	require.Empty(t, s.names())
 }

@@ -14,6 +14,7 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // These are the defaults of [Options] and the fixed parameters of connections.
@@ -93,6 +94,10 @@ type TLS struct {
 	// ServerName is the name that the agent's certificate must have. Empty means the host of the
 	// address.
 	ServerName string
+	// Cluster is the Cluster that the client calls for. If it is set, a new certificate whose identity may not
+	// act for that Cluster does not replace the previous one. The agent itself accepts the certificates of other
+	// Clusters, too. OPTIONAL.
+	Cluster *agentv1alpha1.ClusterRef
 }
 
 func (o Options) withDefaults() Options {

@@ -4,8 +4,11 @@ import (
 	"bytes"
 	"context"
 	"crypto/tls"
+	"crypto/x509"
+	"errors"
 	"net"
 	"sync/atomic"
+	"time"
 
 	"github.com/go-logr/logr"
 	"google.golang.org/grpc/credentials"
@@ -71,7 +74,42 @@ func (m mutualTLS) ClientHandshake(ctx context.Context, authority string, conn n
 		return nil, nil, err
 	}
 	m.last.Store(certificate)
-	return secured, info, nil
+	return &alertedConn{Conn: secured}, info, nil
+}
+
+// alertWithin limits the wait for the alert of a closed connection, which has usually arrived before.
+const alertWithin = 100 * time.Millisecond
+
+// alertedConn is a connection on which a write that fails before anything was received returns the server's
+// alert, if there is one. In TLS 1.3, a client's handshake succeeds before the server has verified its
+// certificate. If the server rejects it and closes the connection before the client's first write, the error of
+// that write is only that the connection is closed.
+type alertedConn struct {
+	net.Conn
+
+	received atomic.Bool
+}
+
+func (c *alertedConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if n > 0 {
+		c.received.Store(true)
+	}
+	return n, err
+}
+
+func (c *alertedConn) Write(b []byte) (int, error) {
+	n, err := c.Conn.Write(b)
+	if err == nil || c.received.Load() {
+		return n, err
+	}
+	// The connection cannot be used any more, and no call was made on it, so this read takes nothing away.
+	_ = c.SetReadDeadline(time.Now().Add(alertWithin))
+	_, readErr := c.Conn.Read(make([]byte, 1))
+	if alert, ok := errors.AsType[*net.OpError](readErr); ok && alert.Op == "remote error" { // crypto/tls's name for an alert
+		return n, readErr
+	}
+	return n, err
 }
 
 // certificate returns the certificate for the next handshake.
@@ -88,6 +126,14 @@ func (m mutualTLS) certificate() (*tls.Certificate, error) {
 
 // accept records that the agent has accepted the certificate of the last handshake.
 func (m mutualTLS) accept() { m.accepted.Store(m.last.Load()) }
+
+// presented returns the certificate of the last handshake, nil before the first.
+func (m mutualTLS) presented() *x509.Certificate {
+	if last := m.last.Load(); last != nil {
+		return last.Leaf
+	}
+	return nil
+}
 
 func (m mutualTLS) Clone() credentials.TransportCredentials { return m }
 

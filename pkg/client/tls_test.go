@@ -38,6 +38,7 @@ type authority struct {
 	t    *testing.T
 	cert *x509.Certificate
 	key  *ecdsa.PrivateKey
+	life time.Duration // of the certificates that it issues
 }
 
 func newAuthority(t *testing.T) *authority {
@@ -53,7 +54,7 @@ func newAuthority(t *testing.T) *authority {
 	require.NoError(t, err)
 	cert, err := x509.ParseCertificate(der)
 	require.NoError(t, err)
-	return &authority{t: t, cert: cert, key: key}
+	return &authority{t: t, cert: cert, key: key, life: time.Hour}
 }
 
 func (a *authority) pool() *x509.CertPool {
@@ -74,7 +75,7 @@ func (a *authority) issue(serial int64, name string) (certificate, key []byte) {
 	require.NoError(a.t, err)
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(serial),
-		NotBefore:    time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		NotBefore:    time.Now().Add(-time.Hour), NotAfter: time.Now().Add(a.life),
 		KeyUsage: x509.KeyUsageDigitalSignature,
 	}
 	if name != "" {
@@ -396,16 +397,25 @@ func TestANewCertificateThatTheAgentDoesNotAcceptBreaksNothing(t *testing.T) {
 	ca := newAuthority(t)
 	agent, source := serveTLS(t, ca), certificates.NewHeld(nil)
 	require.NoError(t, source.Hold(ca.held(1)))
-	c := connect(t, client.Options{Address: agent.address, TLS: &client.TLS{Source: source, ServerName: serverName}})
+	inUse := source.Stats()
+	clk := clocktesting.NewFakeClock(time.Now())
+	c := connect(t, client.Options{Address: agent.address, TLS: &client.TLS{Source: source, ServerName: serverName}, Clock: clk})
 	require.NoError(t, getStatus(t.Context(), c))
 
 	require.NoError(t, source.Hold(ca.strange(2)))
 	before := agent.tries()
 	require.Eventually(t, func() bool {
 		require.NoError(t, getStatus(t.Context(), c))
-		return agent.tries() > before
+		return agent.tries() > before+1
 	}, patience, time.Millisecond)
 	require.NoError(t, getStatus(t.Context(), c))
+	require.EqualValues(t, 1, agent.lastSeen())
+	require.NoError(t, c.CertificateRefused(), "a single attempt may fail for another reason")
+	require.Greater(t, source.Stats().CertificateNotAfter, inUse.CertificateNotAfter.Add(time.Hour))
+	require.Equal(t, inUse.CertificateNotAfter, c.Certificates().CertificateNotAfter, "of the certificate in use, which ends first")
+	require.Equal(t, inUse.CertificateNotBefore, c.Certificates().CertificateNotBefore)
+
+	isRefused(t, c, clk)
 	require.EqualValues(t, 1, agent.lastSeen())
 
 	require.NoError(t, source.Hold(ca.held(3)))
@@ -413,14 +423,79 @@ func TestANewCertificateThatTheAgentDoesNotAcceptBreaksNothing(t *testing.T) {
 		require.NoError(t, getStatus(t.Context(), c))
 		return agent.lastSeen() == 3
 	}, patience, time.Millisecond)
+	require.Eventually(t, func() bool {
+		require.NoError(t, getStatus(t.Context(), c))
+		return c.Certificates() == source.Stats()
+	}, patience, time.Millisecond)
+	require.NoError(t, c.CertificateRefused())
+}
+
+// isRefused makes calls, which must succeed, and advances the clock until the client reports that its new
+// certificate is of an authority that the agent does not trust.
+func isRefused(t *testing.T, c *client.Client, clk *clocktesting.FakeClock) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		require.NoError(t, getStatus(t.Context(), c))
+		clk.Step(time.Second)
+		return c.CertificateRefused() != nil
+	}, patience, 10*time.Millisecond)
+	require.ErrorContains(t, c.CertificateRefused(), "unknown certificate authority")
 }
 
 // strange returns a client certificate of an authority that the agent does not trust.
 func (a *authority) strange(serial int64) certificates.PEM {
 	a.t.Helper()
-	strange := newAuthority(a.t).held(serial)
+	other := newAuthority(a.t)
+	other.life = 3 * time.Hour
+	strange := other.held(serial)
 	strange.Authorities = a.pem()
 	return strange
+}
+
+// The agent accepts the certificates of other Clusters, and of onboardings, too: they have the same authority.
+func TestANewCertificateThatIsNotForTheClusterBreaksNothing(t *testing.T) {
+	authority, err := fakeagent.NewAuthority(time.Now())
+	require.NoError(t, err)
+	issued := func(path string) certificates.PEM {
+		certificate, key, err := authority.IssueClient("spiffe://karpenter-capi" + path)
+		require.NoError(t, err)
+		return certificates.PEM{Certificate: certificate, Key: key, Authorities: authority.PEM()}
+	}
+	certificate, key, err := authority.IssueServer(serverName)
+	require.NoError(t, err)
+	pair, err := tls.X509KeyPair(certificate, key)
+	require.NoError(t, err)
+	for name, path := range map[string]string{
+		"another Cluster's":   "/cluster/default/other",
+		"for the first start": "/bootstrap/default/workload/4f2a",
+	} {
+		t.Run(name, func(t *testing.T) {
+			agent, source := fakeagent.New(), certificates.NewHeld(nil)
+			t.Cleanup(agent.Close)
+			listener, err := net.Listen("tcp", "127.0.0.1:0")
+			require.NoError(t, err)
+			agent.ServeTLS(listener, &tls.Config{Certificates: []tls.Certificate{pair}, ClientCAs: authority.Pool()},
+				func(string) []fakeagent.Grant { return nil })
+			require.NoError(t, source.Hold(issued("/cluster/default/workload")))
+			c := connect(t, client.Options{Address: listener.Addr().String(), TLS: &client.TLS{
+				Source: source, ServerName: serverName, Cluster: fakeagent.DefaultCluster(),
+			}})
+			works := func() {
+				t.Helper()
+				_, err := c.Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: fakeagent.DefaultCluster()})
+				require.NoError(t, err)
+			}
+			works()
+			require.NoError(t, source.Hold(issued(path)))
+			require.Eventually(t, func() bool { works(); return c.CertificateRefused() != nil }, patience, time.Millisecond)
+			works()
+			require.ErrorContains(t, c.CertificateRefused(), "default/workload")
+			require.True(t, agenterrors.IsPermissionDenied(c.CertificateRefused()))
+
+			require.NoError(t, source.Hold(issued("/cluster/default/workload")))
+			require.Eventually(t, func() bool { works(); return c.CertificateRefused() == nil }, patience, time.Millisecond)
+		})
+	}
 }
 
 // The new certificate is rejected by TLS, and the connection with the previous one is lost.
@@ -442,6 +517,7 @@ func TestALostConnectionIsMadeAgainWithTheCertificateThatWasAccepted(t *testing.
 		accepted = agent.accepted()
 		require.EqualValues(t, 1, agent.lastSeen())
 	}
+	isRefused(t, c, clk)
 
 	t.Log("the former certificate ends: calls fail, and say why")
 	clk.Step(2 * time.Hour)
@@ -456,6 +532,7 @@ func TestALostConnectionIsMadeAgainWithTheCertificateThatWasAccepted(t *testing.
 	require.NoError(t, source.Hold(ca.held(3)))
 	require.Eventually(t, func() bool { return getStatus(t.Context(), c) == nil }, patience, time.Millisecond)
 	require.EqualValues(t, 3, agent.lastSeen())
+	require.NoError(t, c.CertificateRefused())
 }
 
 // The agent no longer trusts the authority of the previous certificate.

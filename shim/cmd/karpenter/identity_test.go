@@ -24,9 +24,12 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
 )
 
 // issuer issues certificates of the onboarding "first" to clients that present its bootstrap
@@ -234,4 +237,19 @@ func TestThePlanNeedsNoKarpenterThatHasRun(t *testing.T) {
 	bootstrap.Data = issuer.secret("/bootstrap/default/another/first")
 	require.NoError(t, s.Update(t.Context(), bootstrap))
 	require.ErrorContains(t, planned(), "its certificate is for the Cluster default/another")
+}
+
+// The agent accepts the certificates of other Clusters, too.
+func TestANewCertificateHasToBeForTheCluster(t *testing.T) {
+	for name, opts := range map[string]*options.Options{
+		"from files":    {AgentTLSCertFile: "tls.crt", AgentTLSKeyFile: "tls.key", AgentCAFile: "ca.crt"},
+		"from a secret": {AgentIdentitySecret: types.NamespacedName{Namespace: "karpenter", Name: "identity"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			opts.ClusterNamespace, opts.ClusterName = "team-a", "production"
+			cluster := agentOptions(t.Context(), opts, certificates.NewHeld(nil)).TLS.Cluster
+			require.Equal(t, "team-a", cluster.GetNamespace())
+			require.Equal(t, "production", cluster.GetName())
+		})
+	}
 }

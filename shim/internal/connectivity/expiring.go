@@ -31,9 +31,11 @@ const (
 // the new one. As a
 // runnable of a manager it does so only in the leader.
 type Expiring struct {
-	// Stats returns the statistics of the certificate. REQUIRED.
+	// Stats returns the statistics of the certificate. While calls use a former one, they are those of the one
+	// that expires first. REQUIRED.
 	Stats func() certificates.Stats
-	// Refused returns why the agent refuses the certificate that was read last, or nil. REQUIRED.
+	// Refused returns why the agent refuses the certificate that was read last, UNAVAILABLE if no connection can
+	// be made with it, or nil. REQUIRED.
 	Refused func() error
 	// Announce publishes a warning. REQUIRED.
 	Announce func(ctx context.Context, reason, message string)
@@ -76,8 +78,12 @@ func (e *Expiring) Warning() (reason, message string, found bool) {
 		return "", "", false
 	}
 	if err := e.Refused(); err != nil {
-		return ReasonRefused, fmt.Sprintf("The agent refuses the shim's new client certificate, and calls use the former one until it expires: %s. %s",
-			agenterrors.Describe(err), e.Remedy), true
+		what := "The agent refuses the shim's new client certificate"
+		if agenterrors.IsUnavailable(err) {
+			what = "No connection to the agent can be made with the shim's new client certificate"
+		}
+		return ReasonRefused, fmt.Sprintf("%s, and calls use the former one until it expires: %s. %s",
+			what, agenterrors.Describe(err), e.Remedy), true
 	}
 	left := end.Sub(e.Clock.Now())
 	if left >= min(end.Sub(stats.CertificateNotBefore)/expiringPart, longestExpiring) {

@@ -2,16 +2,24 @@ package connectivity_test
 
 import (
 	"context"
+	"crypto/tls"
+	"net"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 )
 
@@ -41,19 +49,83 @@ func TestACertificateThatIsAboutToExpireIsWarnedOf(t *testing.T) {
 }
 
 func TestACertificateThatTheAgentRefusesIsWarnedOf(t *testing.T) {
-	clk := clocktesting.NewFakeClock(time.Now())
-	e := &connectivity.Expiring{
-		Stats: func() certificates.Stats {
-			return certificates.Stats{CertificateNotBefore: clk.Now(), CertificateNotAfter: clk.Now().Add(24 * time.Hour)}
+	for name, c := range map[string]struct {
+		err     error
+		message string
+	}{
+		"by its policy": {
+			agenterrors.Unauthenticated("the issuer has no right to this identity"),
+			"The agent refuses the shim's new client certificate, and calls use the former one until it expires: " +
+				"Unauthenticated: the issuer has no right to this identity. Renew it.",
 		},
-		Refused: func() error { return agenterrors.Unauthenticated("the issuer has no right to this identity") },
-		Remedy:  "Renew it.", Clock: clk,
+		"in the handshake": {
+			status.Error(codes.Unavailable, "remote error: tls: unknown certificate authority"),
+			"No connection to the agent can be made with the shim's new client certificate, and calls use the former one until it expires: " +
+				"Unavailable: remote error: tls: unknown certificate authority. Renew it.",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			clk := clocktesting.NewFakeClock(time.Now())
+			e := &connectivity.Expiring{
+				Stats: func() certificates.Stats {
+					return certificates.Stats{CertificateNotBefore: clk.Now(), CertificateNotAfter: clk.Now().Add(24 * time.Hour)}
+				},
+				Refused: func() error { return c.err },
+				Remedy:  "Renew it.", Clock: clk,
+			}
+			reason, message, found := e.Warning()
+			require.True(t, found)
+			require.Equal(t, "AgentCertificateRefused", reason)
+			require.Equal(t, c.message, message)
+		})
 	}
+}
+
+// The certificate that was read last is far from its end, but the agent does not accept it.
+func TestTheEndOfTheCertificateInUseIsWarnedOf(t *testing.T) {
+	const name = "capi-agent.hub.svc"
+	used, err := fakeagent.NewAuthority(time.Now().Add(-990 * time.Hour)) // its certificates end in ten hours
+	require.NoError(t, err)
+	unknown, err := fakeagent.NewAuthority(time.Now())
+	require.NoError(t, err)
+	certificate, key, err := used.IssueServer(name)
+	require.NoError(t, err)
+	pair, err := tls.X509KeyPair(certificate, key)
+	require.NoError(t, err)
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	agent := fakeagent.New()
+	t.Cleanup(agent.Close)
+	agent.ServeTLS(listener, &tls.Config{Certificates: []tls.Certificate{pair}, ClientCAs: used.Pool()}, func(string) []fakeagent.Grant { return nil })
+	held := certificates.NewHeld(nil)
+	hold := func(by *fakeagent.Authority) {
+		t.Helper()
+		certificate, key, err := by.IssueClient("spiffe://karpenter-capi/cluster/default/workload")
+		require.NoError(t, err)
+		require.NoError(t, held.Hold(certificates.PEM{Certificate: certificate, Key: key, Authorities: used.PEM()}))
+	}
+	hold(used)
+	c, err := agentclient.New(agentclient.Options{
+		Address: listener.Addr().String(), TLS: &agentclient.TLS{Source: held, ServerName: name},
+	})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, c.Close()) })
+	called := func() {
+		t.Helper()
+		_, err := c.Status.GetStatus(t.Context(), &agentv1alpha1.GetStatusRequest{})
+		require.NoError(t, err)
+	}
+	called()
+	end := held.Stats().CertificateNotAfter
+
+	hold(unknown)
+	called()
+	require.True(t, held.Stats().CertificateNotAfter.After(end.Add(900*time.Hour)))
+	e := &connectivity.Expiring{Stats: c.Certificates, Refused: c.CertificateRefused, Remedy: "Renew it.", Clock: clock.RealClock{}}
 	reason, message, found := e.Warning()
 	require.True(t, found)
-	require.Equal(t, "AgentCertificateRefused", reason)
-	require.Equal(t, "The agent refuses the shim's new client certificate, and calls use the former one until it expires: "+
-		"Unauthenticated: the issuer has no right to this identity. Renew it.", message)
+	require.Equal(t, connectivity.ReasonExpiring, reason)
+	require.Contains(t, message, "expires at "+end.UTC().Format(time.RFC3339))
 }
 
 func expected(says string, end time.Time) []string {

@@ -188,11 +188,7 @@ var ErrUnknownMachine = errors.New("the agent shows no machine with the provider
 // NodeClaim once had a claim, the Machine counts as gone only while the NodeClaim is being deleted and its
 // Node is not Ready.
 func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Machine, error) {
-	id := nodeClaim.Status.ProviderID
-	if id == "" || placeholder.Is(id) {
-		return nil, nil //nolint:nilnil // documented
-	}
-	if claim, known := f.claims.Get(string(nodeClaim.UID)); known && !NeverMade(claim) {
+	if f.isKnown(nodeClaim) {
 		return nil, nil //nolint:nilnil // documented
 	}
 	callCtx, cancel := context.WithTimeout(ctx, f.timeout)
@@ -206,6 +202,52 @@ func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1a
 	case !NeverMade(response.GetClaim()):
 		return nil, nil //nolint:nilnil // documented
 	}
+	return f.without(ctx, nodeClaim, f.reported)
+}
+
+// UnknownAmong returns those of the NodeClaims for which [Finder.Of] returns [ErrUnknownMachine]. It makes no
+// call for each of them: whether a NodeClaim has or had a claim is decided by the mirror alone, and each node
+// group is requested once. While the mirror lags behind, or if the claim is another holder's, the result may
+// contain a NodeClaim for which Of returns nil. It lacks none, so it is for callers that keep what is unknown.
+func (f *Finder) UnknownAmong(ctx context.Context, nodeClaims []*karpv1.NodeClaim) ([]*karpv1.NodeClaim, error) {
+	groups := map[string]error{}
+	reported := func(ctx context.Context, group string) error {
+		err, asked := groups[group]
+		if !asked {
+			err = f.reported(ctx, group)
+			groups[group] = err
+		}
+		return err
+	}
+	var unknown []*karpv1.NodeClaim
+	for _, nodeClaim := range nodeClaims {
+		if f.isKnown(nodeClaim) {
+			continue
+		}
+		switch _, err := f.without(ctx, nodeClaim, reported); {
+		case errors.Is(err, ErrUnknownMachine):
+			unknown = append(unknown, nodeClaim)
+		case err != nil:
+			return nil, fmt.Errorf("looking for the machine of NodeClaim %s: %w", nodeClaim.Name, err)
+		}
+	}
+	return unknown, nil
+}
+
+// isKnown reports whether a NodeClaim has no machine yet, or has or had a claim according to the mirror.
+func (f *Finder) isKnown(nodeClaim *karpv1.NodeClaim) bool {
+	if id := nodeClaim.Status.ProviderID; id == "" || placeholder.Is(id) {
+		return true
+	}
+	claim, known := f.claims.Get(string(nodeClaim.UID))
+	return known && !NeverMade(claim)
+}
+
+// without is [Finder.Of] for a NodeClaim that neither has nor had a claim.
+func (f *Finder) without(
+	ctx context.Context, nodeClaim *karpv1.NodeClaim, reported func(ctx context.Context, group string) error,
+) (*agentv1alpha1.Machine, error) {
+	id := nodeClaim.Status.ProviderID
 	machine, err := f.Any(ctx, id)
 	switch {
 	case err != nil:
@@ -213,7 +255,7 @@ func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1a
 	case machine == nil && nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation] != "":
 		return nil, f.lost(ctx, nodeClaim)
 	case machine == nil:
-		return nil, f.gone(ctx, id)
+		return nil, f.gone(ctx, id, reported)
 	case isClaimed(machine):
 		return nil, nil //nolint:nilnil // documented
 	}
@@ -246,13 +288,19 @@ func (f *Finder) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 // gone returns nil if the agent still reports the node group of the Machine that had the provider
 // ID, which means that the Machine is gone. Otherwise it returns [ErrUnknownMachine], or the error
 // of the call.
-func (f *Finder) gone(ctx context.Context, providerID string) error {
+func (f *Finder) gone(ctx context.Context, providerID string, reported func(ctx context.Context, group string) error) error {
 	f.mu.Lock()
 	group := f.groups[providerID]
 	f.mu.Unlock()
 	if group == "" {
 		return ErrUnknownMachine
 	}
+	return reported(ctx, group)
+}
+
+// reported returns nil if the agent reports the node group, [ErrUnknownMachine] if it does not, or the error of
+// the call.
+func (f *Finder) reported(ctx context.Context, group string) error {
 	ctx, cancel := context.WithTimeout(ctx, f.timeout)
 	defer cancel()
 	_, err := f.agent.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: f.cluster, Id: group})
