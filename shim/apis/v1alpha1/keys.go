@@ -20,6 +20,9 @@ const (
 	// KeptAnnotation is on Nodes that are protected from disruption because the agent does not know their machine.
 	// It is removed together with the protection, once the agent does. Its value is "true".
 	KeptAnnotation = Group + "/kept"
+	// KeptFromRepairAnnotation is the same for the protection from repair. A Node has only one of the two if its
+	// user had set the other protection.
+	KeptFromRepairAnnotation = Group + "/kept-from-repair"
 
 	// AdoptedLabel is on NodeClaims that adopted an existing machine, and on their Nodes. Its value
 	// is "true".
@@ -57,4 +60,10 @@ const (
 // ReturnsMachine reports whether a NodeClaim has [ReturnMachineAnnotation].
 func ReturnsMachine(nodeClaim metav1.Object) bool {
 	return nodeClaim.GetAnnotations()[ReturnMachineAnnotation] == "true"
+}
+
+// IsKept reports whether a Node has [KeptAnnotation] or [KeptFromRepairAnnotation].
+func IsKept(node metav1.Object) bool {
+	annotations := node.GetAnnotations()
+	return annotations[KeptAnnotation] == "true" || annotations[KeptFromRepairAnnotation] == "true"
 }

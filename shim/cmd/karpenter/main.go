@@ -51,6 +51,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/overlays"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/providerid"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/disruptionqueue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/driftcheck"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/identity"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubeconfig"
@@ -205,6 +206,7 @@ func run(ctx context.Context) error {
 		adopting  *adoption.Controller
 		claimSync *claimsync.Controller
 	)
+	repairs := coreoptions.FromContext(ctx).FeatureGates.NodeRepair && opts.NodeRepairSkipRemediation
 	static := staticpool.New(op.GetClient(), op.EventRecorder, opts.UnavailableOfferingTTL)
 	finder := unclaimed.New(op.Clock, op.GetClient(), agent, claims, cluster, opts.AgentTimeout)
 	provider := cloudprovider.New(cloudprovider.Config{
@@ -226,6 +228,7 @@ func run(ctx context.Context) error {
 		Clock:    op.Clock,
 
 		RepairAfter:    opts.NodeRepairAfter,
+		Repairs:        repairs,
 		TracerProvider: traces.Provider(),
 	})
 	undecorated := metrics.Decorate(provider)
@@ -252,8 +255,11 @@ func run(ctx context.Context) error {
 	if core, err = retries.Soon(core); err != nil {
 		return fmt.Errorf("having core try again soon: %w", err)
 	}
-	if core, err = outage.Patient(core, decorated); err != nil {
+	if core, err = outage.Patient(core, decorated, op.EventRecorder, op.Clock); err != nil {
 		return fmt.Errorf("having core wait for the hub: %w", err)
+	}
+	if core, err = driftcheck.Seldom(core, decorated); err != nil {
+		return fmt.Errorf("having core pass over prices: %w", err)
 	}
 	op.WithControllers(ctx, core...)
 	finisher, err := disruptionqueue.New(op.Clock, op.GetClient(), core)
@@ -272,7 +278,7 @@ func run(ctx context.Context) error {
 	}
 	claimSync = claimsync.New(claimsync.Config{
 		Live: op.GetAPIReader(), CloudProvider: decorated, Agent: agent.Claims, Cluster: cluster, Recorder: op.EventRecorder,
-		Reconnected: connection.Reconnected(), Interval: opts.ClaimSyncInterval, Timeout: opts.AgentTimeout, Clock: op.Clock,
+		Reconnected: connection.Reconnected(), Repairs: repairs, Interval: opts.ClaimSyncInterval, Timeout: opts.AgentTimeout, Clock: op.Clock,
 	})
 	op.WithControllers(ctx,
 		claimSync,
@@ -361,6 +367,9 @@ func agentOptions(ctx context.Context, opts *options.Options, source certificate
 			CAFile:     opts.AgentCAFile,
 			ServerName: opts.AgentServerName,
 		}
+	}
+	if mutual != nil {
+		mutual.Cluster = &agentv1alpha1.ClusterRef{Namespace: opts.ClusterNamespace, Name: opts.ClusterName}
 	}
 	return agentclient.Options{
 		Address:           opts.AgentAddress,

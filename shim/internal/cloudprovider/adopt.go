@@ -123,6 +123,8 @@ func (c *CloudProvider) request(
 		Candidates:  candidates,
 		DisplayName: nodeClaim.Name,
 		SpokeId:     c.spoke(ctx),
+
+		HolderRepairs: c.Repairs,
 	}
 	if maxNodeProvisionTime != nil {
 		request.MaxNodeProvisionTime = durationpb.New(maxNodeProvisionTime.Duration)

@@ -78,6 +78,9 @@ type Config struct {
 	// RepairAfter is how long a Node may be unhealthy before core replaces it, with the feature
 	// gate NodeRepair on.
 	RepairAfter time.Duration
+	// Repairs means that core replaces unhealthy Nodes, and that MachineHealthChecks must not remediate
+	// their machines as well.
+	Repairs bool
 	// Timeout bounds one method's calls to the agent. A method that adopts a Machine gets
 	// adoptionTimeouts times as long.
 	Timeout time.Duration
@@ -388,10 +391,9 @@ func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1al
 }
 
 // isUnknown reports whether the state of the NodeClaim's machine is unknown: see
-// [unclaimed.ErrUnknownMachine]. It returns false if the user is detaching the NodeClaim from its
-// machine.
+// [unclaimed.ErrUnknownMachine].
 func (c *CloudProvider) isUnknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
-	if !isOurs(nodeClaim.Spec.NodeClassRef) || v1alpha1.ReturnsMachine(nodeClaim) {
+	if !mayBeUnknown(nodeClaim) {
 		return false, nil
 	}
 	_, err := c.Unclaimed.Of(ctx, nodeClaim)
@@ -399,6 +401,12 @@ func (c *CloudProvider) isUnknown(ctx context.Context, nodeClaim *karpv1.NodeCla
 		return true, nil
 	}
 	return false, err
+}
+
+// mayBeUnknown reports whether the state of the NodeClaim's machine matters. It returns false if the user is
+// detaching the NodeClaim from its machine.
+func mayBeUnknown(nodeClaim *karpv1.NodeClaim) bool {
+	return isOurs(nodeClaim.Spec.NodeClassRef) && !v1alpha1.ReturnsMachine(nodeClaim)
 }
 
 // asClaimed presents a Machine without a claim as a Bound claim, since core has no notion of an
@@ -440,7 +448,7 @@ func liveClaimWith(claims []*agentv1alpha1.Claim, providerID string) (*agentv1al
 // placeholder. Core deletes NodeClaims of healthy Nodes whose provider ID is missing from the list,
 // and during the swap a NodeClaim may carry either ID. The list includes Machines without a claim,
 // because their NodeClaims may never have had one. It also includes NodeClaims that have a Node but
-// whose machine the agent does not report: see [unclaimed.ErrUnknownMachine]. The result is
+// whose machine the agent does not report: see [unclaimed.Finder.UnknownAmong]. The result is
 // complete, or an error is returned.
 func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
@@ -483,19 +491,15 @@ func (c *CloudProvider) unknown(ctx context.Context, listed sets.Set[string]) ([
 	if err := c.Kube.List(ctx, all); err != nil {
 		return nil, fmt.Errorf("listing the NodeClaims: %w", err)
 	}
+	unlisted := lo.Filter(lo.ToSlicePtr(all.Items), func(nodeClaim *karpv1.NodeClaim, _ int) bool {
+		return !listed.Has(nodeClaim.Status.ProviderID) && mayBeUnknown(nodeClaim)
+	})
+	among, err := c.Unclaimed.UnknownAmong(ctx, unlisted)
+	if err != nil {
+		return nil, err
+	}
 	var unknown []*karpv1.NodeClaim
-	for i := range all.Items {
-		nodeClaim := &all.Items[i]
-		if listed.Has(nodeClaim.Status.ProviderID) {
-			continue
-		}
-		is, err := c.isUnknown(ctx, nodeClaim)
-		if err != nil {
-			return nil, fmt.Errorf("looking for the machine of NodeClaim %s: %w", nodeClaim.Name, err)
-		}
-		if !is {
-			continue
-		}
+	for _, nodeClaim := range among {
 		node, err := owners.Node(ctx, c.Kube, nodeClaim.Status.ProviderID)
 		if err != nil {
 			return nil, err

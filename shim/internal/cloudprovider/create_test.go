@@ -89,14 +89,25 @@ func TestAttemptsToClaimAreCountedByResult(t *testing.T) {
 	for _, result := range []string{"claimed", "no_capacity", "node_class_not_ready"} {
 		assert.GreaterOrEqual(t, attempts(result), 0.0, "it increases from zero")
 	}
+	refuse := func(name string) {
+		w.Agent.Fail("CreateClaim", 1, agenterrors.PermissionDenied("no"))
+		_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim(name))
+		assertCreateError(t, err, cloudprovider.ReasonAgentRefused)
+	}
+	refuse("refused") // which creates the series
+	refused, all := attempts("AgentRefused"), shimtest.Metric(t, "karpenter_capi_claims_total", nil)
+
 	claimed, none := attempts("claimed"), attempts("no_capacity")
 	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("first"))
 	require.NoError(t, err)
 	assert.InDelta(t, claimed+1, attempts("claimed"), 0)
+	refuse("refused-again")
 	w.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, "full", time.Time{})
 	_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("second"))
 	require.Error(t, err)
 	assert.InDelta(t, none+1, attempts("no_capacity"), 0)
+	share := (attempts("AgentRefused") - refused) / (shimtest.Metric(t, "karpenter_capi_claims_total", nil) - all)
+	assert.Greater(t, share, 0.05)
 }
 
 func TestCreateAgainIsTheSameClaim(t *testing.T) {

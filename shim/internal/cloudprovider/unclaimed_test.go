@@ -2,6 +2,8 @@ package cloudprovider_test
 
 import (
 	"context"
+	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -330,6 +332,71 @@ func TestNothingIsConcludedAboutAMachineThatTheAgentDoesNotShow(t *testing.T) {
 	_, err = w.CloudProvider.Get(w.Context(), elsewhere.Status.ProviderID)
 	notFound(t, err)
 	notFound(t, w.CloudProvider.Delete(w.Context(), elsewhere))
+}
+
+// Such as after a restore of the hub, or a migration whose MachineDeployments have not been labelled yet. Core collects
+// no NodeClaim while List fails.
+func TestListMakesNoCallForEachUnknownMachine(t *testing.T) {
+	const unknown, groups, machinesOfEach, delay = 300, 3, 10, 50 * time.Millisecond
+	w, _, _ := leftBehind(t)
+	add := func(name, providerID string) *karpv1.NodeClaim {
+		nodeClaim := w.NodeClaim(name, shimtest.Registered, func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = providerID })
+		w.Create(nodeClaim)
+		return nodeClaim
+	}
+	var running []string
+	for n := range unknown {
+		nodeClaim := add(fmt.Sprint("unknown-", n), fmt.Sprint("aws:///us-west-2a/i-", n))
+		if n%10 == 0 {
+			w.Node(nodeClaim)
+			running = append(running, nodeClaim.Status.ProviderID)
+		}
+	}
+	// These Machines were shown, and their node groups still are.
+	for n := range groups {
+		w.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: fmt.Sprint("b-", n), Replicas: machinesOfEach})
+	}
+	shown, err := w.Unclaimed.Machines(w.Context())
+	require.NoError(t, err)
+	shown = lo.Reject(shown, func(m *agentv1alpha1.Machine, _ int) bool { return m.GetNodeGroupId() == "default/a" })
+	require.Len(t, shown, groups*machinesOfEach)
+	for _, machine := range shown {
+		w.Node(add("of-"+machine.GetName(), machine.GetProviderId()))
+		w.Agent.LoseMachine(w.Cluster, machine.GetName())
+	}
+	w.clock.Step(time.Minute)
+
+	methods := []string{"ListClaims", "GetClaim", "ListMachines", "GetNodeGroup"}
+	for _, method := range methods {
+		w.Agent.Delay(method, delay)
+	}
+	calls := func() int { return lo.SumBy(methods, w.Agent.Calls) }
+	before := calls()
+	listed, err := w.CloudProvider.List(w.Context())
+	require.NoError(t, err)
+	ids := lo.Map(listed, func(nc *karpv1.NodeClaim, _ int) string { return nc.Status.ProviderID })
+	assert.ElementsMatch(t, running, lo.Filter(ids, func(id string, _ int) bool { return strings.HasPrefix(id, "aws:") }))
+	for _, machine := range shown {
+		assert.NotContains(t, ids, machine.GetProviderId(), "it is gone")
+	}
+	assert.Equal(t, 2+groups, calls()-before, "the claims, the Machines, and each node group once")
+}
+
+// Otherwise core would not collect its NodeClaim.
+func TestListLacksANodeWhoseClaimHasEnded(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	nodeClaim := w.Launched("claim")
+	nodeClaim.Status.ProviderID = w.Provision(nodeClaim, "sim:///1").GetProviderId()
+	require.NoError(t, w.Kube.Status().Update(w.Context(), nodeClaim))
+	w.Node(nodeClaim)
+	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	w.Eventually(func() bool {
+		claim, _ := w.Claims.Get(string(nodeClaim.UID))
+		return claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
+	}, "the mirror shows the end")
+	listed, err := w.CloudProvider.List(w.Context())
+	require.NoError(t, err)
+	assert.Empty(t, listed)
 }
 
 func TestAMachineThatTheAgentShowedIsGoneUnlessItsNodeGroupIsToo(t *testing.T) {

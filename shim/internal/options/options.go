@@ -71,6 +71,9 @@ type Options struct {
 	// NodeRepairAfter is how long a Node may be unhealthy before core repairs it, with the feature
 	// gate NodeRepair.
 	NodeRepairAfter time.Duration
+	// NodeRepairSkipRemediation keeps MachineHealthChecks from remediating the machines of this shim's
+	// NodeClaims, with the feature gate NodeRepair.
+	NodeRepairSkipRemediation bool
 	// UnavailableOfferingTTL is how long an offering stays unavailable after the agent had no room
 	// for it.
 	UnavailableOfferingTTL time.Duration
@@ -160,8 +163,10 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	fs.StringVar(&o.machineFailureReasons, "machine-failure-reasons", "",
 		"Deprecated: has no effect. The agent alone decides whether a machine failed: see its --failure-reasons.")
 	fs.DurationVar(&o.NodeRepairAfter, "node-repair-after", 30*time.Minute,
-		"How long a Node may be unhealthy before Karpenter replaces it, with the feature gate NodeRepair. The default exceeds the usual "+
-			"timeouts of MachineHealthChecks, so that a MachineHealthCheck, if there is one, acts first.")
+		"How long a Node may be unhealthy before Karpenter replaces it, with the feature gate NodeRepair.")
+	fs.BoolVar(&o.NodeRepairSkipRemediation, "node-repair-skip-remediation", true,
+		"With the feature gate NodeRepair, the agent annotates the machines of NodeClaims with cluster.x-k8s.io/skip-remediation, so that "+
+			"no MachineHealthCheck remediates them as well. Set it to false if both are to repair them.")
 	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second,
 		"How long the offerings of a node group are unavailable after the agent refused a claim there without naming a retry time, and those of a "+
 			"NodePool after every node group refused its NodeClaim.")

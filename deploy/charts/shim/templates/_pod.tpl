@@ -86,6 +86,9 @@ spec:
         {{- with .Values.nodeRepairAfter }}
         - --node-repair-after={{ . }}
         {{- end }}
+        {{- if not .Values.nodeRepairSkipRemediation }}
+        - --node-repair-skip-remediation=false
+        {{- end }}
         {{- if .Values.publishedNodePools }}
         - --published-node-pools
         {{- end }}

@@ -55,8 +55,8 @@ const (
 	// concurrency is how many Machines are adopted at once. The agent batches the claims of one
 	// node group.
 	concurrency = 50
-	// look is the interval for a NodeClaim whose Machine cannot be adopted, soon the interval while
-	// that is not known.
+	// look is the interval for a NodeClaim whose Machine cannot be adopted, and during an outage. soon is
+	// the interval while that is not known otherwise.
 	look, soon = 30 * time.Second, time.Second
 	// yes is the value of boolean labels and annotations that are set.
 	yes = "true"
@@ -169,9 +169,13 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	switch {
 	case errors.Is(err, unclaimed.ErrUnknownMachine):
 		return c.keep(ctx, nodeClaim)
-	case err != nil: // normal while the hub is unreachable
+	case isPassing(ctx, err):
 		log.FromContext(ctx).V(1).Info("not known whether the NodeClaim's machine is to be adopted", "reason", err.Error())
-		return reconcile.Result{RequeueAfter: soon}, nil
+		return reconcile.Result{RequeueAfter: c.again(err)}, nil
+	case err != nil: // the NodeClaim still keeps core from planning: its Node may have to be protected
+		log.FromContext(ctx).Error(err, "not known whether the NodeClaim's machine is to be adopted")
+		c.Recorder.Publish(incomplete(nodeClaim, err))
+		return reconcile.Result{RequeueAfter: look}, nil
 	case machine == nil, machine.GetDeletedAt() != nil:
 		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{}, nil
@@ -212,7 +216,7 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	case err == nil:
 	case isPassing(ctx, err):
 		log.FromContext(ctx).V(1).Info("not known whether the Machine can be adopted", "machine", machine.GetName(), "reason", err.Error())
-		return reconcile.Result{RequeueAfter: soon}, nil
+		return reconcile.Result{RequeueAfter: c.again(err)}, nil
 	default: // the Node is protected, so that other NodeClaims need not wait for this one
 		log.FromContext(ctx).Error(err, "a Machine cannot be adopted", "machine", machine.GetName())
 		c.Recorder.Publish(lo.Ternary(provider.IsAdoptionRefused(err), c.Unclaimed.Event(nodeClaim, machine, err), incomplete(nodeClaim, err)))
@@ -230,10 +234,19 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	return c.complete(ctx, nodeClaim, claim)
 }
 
-// isPassing reports whether an error says nothing about the Machine and the call should be retried
-// soon.
+// isPassing reports whether an error says nothing about the Machine and the call should be retried.
 func isPassing(ctx context.Context, err error) bool {
-	return ctx.Err() != nil || agenterrors.IsUnavailable(err) || agenterrors.IsConflict(err)
+	return err != nil && (ctx.Err() != nil || agenterrors.IsUnavailable(err) || agenterrors.IsConflict(err))
+}
+
+// again returns when a call is retried after a passing error. An outage, or a pause of the Cluster, may last:
+// thousands of NodeClaims would each be retried once a second.
+func (c *Controller) again(err error) time.Duration {
+	switch reason := agenterrors.ReasonOf(err); {
+	case !c.Claims.State().Connected, reason == agenterrors.ReasonClusterPaused, reason == agenterrors.ReasonHubUnreachable:
+		return look
+	}
+	return soon
 }
 
 // adopted returns a message for the user: what was adopted, and whether Karpenter disrupts it.
@@ -242,8 +255,8 @@ func adopted(machine *agentv1alpha1.Machine, policy v1alpha1.AdoptionPolicy) str
 	if policy.Disruption == v1alpha1.DisruptAllowed {
 		return message
 	}
-	return fmt.Sprintf("%s Karpenter does not disrupt its Node while that has the annotation %s=true, unless the NodeClaim expires.",
-		message, karpv1.DoNotDisruptAnnotationKey)
+	return fmt.Sprintf("%s Karpenter does not disrupt its Node while that has the annotation %s=true, unless the NodeClaim expires, or the Node "+
+		"is unhealthy and the feature gate NodeRepair is on.", message, karpv1.DoNotDisruptAnnotationKey)
 }
 
 // node returns the NodeClaim's Node, or nil if it has none.
@@ -280,12 +293,13 @@ func (c *Controller) duplicate(nodeClaim, rightful *karpv1.NodeClaim) events.Eve
 // incomplete returns an event with the reason why an adopted NodeClaim or its Node lacks what those
 // of new machines have.
 func incomplete(nodeClaim *karpv1.NodeClaim, why error) events.Event {
+	reason := agenterrors.Describe(why)
 	return events.Event{
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "AdoptionIncomplete",
-		Message:        lo.Substring(fmt.Sprintf("The adoption of the machine cannot be completed: %s", why), 0, 1024),
-		DedupeValues:   []string{string(nodeClaim.UID), why.Error()},
+		Message:        lo.Substring(fmt.Sprintf("The adoption of the machine cannot be completed: %s", reason), 0, 1024),
+		DedupeValues:   []string{string(nodeClaim.UID), reason},
 		DedupeTimeout:  10 * time.Minute,
 	}
 }
@@ -312,6 +326,13 @@ func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v
 	return class.Spec.Adoption, nil
 }
 
+// protections are the annotations with which [Controller.keep] protects a Node, by the annotations that
+// record that it has set them.
+var protections = map[string]string{
+	v1alpha1.KeptAnnotation:           karpv1.DoNotDisruptAnnotationKey,
+	v1alpha1.KeptFromRepairAnnotation: karpv1.DoNotRepairAnnotationKey,
+}
+
 // keep protects the Node of a NodeClaim whose machine the agent does not report, whatever the NodeClass's
 // policy, because the machine could not be removed. The machine is adopted once the agent
 // reports it.
@@ -325,10 +346,9 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	// A Node that is protected already gets no mark: endProtection would end that protection. Core heeds no other value.
-	if node != nil && !isKept(node) && node.Annotations[karpv1.DoNotDisruptAnnotationKey] != yes {
+	if added := missing(node); len(added) > 0 {
 		stored := node.DeepCopy()
-		node.Annotations = lo.Assign(node.Annotations, map[string]string{v1alpha1.KeptAnnotation: yes, karpv1.DoNotDisruptAnnotationKey: yes})
+		node.Annotations = lo.Assign(node.Annotations, added)
 		// A user may just have protected it.
 		if err := c.Kube.Patch(ctx, node, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 			return nodeGone(fmt.Errorf("protecting %s from disruption: %w", node.Name, err))
@@ -339,11 +359,23 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	return reconcile.Result{RequeueAfter: look}, nil
 }
 
+// missing returns the protections that the Node does not have, with their marks. node may be nil.
+func missing(node *corev1.Node) map[string]string {
+	added := map[string]string{}
+	for mark, protection := range protections {
+		// A Node that is protected already gets no mark: endProtection would end that protection. Core heeds no other value.
+		if node != nil && node.Annotations[mark] != yes && node.Annotations[protection] != yes {
+			added[mark], added[protection] = yes, yes
+		}
+	}
+	return added
+}
+
 // endProtection ends the protection of a Node by [Controller.keep], once its claim is known: another Cluster's machines were
 // seen, because of a wrong kubeconfig or certificate, or the hub did not have the claim. Protections by users, and
 // those of an adoption, have no such mark, and stay.
 func (c *Controller) endProtection(ctx context.Context, node *corev1.Node) error {
-	if !isKept(node) {
+	if !v1alpha1.IsKept(node) {
 		return nil
 	}
 	stored := node.DeepCopy()
@@ -356,12 +388,12 @@ func (c *Controller) endProtection(ctx context.Context, node *corev1.Node) error
 	return nil
 }
 
-func isKept(object client.Object) bool {
-	return object.GetAnnotations()[v1alpha1.KeptAnnotation] == yes
-}
-
 func unkeep(object client.Object) {
-	object.SetAnnotations(lo.OmitByKeys(object.GetAnnotations(), []string{v1alpha1.KeptAnnotation, karpv1.DoNotDisruptAnnotationKey}))
+	for mark, protection := range protections {
+		if object.GetAnnotations()[mark] == yes {
+			object.SetAnnotations(lo.OmitByKeys(object.GetAnnotations(), []string{mark, protection}))
+		}
+	}
 }
 
 // protect marks a Node or NodeClaim as adopted, and protects it from disruption unless the NodeClass
@@ -371,11 +403,11 @@ func unkeep(object client.Object) {
 func (c *Controller) protect(ctx context.Context, object client.Object, policy v1alpha1.AdoptionPolicy) error {
 	_, marked := object.GetLabels()[v1alpha1.AdoptedLabel]
 	begun := marked && !wasAdopted(object)
-	if begun && !isKept(object) {
+	if begun && !v1alpha1.IsKept(object) {
 		return nil
 	}
 	stored, _ := object.DeepCopyObject().(client.Object)
-	if isKept(object) {
+	if v1alpha1.IsKept(object) {
 		unkeep(object)
 	}
 	if !begun {

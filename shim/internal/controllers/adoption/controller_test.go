@@ -19,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/record"
 	clocktesting "k8s.io/utils/clock/testing"
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -31,6 +32,7 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
 	"sigs.k8s.io/karpenter/pkg/controllers/state"
+	"sigs.k8s.io/karpenter/pkg/events"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
@@ -155,6 +157,8 @@ func TestAMachineIsAdoptedAsItIs(t *testing.T) {
 	assert.Equal(t, "on-demand", node.Labels[karpv1.CapacityTypeLabelKey])
 	assert.Len(t, node.Spec.Taints, 1)
 	assert.Equal(t, []string{"MachineAdopted"}, e.Recorder.Reasons())
+	assert.Contains(t, e.Recorder.Messages()[0], "expires, or the Node is unhealthy and the feature gate NodeRepair is on")
+	assert.NotContains(t, node.Annotations, karpv1.DoNotRepairAnnotationKey, "its machine can be removed")
 }
 
 func TestWhatAPersonAllowsAfterTheAdoptionStays(t *testing.T) {
@@ -299,6 +303,83 @@ func TestAnAdoptionThatIsNotAnsweredIsRepeated(t *testing.T) {
 	assert.Positive(t, e.reconcile(nodeClaim).RequeueAfter)
 	assert.Empty(t, e.Recorder.Reasons())
 	assert.Never(t, e.controller.Settled, 300*time.Millisecond, 20*time.Millisecond)
+}
+
+// look is the interval for what may last.
+const look = 30 * time.Second
+
+// The agent may be one of an earlier version, or have other rights for this shim.
+func TestAnErrorThatDoesNotPassIsReported(t *testing.T) {
+	for _, err := range []error{
+		status.Error(codes.Unimplemented, "unknown method"), agenterrors.PermissionDenied("not for you"),
+		agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "claim_id", Description: "too long"}),
+		agenterrors.ClusterNotFound(&agentv1alpha1.ClusterRef{Namespace: "fleet", Name: "gone"}),
+	} {
+		for method, reason := range map[string]string{"ReturnMachine": "MachineNotReturned", "GetClaim": "AdoptionIncomplete"} {
+			t.Run(method+", "+status.Code(err).String(), func(t *testing.T) {
+				e := setUp(t)
+				c, published := e.config(), record.NewFakeRecorder(10)
+				c.Recorder = events.NewRecorder(published)
+				e.controller = adoption.New(c)
+				nodeClaim := e.left("left", func(nc *karpv1.NodeClaim) {
+					if reason == "MachineNotReturned" {
+						returning(nc)
+					}
+				})
+				node := e.join(nodeClaim)
+				e.Agent.Fail(method, fakeagent.Always, err)
+				e.start()
+				for range 3 {
+					assert.Equal(t, look, e.reconcile(nodeClaim).RequeueAfter)
+				}
+				require.Len(t, published.Events, 1, "the same each time")
+				event := <-published.Events
+				assert.Contains(t, event, "Warning "+reason)
+				assert.Contains(t, event, agenterrors.Describe(err))
+				assert.True(t, nodeClaim.DeletionTimestamp.IsZero())
+				e.Get(node)
+				assert.NotEmpty(t, node.OwnerReferences)
+				if reason == "AdoptionIncomplete" {
+					assert.Never(t, e.controller.Settled, 300*time.Millisecond, 20*time.Millisecond, "its Node is not protected")
+				}
+			})
+		}
+	}
+}
+
+func TestAnErrorThatPassesIsNoEvent(t *testing.T) {
+	for name, test := range map[string]struct {
+		err  error
+		away bool
+		wait time.Duration
+	}{
+		"a conflict":                       {err: agenterrors.Conflict("another writer was first"), wait: time.Second},
+		"the agent has just started":       {err: agenterrors.NotSynced("not yet"), wait: time.Second},
+		"the agent takes too long":         {err: status.Error(codes.DeadlineExceeded, "too late"), wait: time.Second},
+		"the hub's API server is away":     {err: agenterrors.HubUnreachable("no route to host"), wait: look},
+		"the Cluster is paused":            {err: agenterrors.ClusterPaused("it is being moved"), wait: look},
+		"the agent has been away for long": {err: status.Error(codes.Unavailable, "connection refused"), away: true, wait: look},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			left := e.left("left")
+			returned := e.left("returned", returning, func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///another" })
+			if test.away {
+				e.Disconnect()
+			}
+			for _, method := range []string{"ReturnMachine", "GetClaim"} {
+				e.Agent.Fail(method, fakeagent.Always, test.err)
+			}
+			assert.Equal(t, test.wait, e.reconcile(returned).RequeueAfter)
+			assert.Equal(t, test.wait, e.reconcile(left).RequeueAfter)
+			e.use(e.Kube, failing{e.CloudProvider, test.err})
+			for _, method := range []string{"ReturnMachine", "GetClaim"} {
+				e.Agent.Fail(method, 0, nil)
+			}
+			assert.Equal(t, test.wait, e.reconcile(left).RequeueAfter, "its adoption")
+			assert.Empty(t, e.Recorder.Reasons())
+		})
+	}
 }
 
 // start runs the controller's Start.
@@ -491,6 +572,7 @@ func TestANodeClaimWhoseMachineTheAgentDoesNotShowIsProtectedAndAdoptedLater(t *
 	require.Equal(t, []string{"MachineUnknown"}, e.Recorder.Reasons())
 	e.Get(node)
 	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey], "its machine could not be removed")
+	assert.Equal(t, "true", node.Annotations[karpv1.DoNotRepairAnnotationKey], "not even if it is unhealthy")
 
 	e.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "later", Replicas: 1})
 	e.Catalogue.Refresh()
@@ -499,17 +581,26 @@ func TestANodeClaimWhoseMachineTheAgentDoesNotShowIsProtectedAndAdoptedLater(t *
 	e.reconcile(elsewhere)
 	assert.Equal(t, "later-00002", e.claim(elsewhere).GetAdoptMachine())
 	assert.Equal(t, "default/later", elsewhere.Annotations[v1alpha1.NodeGroupAnnotation])
+	e.Get(node)
+	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey], "until its user allows it")
+	assert.NotContains(t, node.Annotations, karpv1.DoNotRepairAnnotationKey, "its machine can be removed now")
 }
 
 // A process with the wrong kubeconfig, or one that is connected to a hub without the claims, sees no
 // Machine of a NodeClaim that has a claim.
 func TestTheProtectionOfANodeEndsWhenItsClaimIsKnown(t *testing.T) {
 	for name, test := range map[string]struct {
-		annotations map[string]string
-		stays       bool
+		marks []string
+		stay  []string // protections
 	}{
-		"protected because its machine was unknown": {map[string]string{v1alpha1.KeptAnnotation: "true"}, false},
-		"protected by a user":                       {nil, true},
+		"protected because its machine was unknown": {marks: []string{v1alpha1.KeptAnnotation, v1alpha1.KeptFromRepairAnnotation}},
+		"protected from disruption alone, as by an earlier version": {
+			marks: []string{v1alpha1.KeptAnnotation}, stay: []string{karpv1.DoNotRepairAnnotationKey},
+		},
+		"protected from repair alone": {
+			marks: []string{v1alpha1.KeptFromRepairAnnotation}, stay: []string{karpv1.DoNotDisruptAnnotationKey},
+		},
+		"protected by a user": {stay: []string{karpv1.DoNotDisruptAnnotationKey, karpv1.DoNotRepairAnnotationKey}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			e := setUp(t)
@@ -520,14 +611,16 @@ func TestTheProtectionOfANodeEndsWhenItsClaimIsKnown(t *testing.T) {
 			require.NoError(t, err)
 			e.known(nodeClaim)
 			node := e.join(nodeClaim)
-			node.Annotations = lo.Assign(test.annotations, map[string]string{karpv1.DoNotDisruptAnnotationKey: "true", "team": "blue"})
+			protections := map[string]string{karpv1.DoNotDisruptAnnotationKey: "true", karpv1.DoNotRepairAnnotationKey: "true"}
+			node.Annotations = lo.Assign(protections, map[string]string{"team": "blue"})
+			for _, mark := range test.marks {
+				node.Annotations[mark] = "true"
+			}
 			e.Update(node)
 
 			e.reconcile(nodeClaim)
 			e.Get(node)
-			assert.NotContains(t, node.Annotations, v1alpha1.KeptAnnotation)
-			assert.Equal(t, test.stays, node.Annotations[karpv1.DoNotDisruptAnnotationKey] != "")
-			assert.Equal(t, "blue", node.Annotations["team"])
+			assert.Equal(t, lo.Assign(map[string]string{"team": "blue"}, lo.PickByKeys(protections, test.stay)), node.Annotations)
 			assert.Empty(t, e.Recorder.Reasons())
 		})
 	}
@@ -535,22 +628,43 @@ func TestTheProtectionOfANodeEndsWhenItsClaimIsKnown(t *testing.T) {
 
 // As while the shim has the certificate of another Cluster.
 func TestAUsersProtectionOutlivesATimeInWhichTheMachineIsUnknown(t *testing.T) {
-	for value, kept := range map[string]string{
+	for value, marked := range map[string]string{
 		"true":  "",     // the end of the shim's own protection would end the user's
 		"false": "true", // core heeds no other value
 	} {
-		e := setUp(t)
-		nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere" })
-		node := e.join(nodeClaim)
-		node.Spec.ProviderID = nodeClaim.Status.ProviderID
-		node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: value}
-		e.Update(node)
-		e.reconcile(nodeClaim)
-		require.Equal(t, []string{"MachineUnknown"}, e.Recorder.Reasons())
-		e.Get(node)
-		assert.Equal(t, kept, node.Annotations[v1alpha1.KeptAnnotation], value)
-		assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey], value)
+		for protection, mark := range map[string]string{
+			karpv1.DoNotDisruptAnnotationKey: v1alpha1.KeptAnnotation, karpv1.DoNotRepairAnnotationKey: v1alpha1.KeptFromRepairAnnotation,
+		} {
+			e := setUp(t)
+			nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere" })
+			node := e.join(nodeClaim)
+			node.Spec.ProviderID = nodeClaim.Status.ProviderID
+			node.Annotations = map[string]string{protection: value}
+			e.Update(node)
+			e.reconcile(nodeClaim)
+			require.Equal(t, []string{"MachineUnknown"}, e.Recorder.Reasons())
+			e.Get(node)
+			assert.Equal(t, marked, node.Annotations[mark], "%s=%s", protection, value)
+			for _, key := range []string{karpv1.DoNotDisruptAnnotationKey, karpv1.DoNotRepairAnnotationKey} {
+				assert.Equal(t, "true", node.Annotations[key], "%s, with %s=%s", key, protection, value)
+			}
+		}
 	}
+}
+
+// An earlier version protected from disruption alone.
+func TestANodeThatIsKeptFromDisruptionIsAlsoKeptFromRepair(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere" })
+	node := e.join(nodeClaim)
+	node.Spec.ProviderID = nodeClaim.Status.ProviderID
+	node.Annotations = map[string]string{v1alpha1.KeptAnnotation: "true"} // a user has allowed its disruption since
+	e.Update(node)
+	e.reconcile(nodeClaim)
+	e.Get(node)
+	assert.Equal(t, map[string]string{
+		v1alpha1.KeptAnnotation: "true", v1alpha1.KeptFromRepairAnnotation: "true", karpv1.DoNotRepairAnnotationKey: "true",
+	}, node.Annotations)
 }
 
 // The same, for a Node whose adoption was completed, and whose disruption its user allowed.
@@ -589,7 +703,9 @@ func TestAnApprovedDisruptionOutlivesATimeInWhichTheMachineIsUnknown(t *testing.
 			e.reconcile(nodeClaim)
 			require.NotNil(t, e.claim(nodeClaim))
 			e.Get(node)
-			assert.NotContains(t, node.Annotations, v1alpha1.KeptAnnotation)
+			for _, key := range []string{v1alpha1.KeptAnnotation, v1alpha1.KeptFromRepairAnnotation, karpv1.DoNotRepairAnnotationKey} {
+				assert.NotContains(t, node.Annotations, key)
+			}
 			assert.Equal(t, !adopted, node.Annotations[karpv1.DoNotDisruptAnnotationKey] == "true", "an adoption protects, by the policy of the NodeClass")
 			assert.Equal(t, e.machine.GetNodeGroupId(), node.Annotations[v1alpha1.NodeGroupAnnotation])
 		})

@@ -3,6 +3,8 @@ package adoption
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -206,6 +208,7 @@ func (c *Nodes) classes(ctx context.Context, requested bool) ([]v1alpha1.Cluster
 	if err := c.Kube.List(ctx, list); err != nil {
 		return nil, fmt.Errorf("listing the NodeClasses: %w", err)
 	}
+	c.forgetRates(list.Items)
 	return lo.Filter(list.Items, func(class v1alpha1.ClusterAPINodeClass, _ int) bool { return wants(&class, requested) }), nil
 }
 
@@ -366,6 +369,15 @@ func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 		c.rates[class.UID] = limiter
 	}
 	return limiter
+}
+
+// forgetRates removes the rate limiters of NodeClasses that are not among those that exist.
+func (c *Nodes) forgetRates(existing []v1alpha1.ClusterAPINodeClass) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	maps.DeleteFunc(c.rates, func(uid types.UID, _ *rate.Limiter) bool {
+		return !slices.ContainsFunc(existing, func(class v1alpha1.ClusterAPINodeClass) bool { return class.UID == uid })
+	})
 }
 
 // report publishes on a Node why it is not adopted although its NodeClass requests that.

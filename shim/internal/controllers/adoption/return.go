@@ -50,9 +50,13 @@ func (c *Controller) returnMachine(ctx context.Context, nodeClaim *karpv1.NodeCl
 	case agenterrors.IsNotReturnable(err):
 		c.Recorder.Publish(notReturned(nodeClaim, status.Convert(err).Message()))
 		return reconcile.Result{RequeueAfter: look}, nil
-	case err != nil:
+	case isPassing(ctx, err):
 		log.FromContext(ctx).V(1).Info("the agent did not return the machine yet", "reason", err.Error())
-		return reconcile.Result{RequeueAfter: soon}, nil
+		return reconcile.Result{RequeueAfter: c.again(err)}, nil
+	case err != nil:
+		log.FromContext(ctx).Error(err, "the agent does not return the machine")
+		c.Recorder.Publish(notReturned(nodeClaim, agenterrors.Describe(err)))
+		return reconcile.Result{RequeueAfter: look}, nil
 	case claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		return reconcile.Result{RequeueAfter: soon}, nil
 	case !claim.GetReturned():

@@ -74,7 +74,7 @@ const (
 // values.
 var reportedLabels = []string{corev1.LabelTopologyZone, corev1.LabelTopologyRegion, corev1.LabelInstanceTypeStable}
 
-// Config configures a [Controller]. All fields are REQUIRED.
+// Config configures a [Controller]. All fields but Repairs are REQUIRED.
 type Config struct {
 	// Live reads from the API server.
 	Live client.Reader
@@ -88,6 +88,8 @@ type Config struct {
 	Recorder events.Recorder
 	// Reconnected receives an event whenever the shim follows an agent again. Each begins a round.
 	Reconnected <-chan event.GenericEvent
+	// Repairs is that of package cloudprovider's Config.
+	Repairs bool
 	// Interval is the time between two rounds.
 	Interval time.Duration
 	// Timeout bounds each call to the agent.
@@ -197,6 +199,7 @@ func (c *Controller) sync(ctx context.Context) error {
 		Nodes:         reports,
 		NodesComplete: complete,
 		SpokeId:       spokeID,
+		HolderRepairs: &c.Repairs,
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()

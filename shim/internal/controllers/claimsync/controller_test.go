@@ -183,6 +183,16 @@ func TestTheAgeOfTheLastSetCountsFromTheFirstAttempt(t *testing.T) {
 	w.Reconnect()
 	sync(t, w, c)
 	assert.InDelta(t, 1_900_000_120, shimtest.Metric(t, metric, nil), 0)
+
+	age := func() float64 { return float64(clk.Now().Unix()) - shimtest.Metric(t, metric, nil) }
+	w.Disconnect()
+	for range 11 {
+		assert.LessOrEqual(t, age(), 600.0)
+		clk.Step(time.Minute)
+		_, err := c.Reconcile(w.Context())
+		require.Error(t, err)
+	}
+	assert.Greater(t, age(), 600.0)
 }
 
 func TestNodeClaimsWithoutAClaimAreCounted(t *testing.T) {
@@ -406,6 +416,17 @@ func TestTheAgentIsToldWhereTheSetWasRead(t *testing.T) {
 		made, ok := request.(*agentv1alpha1.CreateClaimRequest)
 		require.True(t, ok)
 		assert.Equal(t, shimtest.SpokeID, made.GetSpokeId())
+	}
+}
+
+// Whoever switches Karpenter's repair on or off expects MachineHealthChecks to follow.
+func TestTheAgentLearnsWhetherKarpenterRepairs(t *testing.T) {
+	w, c := setUp(t)
+	for _, repairs := range []bool{true, false} {
+		c.Repairs = repairs
+		sync(t, w, c)
+		require.NotNil(t, lastSync(t, w).HolderRepairs) //nolint:protogetter // unset is not false
+		assert.Equal(t, repairs, lastSync(t, w).GetHolderRepairs())
 	}
 }
 

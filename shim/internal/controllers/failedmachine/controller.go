@@ -109,21 +109,27 @@ type Config struct {
 type Controller struct {
 	Config
 
-	mu     sync.Mutex
-	told   map[types.UID]string    // the machine's progress in the last event, by NodeClaim
-	looked map[types.UID]time.Time // when the controller first looked at a launched NodeClaim that is not registered
+	mu      sync.Mutex
+	records map[string]record // by name of the NodeClaim, until it no longer needs one or is gone
+}
+
+// record is what the controller remembers of a NodeClaim.
+type record struct {
+	uid    types.UID
+	told   string    // the machine's progress in the last event
+	looked time.Time // when the controller first looked at the NodeClaim while it was launched and not registered
 }
 
 // New returns the controller.
 func New(c Config) *Controller {
-	return &Controller{Config: c, told: map[types.UID]string{}, looked: map[types.UID]time.Time{}}
+	return &Controller{Config: c, records: map[string]record{}}
 }
 
 // Reconcile checks one NodeClaim.
 func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
 	if !nodeclaimutils.IsManaged(nodeClaim, c.CloudProvider) || !nodeClaim.DeletionTimestamp.IsZero() || v1alpha1.ReturnsMachine(nodeClaim) {
-		c.forget(nodeClaim.UID)
+		c.forget(nodeClaim.Name)
 		return reconcile.Result{}, nil
 	}
 	launched := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeLaunched)
@@ -144,7 +150,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	case !known, claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		return c.lost(ctx, nodeClaim, registered)
 	case registered:
-		c.forget(nodeClaim.UID)
+		c.forget(nodeClaim.Name)
 		return reconcile.Result{}, nil
 	}
 	return c.awaitRegistration(ctx, nodeClaim, claim)
@@ -322,7 +328,7 @@ func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, re
 	if err := c.Kube.Delete(ctx, nodeClaim, client.Preconditions{UID: &nodeClaim.UID}); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("deleting the NodeClaim: %w", err))
 	}
-	c.forget(nodeClaim.UID)
+	c.forget(nodeClaim.Name)
 	log.FromContext(ctx).Info("gave up a NodeClaim", "reason", reason, "message", message)
 	c.Recorder.Publish(events.Event{
 		InvolvedObject: nodeClaim,
@@ -413,5 +419,20 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.CloudProvider))).
 		WatchesRawSource(claimsource.NodeClaims(c.Claims)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
-		Complete(reconcile.AsReconciler(m.GetClient(), c))
+		Complete(c.requests(m.GetClient()))
+}
+
+// requests returns the reconciler of requests. It is [reconcile.AsReconciler], but also forgets NodeClaims that no
+// longer exist: the controller may not have seen them while they were being deleted.
+func (c *Controller) requests(kube client.Reader) reconcile.Reconciler {
+	return reconcile.Func(func(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+		nodeClaim := &karpv1.NodeClaim{}
+		if err := kube.Get(ctx, request.NamespacedName, nodeClaim); err != nil {
+			if apierrors.IsNotFound(err) {
+				c.forget(request.Name)
+			}
+			return reconcile.Result{}, client.IgnoreNotFound(err)
+		}
+		return c.Reconcile(ctx, nodeClaim)
+	})
 }

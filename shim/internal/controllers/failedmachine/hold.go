@@ -107,15 +107,16 @@ func (c *Controller) holds(nodeClaim *karpv1.NodeClaim) bool {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	first, looked := c.looked[nodeClaim.UID]
-	return !looked || c.Clock.Since(first) < holdFor
+	first := c.recordOf(nodeClaim).looked
+	return first.IsZero() || c.Clock.Since(first) < holdFor
 }
 
 // looksAt records that the controller looks at a launched NodeClaim.
 func (c *Controller) looksAt(nodeClaim *karpv1.NodeClaim) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if _, looked := c.looked[nodeClaim.UID]; !looked {
-		c.looked[nodeClaim.UID] = c.Clock.Now()
+	if r := c.recordOf(nodeClaim); r.looked.IsZero() {
+		r.looked = c.Clock.Now()
+		c.records[nodeClaim.Name] = r
 	}
 }

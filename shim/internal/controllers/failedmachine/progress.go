@@ -8,7 +8,6 @@ import (
 
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/events"
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
@@ -77,11 +76,18 @@ func (c *Controller) joinedAt(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 	return at, err
 }
 
-func (c *Controller) forget(uid types.UID) {
+// recordOf returns the record of a NodeClaim, not that of a former one with its name. It must be called with c.mu held.
+func (c *Controller) recordOf(nodeClaim *karpv1.NodeClaim) record {
+	if r := c.records[nodeClaim.Name]; r.uid == nodeClaim.UID {
+		return r
+	}
+	return record{uid: nodeClaim.UID}
+}
+
+func (c *Controller) forget(nodeClaim string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	delete(c.told, uid)
-	delete(c.looked, uid)
+	delete(c.records, nodeClaim)
 }
 
 // whereabouts describes the machine's progress, with the reason that the infrastructure or the
@@ -117,8 +123,10 @@ func (c *Controller) tell(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Clai
 	}
 	where := whereabouts(claim)
 	c.mu.Lock()
-	news := c.told[nodeClaim.UID] != where
-	c.told[nodeClaim.UID] = where
+	r := c.recordOf(nodeClaim)
+	news := r.told != where
+	r.told = where
+	c.records[nodeClaim.Name] = r
 	c.mu.Unlock()
 	if !news {
 		return

@@ -52,14 +52,10 @@ import (
 const (
 	name        = "nodeclass"
 	concurrency = 10
-	// shortestStatus is the minimum interval between writes of a status in which no condition
-	// turned: prices and availability may change many times a second.
-	shortestStatus = 5 * time.Second
-	// Core reconciles every NodeClaim of a NodeClass whenever the class or its status is written.
-	// Therefore that interval is at least forEachNodeClaim for each NodeClaim, but no longer than
-	// longestStatus.
-	forEachNodeClaim = 12 * time.Millisecond
-	longestStatus    = time.Minute
+	// statusInterval is the minimum interval between writes of a status in which no condition
+	// turned: prices and availability may change many times a second. No NodeClaim is reconciled for
+	// such a write: see package driftcheck.
+	statusInterval = 5 * time.Second
 	// terminating is the interval for a NodeClass that is being deleted.
 	terminating = 5 * time.Second
 	// shownProblems is how many problems a condition lists, and longestProblem the maximum number
@@ -187,9 +183,8 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 		return again, nil
 	}
 	if !turned(stored, nodeClass) {
-		wait, err := c.tooSoon(ctx, nodeClass)
-		if err != nil || wait > 0 {
-			return reconcile.Result{RequeueAfter: min(wait, cmp.Or(again.RequeueAfter, wait))}, err
+		if wait := c.tooSoon(nodeClass); wait > 0 {
+			return reconcile.Result{RequeueAfter: min(wait, cmp.Or(again.RequeueAfter, wait))}, nil
 		}
 	}
 	if err := c.Kube.Status().Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
@@ -230,15 +225,10 @@ func (c *Controller) silentSince(state agentclient.State) time.Time {
 }
 
 // tooSoon returns how long the write of a status in which no condition turned must still wait.
-func (c *Controller) tooSoon(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (time.Duration, error) {
-	nodeClaims := &karpv1.NodeClaimList{}
-	if err := c.Kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
-		return 0, fmt.Errorf("listing the NodeClaims that refer to the NodeClass: %w", err)
-	}
-	stays := min(max(shortestStatus, time.Duration(len(nodeClaims.Items))*forEachNodeClaim), longestStatus)
+func (c *Controller) tooSoon(nodeClass *v1alpha1.ClusterAPINodeClass) time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.written[nodeClass.Name].Add(stays).Sub(c.Clock.Now()), nil
+	return c.written[nodeClass.Name].Add(statusInterval).Sub(c.Clock.Now())
 }
 
 // turned reports whether a condition changed in anything but its message.
@@ -248,9 +238,11 @@ func turned(before, after *v1alpha1.ClusterAPINodeClass) bool {
 	})
 }
 
+// retryConflict handles an error of a write. After a conflict, the cache first has to receive the version that the
+// write conflicts with.
 func retryConflict(err error) (reconcile.Result, error) {
 	if apierrors.IsConflict(err) {
-		return reconcile.Result{RequeueAfter: time.Millisecond}, nil
+		return reconcile.Result{RequeueAfter: time.Second}, nil
 	}
 	return reconcile.Result{}, client.IgnoreNotFound(err)
 }

@@ -1,8 +1,8 @@
 package nodeclass_test
 
 import (
+	"context"
 	"errors"
-	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -14,8 +14,11 @@ import (
 	"google.golang.org/grpc/codes"
 	grpcstatus "google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clocktesting "k8s.io/utils/clock/testing"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
@@ -471,24 +474,28 @@ func TestChangesThatTurnNoConditionAreWrittenOnceInAWhile(t *testing.T) {
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsFalse(), "a condition that turns is written at once")
 }
 
-// Core reconciles all NodeClaims of a NodeClass whose status is written.
-func TestTheMoreNodeClaimsTheRarerTheStatus(t *testing.T) {
-	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
-	for n := range 1000 {
-		e.Create(e.NodeClaim(fmt.Sprintf("claim-%d", n)))
+// Nothing but the cache can bring the version that the write conflicts with.
+func TestAConflictIsRetriedOnceTheCacheMayHaveCaughtUp(t *testing.T) {
+	for name, disturbance := range map[string]interceptor.Funcs{
+		"of the finalizer": {
+			Patch: func(_ context.Context, _ client.WithWatch, o client.Object, _ client.Patch, _ ...client.PatchOption) error {
+				return apierrors.NewConflict(corev1.Resource("clusterapinodeclasses"), o.GetName(), errors.New("it was modified"))
+			},
+		},
+		"of the status": {
+			SubResourcePatch: func(_ context.Context, _ client.Client, _ string, o client.Object, _ client.Patch, _ ...client.SubResourcePatchOption) error {
+				return apierrors.NewConflict(corev1.Resource("clusterapinodeclasses"), o.GetName(), errors.New("it was modified"))
+			},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+			e.Kube = interceptor.NewClient(e.Kube, disturbance)
+			e.controller = e.with(e.Catalogue)
+			e.reconcile(shimtest.NodeClassName)
+			assert.Equal(t, time.Second, e.again)
+		})
 	}
-	price := func() string { return e.reconcile(shimtest.NodeClassName).Status.Selected[0].Price }
-	assert.Equal(t, "1", price())
-	e.Agent.UpdateNodeGroup("default/a", func(g *agentv1alpha1.NodeGroup) { g.Price.PerHour = 2 })
-	e.Eventually(func() bool {
-		group, _ := e.Catalogue.Snapshot().Group("default/a")
-		return group.Price == 2
-	}, "the price shows")
-	assert.Equal(t, "1", price())
-	e.clock.Step(11 * time.Second)
-	assert.Equal(t, "1", price())
-	e.clock.Step(time.Second)
-	assert.Equal(t, "2", price())
 }
 
 // The API server refuses messages of more than 32,768 characters, and the whole status with them.

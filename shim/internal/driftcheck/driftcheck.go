@@ -1,0 +1,94 @@
+// Package driftcheck keeps core from reconciling all NodeClaims of a NodeClass whenever the status of the
+// NodeClass is written, which follows prices and availability of its node groups.
+package driftcheck
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/awslabs/operatorpkg/controller"
+	"github.com/awslabs/operatorpkg/status"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	runtimecontroller "sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	utilscontroller "sigs.k8s.io/karpenter/pkg/utils/controller"
+	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
+)
+
+// disruption is the name of core's controller of the conditions Drifted and Consolidatable.
+const disruption = "nodeclaim.disruption"
+
+// Seldom returns core's controllers, with the one of the conditions Drifted and Consolidatable wrapped
+// so that it passes over writes of a NodeClass that cannot concern a NodeClaim: see [Concerns]. It fails
+// if core has no such controller.
+func Seldom(core []controller.Controller, cloudProvider cloudprovider.CloudProvider) ([]controller.Controller, error) {
+	wrapped, found := operator.Wrap(core, disruption, func(c ofNodeClaims) controller.Controller { return seldom{c, cloudProvider} })
+	if !found {
+		return nil, fmt.Errorf("core has no controller %q of NodeClaims", disruption)
+	}
+	return wrapped, nil
+}
+
+type ofNodeClaims interface {
+	Name() string
+	reconcile.ObjectReconciler[*karpv1.NodeClaim]
+}
+
+type seldom struct {
+	ofNodeClaims
+
+	cloudProvider cloudprovider.CloudProvider
+}
+
+// Register adds the controller to the manager, as core's own does apart from the predicate of
+// NodeClasses. TestCoreStillWatchesTheSame fails if core's does anything else.
+func (s seldom) Register(ctx context.Context, m manager.Manager) error {
+	b := controllerruntime.NewControllerManagedBy(m).
+		Named(s.Name()).
+		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(s.cloudProvider))).
+		WithOptions(runtimecontroller.Options{
+			MaxConcurrentReconciles: utilscontroller.LinearScaleReconciles(utilscontroller.CPUCount(ctx), 10, 1000),
+		}).
+		Watches(&karpv1.NodePool{}, nodeclaimutils.NodePoolEventHandler(m.GetClient(), s.cloudProvider)).
+		Watches(&corev1.Pod{}, nodeclaimutils.PodEventHandler(m.GetClient(), s.cloudProvider))
+	for _, nodeClass := range s.cloudProvider.GetSupportedNodeClasses() {
+		b.Watches(nodeClass, nodeclaimutils.NodeClassEventHandler(m.GetClient()),
+			builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool { return Concerns(e.ObjectOld, e.ObjectNew) }}))
+	}
+	return b.Complete(reconcile.AsReconciler(m.GetClient(), s))
+}
+
+// Concerns reports whether a NodeClass changed in what may decide about drift: its spec, its
+// annotations, which node groups it selects, or a condition in anything but its message. What core
+// plans with, such as prices, it reads elsewhere.
+func Concerns(before, after any) bool {
+	was, isClass := before.(*v1alpha1.ClusterAPINodeClass)
+	is, still := after.(*v1alpha1.ClusterAPINodeClass)
+	if !isClass || !still {
+		return true
+	}
+	// Ordered by name, and 50 at most: where there are more, core finds a Node of another one to have
+	// drifted when it next looks by itself, within five minutes.
+	selected := func(c *v1alpha1.ClusterAPINodeClass) []string {
+		return lo.Map(c.Status.Selected, func(g v1alpha1.SelectedNodeGroup, _ int) string { return g.Name })
+	}
+	return was.Generation != is.Generation || !maps.Equal(was.Annotations, is.Annotations) ||
+		was.Status.NodeGroups != is.Status.NodeGroups || !slices.Equal(selected(was), selected(is)) ||
+		was.DeletionTimestamp.IsZero() != is.DeletionTimestamp.IsZero() ||
+		!slices.EqualFunc(was.Status.Conditions, is.Status.Conditions, func(a, b status.Condition) bool {
+			return a.Type == b.Type && a.Status == b.Status && a.Reason == b.Reason && a.ObservedGeneration == b.ObservedGeneration
+		})
+}

@@ -1,0 +1,122 @@
+package driftcheck_test
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"go/types"
+	"path/filepath"
+	"reflect"
+	"regexp"
+	"runtime"
+	"testing"
+
+	"github.com/awslabs/operatorpkg/controller"
+	"github.com/awslabs/operatorpkg/status"
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/disruption"
+	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/expiration"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/driftcheck"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+func TestNodeClaimsAreCheckedForWhatMayDecideAboutDrift(t *testing.T) {
+	condition := func(c *v1alpha1.ClusterAPINodeClass) *status.Condition { return &c.Status.Conditions[0] }
+	for name, test := range map[string]struct {
+		change   func(*v1alpha1.ClusterAPINodeClass)
+		concerns bool
+	}{
+		"a price":                         {func(c *v1alpha1.ClusterAPINodeClass) { c.Status.Selected[0].Price = "2" }, false},
+		"a group is full":                 {func(c *v1alpha1.ClusterAPINodeClass) { c.Status.Selected[0].Available = false }, false},
+		"how many are available":          {func(c *v1alpha1.ClusterAPINodeClass) { c.Status.AvailableNodeGroups = 0 }, false},
+		"a condition's message":           {func(c *v1alpha1.ClusterAPINodeClass) { condition(c).Message = "two problems" }, false},
+		"the spec":                        {func(c *v1alpha1.ClusterAPINodeClass) { c.Generation++ }, true},
+		"an annotation":                   {func(c *v1alpha1.ClusterAPINodeClass) { c.Annotations = map[string]string{"a": "b"} }, true},
+		"another group is selected":       {func(c *v1alpha1.ClusterAPINodeClass) { c.Status.Selected[0].Name = "fleet/b" }, true},
+		"one more group":                  {func(c *v1alpha1.ClusterAPINodeClass) { c.Status.NodeGroups++ }, true},
+		"a condition turns":               {func(c *v1alpha1.ClusterAPINodeClass) { condition(c).Status = metav1.ConditionFalse }, true},
+		"a condition's reason":            {func(c *v1alpha1.ClusterAPINodeClass) { condition(c).Reason = "Other" }, true},
+		"the spec was taken into account": {func(c *v1alpha1.ClusterAPINodeClass) { condition(c).ObservedGeneration++ }, true},
+		"it is being deleted":             {func(c *v1alpha1.ClusterAPINodeClass) { c.DeletionTimestamp = new(metav1.Now()) }, true},
+	} {
+		before := &v1alpha1.ClusterAPINodeClass{
+			ObjectMeta: metav1.ObjectMeta{Name: "default", Generation: 1, ResourceVersion: "1"},
+			Status: v1alpha1.ClusterAPINodeClassStatus{
+				NodeGroups: 1, AvailableNodeGroups: 1, Selected: []v1alpha1.SelectedNodeGroup{{Name: "fleet/a", Price: "1", Available: true}},
+				Conditions: []status.Condition{{Type: "Ready", Status: metav1.ConditionTrue, Reason: "Ready", ObservedGeneration: 1}},
+			},
+		}
+		after := before.DeepCopy()
+		after.ResourceVersion = "2"
+		test.change(after)
+		assert.Equal(t, test.concerns, driftcheck.Concerns(before, after), name)
+	}
+	assert.True(t, driftcheck.Concerns(&karpv1.NodePool{}, &karpv1.NodePool{}), "of other kinds nothing is known")
+}
+
+func TestCoresControllerIsReplacedOrMissed(t *testing.T) {
+	w := shimtest.New(t, nil)
+	core := []controller.Controller{
+		expiration.NewController(w.Clock, w.Kube, w.CloudProvider), disruption.NewController(w.Clock, w.Kube, w.CloudProvider),
+	}
+	wrapped, err := driftcheck.Seldom(core, w.CloudProvider)
+	require.NoError(t, err)
+	assert.Same(t, core[0], wrapped[0])
+	assert.NotEqual(t, reflect.TypeOf(core[1]), reflect.TypeOf(wrapped[1]))
+	_, err = driftcheck.Seldom(core[:1], w.CloudProvider)
+	require.EqualError(t, err, `core has no controller "nodeclaim.disruption" of NodeClaims`)
+}
+
+// Register takes the place of core's, so it must watch what core's does.
+func TestCoreStillWatchesTheSame(t *testing.T) {
+	entry := reflect.ValueOf(disruption.NewController).Pointer()
+	theirs, _ := runtime.FuncForPC(entry).FileLine(entry)
+	require.Len(t, watched(t, theirs), 7)
+	assert.Equal(t, watched(t, theirs), watched(t, "driftcheck.go"))
+}
+
+// watched returns what the method Register of a file does with its builder, in the words of core's.
+func watched(t *testing.T, file string) []string {
+	t.Helper()
+	parsed, err := parser.ParseFile(token.NewFileSet(), filepath.FromSlash(file), nil, parser.SkipObjectResolution)
+	require.NoError(t, err)
+	register, found := lo.Find(parsed.Decls, func(d ast.Decl) bool {
+		function, is := d.(*ast.FuncDecl)
+		return is && function.Name.Name == "Register"
+	})
+	require.True(t, found, file)
+	ours := regexp.MustCompile(`, builder\.WithPredicates\(predicate\.Funcs\{.*$`)
+	words := regexp.MustCompile(`\bkarpv1\.|\bruntimecontroller\.|m\.GetClient\(\)|\bs\b`)
+	var calls []string
+	ast.Inspect(register, func(n ast.Node) bool {
+		call, is := n.(*ast.CallExpr)
+		if !is {
+			return true
+		}
+		method, is := call.Fun.(*ast.SelectorExpr)
+		if !is {
+			return true
+		}
+		switch name := method.Sel.Name; name {
+		case "Named", "For", "WithOptions", "Watches", "WatchesRawSource", "WithEventFilter", "Owns", "Complete":
+			text := name
+			for _, arg := range call.Args {
+				text += ", " + types.ExprString(arg)
+			}
+			text = ours.ReplaceAllString(text, "")
+			calls = append(calls, words.ReplaceAllStringFunc(text, func(word string) string {
+				return map[string]string{
+					"karpv1.": "v1.", "runtimecontroller.": "controller.", "m.GetClient()": "c.kubeClient", "s": "c",
+				}[word]
+			}))
+		}
+		return true
+	})
+	return calls
+}
