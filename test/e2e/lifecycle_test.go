@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -75,7 +76,8 @@ type deed struct {
 
 func stages() []stage {
 	return []stage{
-		{name: "claimed", reach: func(l *life, ctx context.Context) error {
+		// No further than the next stage, however long the deed takes.
+		{name: "claimed", stuckAt: simv1.StageBoot, reach: func(l *life, ctx context.Context) error {
 			return l.until(ctx, func() string { return lo.Ternary(len(l.claims()) > 0, "", "a claim") })
 		}},
 		{name: "booting", stuckAt: simv1.StageBoot, instance: true, reach: func(l *life, ctx context.Context) error {
@@ -216,6 +218,38 @@ type life struct {
 // kill kills a component. It may already be dead because of another scenario.
 func (l *life) kill(component string) { _ = l.Sandbox.Kill(component) }
 
+// shortLives are the deeds of the short run, one of each stage. Failures of the infrastructure take
+// minutes, and are not among them.
+var shortLives = map[string]string{
+	"claimed":     "both agents are killed",
+	"booting":     "a person deletes the Machine",
+	"joining":     "a person releases the claim",
+	"registered":  "a person deletes the Node",
+	"running":     "a person deletes the NodeClaim",
+	"draining":    "the shim is killed",
+	"terminating": "a person deletes the MachineClaim",
+}
+
+// requireDocumented compares the scenarios with the table of docs/lifecycle.md.
+func requireDocumented(t *testing.T, lives []*life) {
+	t.Helper()
+	require.GreaterOrEqual(t, len(lives), 50)
+	page, err := os.ReadFile(filepath.Join("..", "..", "docs", "lifecycle.md"))
+	require.NoError(t, err)
+	names := strings.Join(lo.Map(stages(), func(s stage, _ int) string { return s.name }), " | ")
+	_, after, found := strings.Cut(string(page), "| who does what | "+names+" |\n")
+	require.True(t, found, "a table with the stages %s", names)
+	table, _, _ := strings.Cut(after, "\n\n")
+	rows := strings.Split(table, "\n")[1:] // the line below the head comes first
+	require.Len(t, rows, len(deeds()))
+	for i, d := range deeds() {
+		cells := strings.Split(strings.Trim(rows[i], "|"), "|")
+		for n, s := range stages() {
+			require.Equal(t, d.at(s), strings.TrimSpace(cells[n+1]) == "✓", "%s while it is %s", d.name, s.name)
+		}
+	}
+}
+
 // TestNodesSurviveWhateverIsDoneToThem is a table of stages of a Node and deeds done to it. In
 // every case the pod finally runs on one node that was created for it, no Machine, claim or replica
 // is left over, and no more Nodes were created than needed.
@@ -229,9 +263,10 @@ func TestNodesSurviveWhateverIsDoneToThem(t *testing.T) {
 			}
 		}
 	}
-	if testing.Short() { // one of each stage and of nearly each deed, without infrastructure failures, which take minutes
-		lives = lo.Reject(lives, func(l *life, _ int) bool { return strings.HasPrefix(l.deed.name, "the instance is lost") })
-		lives = lo.Filter(lives, func(_ *life, i int) bool { return i%6 == 1 })
+	requireDocumented(t, lives)
+	if testing.Short() {
+		lives = lo.Filter(lives, func(l *life, _ int) bool { return shortLives[l.stage.name] == l.deed.name })
+		require.Len(t, lives, len(shortLives))
 	}
 	inSandbox(t, sandbox.Options{Name: "e2e-life", AgentArgs: []string{"--failure-cool-down=5s"}})
 	hub, spoke := cached(t, w.Sandbox.HubConfig()), cached(t, w.Sandbox.SpokeConfig())

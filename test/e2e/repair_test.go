@@ -26,35 +26,29 @@ import (
 // an hour.
 const repairAfter = 15 * time.Second
 
-// TestUnhealthyNodesAreRepairedByOneOfTwo first combines a MachineHealthCheck that ignores claimed
-// Machines with Karpenter's own repair, of a Node whose kubelet reports that it is not ready, and of
-// one whose kubelet is dead. Then it uses a MachineHealthCheck that includes them and is faster. Both
-// can be forbidden for a single Node.
-func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
-	figure := shows(t, "unhealthy nodes: repaired by Karpenter or by a MachineHealthCheck, once, and not against a veto")
-	if testing.Short() {
-		t.Skip("not in the short run: needs a sandbox of its own")
-	}
-	inSandbox(t, sandbox.Options{
-		Name: "e2e-repair", FeatureGates: []string{"NodeRepair"}, ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
-	})
+// repairPods is how many pods there are: Karpenter does not repair if more than a fifth of the Nodes is
+// unhealthy.
+const repairPods = 6
+
+// repairable brings up a sandbox whose Karpenter repairs, with a Node for each pod, and a
+// MachineHealthCheck that selects all Machines and is faster.
+func repairable(t *testing.T, o sandbox.Options) {
+	t.Helper()
+	o.FeatureGates, o.ShimEnv = []string{"NodeRepair"}, append(o.ShimEnv, "NODE_REPAIR_AFTER="+repairAfter.String())
+	inSandbox(t, o)
 	useCrowd(t)
-	const pods = 6 // Karpenter does not repair if more than a fifth is unhealthy
 	// Kubernetes' default, with which only a kubelet can end a pod before its time. The NodePool has no
 	// terminationGracePeriod, as is the default, too.
 	graceful := mergePatch(`{"spec":{"template":{"spec":{"terminationGracePeriodSeconds":30}}}}`)
 	workload := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "crowd"}}
 	require.NoError(t, w.Spoke.Patch(t.Context(), workload, graceful))
-	scale(t, "crowd", pods)
-	await(t, 2*time.Minute, running(pods))
+	scale(t, "crowd", repairPods)
+	await(t, 2*time.Minute, running(repairPods))
 	check := &clusterv1.MachineHealthCheck{
 		ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"},
 		Spec: clusterv1.MachineHealthCheckSpec{
 			ClusterName: sandbox.ClusterName,
-			Selector: metav1.LabelSelector{
-				MatchLabels:      map[string]string{clusterv1.MachineDeploymentNameLabel: "crowd"},
-				MatchExpressions: []metav1.LabelSelectorRequirement{{Key: agentv1.ClaimLabel, Operator: metav1.LabelSelectorOpDoesNotExist}},
-			},
+			Selector:    metav1.LabelSelector{MatchLabels: map[string]string{clusterv1.MachineDeploymentNameLabel: "crowd"}},
 			Checks: clusterv1.MachineHealthCheckChecks{UnhealthyNodeConditions: []clusterv1.UnhealthyNodeCondition{
 				{Type: corev1.NodeReady, Status: corev1.ConditionFalse, TimeoutSeconds: new(int32(1))},
 			}},
@@ -62,12 +56,33 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	}
 	require.NoError(t, w.Hub.Create(t.Context(), check))
 	t.Cleanup(func() { _ = w.Hub.Delete(context.Background(), check) })
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		err := w.Hub.Get(ctx, client.ObjectKeyFromObject(check), check)
+		return lo.Ternary(lo.FromPtr(check.Status.ExpectedMachines) == repairPods, "", "the MachineHealthCheck to select all Machines"), err
+	})
+}
+
+// disrupted returns why Karpenter disrupted Nodes.
+func disrupted() []string {
+	return lo.FilterMap(w.Recorder.State().Timelines, func(j timeline.Timeline, _ int) (string, bool) { return j.Disrupted, j.Disrupted != "" })
+}
+
+// TestUnhealthyNodesAreRepairedByOneOfTwo has Karpenter repair a Node whose kubelet reports that it is
+// not ready, and one whose kubelet is dead. A MachineHealthCheck that is faster leaves both alone. The
+// repair can be forbidden for a single Node.
+func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
+	figure := shows(t, "unhealthy nodes: repaired by Karpenter, once, and not against a veto; a MachineHealthCheck of all Machines leaves them alone")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a sandbox of its own")
+	}
+	const pods = repairPods
+	repairable(t, sandbox.Options{Name: "e2e-repair"})
 	machines := listCrowd(t)
 	require.Len(t, machines, pods)
-	before := made("crowd")
-	disrupted := func() []string {
-		return lo.FilterMap(w.Recorder.State().Timelines, func(j timeline.Timeline, _ int) (string, bool) { return j.Disrupted, j.Disrupted != "" })
+	for _, m := range machines {
+		require.Equal(t, agentv1.Group, m.Annotations[clusterv1.MachineSkipRemediationAnnotation], "Machine %s", m.Name)
 	}
+	before := made("crowd")
 
 	vetoed, repaired := machines[0], machines[1]
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: vetoed.Status.NodeRef.Name}}
@@ -115,9 +130,23 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	require.Equal(t, before+2, made("crowd"))
 	require.Equal(t, []string{"Unhealthy", "Unhealthy"}, disrupted())
 
-	// From here on the MachineHealthCheck includes all Machines, and is faster.
-	require.NoError(t, w.Hub.Patch(t.Context(), check, mergePatch(`{"spec":{"selector":{"matchExpressions":null}}}`)))
-	kept, remediated := machines[2], machines[3]
+	require.Contains(t, uidsOf(listCrowd(t)), vetoed.UID)
+}
+
+// TestAMachineHealthCheckRepairsWhereItMay has the agent leave the Machines to the MachineHealthCheck,
+// which is faster than Karpenter's own repair, and a person forbid it for one of them.
+func TestAMachineHealthCheckRepairsWhereItMay(t *testing.T) {
+	figure := shows(t, "unhealthy nodes: repaired by a MachineHealthCheck where Karpenter leaves them to it, once, and not against a veto")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a sandbox of its own")
+	}
+	const pods = repairPods
+	repairable(t, sandbox.Options{Name: "e2e-health-check", ShimEnv: []string{"NODE_REPAIR_SKIP_REMEDIATION=false"}})
+	machines := listCrowd(t)
+	require.Len(t, machines, pods)
+	before := made("crowd")
+	kept, remediated := machines[0], machines[1]
+	require.NotContains(t, kept.Annotations, clusterv1.MachineSkipRemediationAnnotation)
 	require.NoError(t, w.Hub.Patch(t.Context(), &kept, forbidding(clusterv1.MachineSkipRemediationAnnotation)))
 	for _, m := range []*clusterv1.Machine{&kept, &remediated} { // so that only the MachineHealthCheck does it
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.Status.NodeRef.Name}}
@@ -125,14 +154,14 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	}
 	sicken(t, &kept, corev1.ConditionFalse)
 	sicken(t, &remediated, corev1.ConditionFalse)
-	began = time.Now()
+	began := time.Now()
 	awaitReplaced(t, &remediated, pods)
 	figure("the MachineHealthCheck's took %.0f s", time.Since(began).Seconds())
-	require.Equal(t, before+3, made("crowd"))
+	require.Equal(t, before+1, made("crowd"))
 	// Where Cluster API takes long to drain the Node and to delete the Machine, Karpenter may remove the Node
 	// meanwhile as an empty one, for which it makes none.
-	require.Equal(t, []string{"Unhealthy", "Unhealthy"}, lo.Without(disrupted(), "Empty"), "those of Karpenter's own repair")
-	require.Subset(t, uidsOf(listCrowd(t)), []types.UID{kept.UID, vetoed.UID})
+	require.Empty(t, lo.Without(disrupted(), "Empty"), "Karpenter's own repair")
+	require.Contains(t, uidsOf(listCrowd(t)), kept.UID)
 	sicken(t, &kept, corev1.ConditionTrue) // a Node that is not ready uses up a disruption budget: alone, it would never be removed
 }
 
