@@ -292,12 +292,16 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 // repairDiffers reports whether the Machine's annotation for MachineHealthChecks does not agree with
 // its claim.
 func (s *Snapshot) repairDiffers(m *clusterv1.Machine) bool {
+	value, skips := m.Annotations[clusterv1.MachineSkipRemediationAnnotation]
+	ours := value == v1alpha1.Group
+	if ClaimOf(m) == "" {
+		return ours // its claim handed it over or returned it, or another actor removed the label
+	}
 	c := s.boundTo(m)
 	if c == nil || c.Returns() {
 		return false
 	}
-	value, skips := m.Annotations[clusterv1.MachineSkipRemediationAnnotation]
-	return c.Spec.HolderRepairs && !skips || !c.Spec.HolderRepairs && value == v1alpha1.Group
+	return c.Spec.HolderRepairs && !skips || !c.Spec.HolderRepairs && ours
 }
 
 // SetRepair sets or removes the annotation that keeps MachineHealthChecks from remediating the

@@ -248,8 +248,9 @@ func Decide(s *Snapshot) *Decision {
 // since they were read. If something else is due, such as the end of a claim that leaves its
 // replica to the next one, that comes first.
 func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
-	// A claim that is not marked as entered yet is mostly a lagging cache, and no reason to wait.
-	more := slices.ContainsFunc(d.Actions, func(a Action) bool { return a.Kind != MarkAdmitted })
+	// A claim that is not marked as entered yet is mostly a lagging cache, and no reason to wait. Nor is
+	// who repairs a Node.
+	more := slices.ContainsFunc(d.Actions, func(a Action) bool { return a.Kind != MarkAdmitted && a.Kind != MarkRepair })
 	if d.Ledger == nil || more || len(d.Refused) > 0 || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
 		return false
 	}

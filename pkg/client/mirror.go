@@ -58,6 +58,8 @@ type Mirror[T proto.Message] struct {
 	subscriptions map[*Subscription]struct{}
 	stateWatchers map[chan struct{}]struct{}
 	shown         *following // the stream that the view is of
+
+	begun int // the number of streams so far, which only Run changes
 }
 
 // State describes how current a mirror's view is.
@@ -191,9 +193,16 @@ func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) 
 		case <-current.ended:
 			m.disconnectedUntil(next, current.err)
 		case <-next.ended:
+			if next.isSynced() {
+				break // it has taken over already
+			}
 			m.logger.V(1).Info("the stream on another connection ended before it was complete; trying again", "error", next.err.Error())
 			next.leave()
-			m.sleep(ctx, m.backoff.Cap, current.ended)
+			delay := m.backoff.Cap
+			if asked, ok := agenterrors.RetryDelay(next.err); ok {
+				delay = max(delay, asked)
+			}
+			m.sleep(ctx, delay, current.ended)
 			continue
 		}
 		current.leave()
@@ -210,6 +219,8 @@ type following struct {
 	synced, ended chan struct{}
 	err           error
 	cancel        context.CancelCauseFunc
+	// number orders the streams of a mirror: a later one takes over from an earlier one.
+	number int
 	// last is when something was received last.
 	last time.Time
 }
@@ -233,7 +244,8 @@ func (f *following) leave() {
 // begin opens a stream, and applies it until it ends.
 func (m *Mirror[T]) begin(ctx context.Context) *following {
 	ctx, cancel := context.WithCancelCause(ctx)
-	f := &following{synced: make(chan struct{}), ended: make(chan struct{}), cancel: cancel, last: m.clock.Now()}
+	m.begun++
+	f := &following{synced: make(chan struct{}), ended: make(chan struct{}), cancel: cancel, number: m.begun, last: m.clock.Now()}
 	if m.moves != nil {
 		f.moves = m.moves()
 	}
@@ -405,9 +417,10 @@ func (m *Mirror[T]) replace(f *following, snapshot map[string]T) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.note(f)
-	if first := !f.isSynced(); !first && m.shown != f {
+	if m.shown != nil && m.shown.number > f.number {
 		return
-	} else if first {
+	}
+	if !f.isSynced() {
 		m.shown = f
 		close(f.synced)
 	}

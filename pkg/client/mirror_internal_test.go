@@ -421,3 +421,26 @@ func TestMirrorIsNotConnectedWhileNoStreamIsComplete(t *testing.T) {
 	s.eventually(func() bool { return second.ctx.Err() != nil })
 	require.Empty(t, s.names())
 }
+
+// Both streams may complete their snapshot before the earlier one is left.
+func TestMirrorNeverGoesBackToAnEarlierStream(t *testing.T) {
+	m := newMirror(FromConn(nil, Options{}), "test", machine.GetName, nil)
+	earlier := &following{number: 1, synced: make(chan struct{})}
+	later := &following{number: 2, synced: make(chan struct{})}
+	objects := func(names ...string) map[string]machine {
+		return lo.SliceToMap(names, func(name string) (string, machine) { return name, &agentv1alpha1.Machine{Name: name} })
+	}
+	shown := func() []string {
+		view, _ := m.List()
+		return lo.Map(view, func(m machine, _ int) string { return m.GetName() })
+	}
+	m.replace(later, objects("new"))
+	m.replace(earlier, objects("old"))
+	require.Equal(t, []string{"new"}, shown())
+	m.put(earlier, "old", &agentv1alpha1.Machine{Name: "old"})
+	m.put(later, "newer", &agentv1alpha1.Machine{Name: "newer"})
+	require.Equal(t, []string{"new", "newer"}, shown())
+	m.replace(later, objects("again"))
+	require.Equal(t, []string{"again"}, shown(), "a resync of the stream that is shown")
+	require.True(t, m.State().Connected)
+}

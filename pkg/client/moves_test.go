@@ -51,7 +51,8 @@ func TestAViewMovesOffAConnectionThatTheAgentEnds(t *testing.T) {
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "unix", socket)
 	require.NoError(t, err)
 	agent := &aging{}
-	server := grpc.NewServer(grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionAge: 100 * time.Millisecond, MaxConnectionAgeGrace: time.Minute}))
+	ends := keepalive.ServerParameters{MaxConnectionAge: 100 * time.Millisecond, MaxConnectionAgeGrace: time.Minute}
+	server := grpc.NewServer(grpc.KeepaliveParams(ends))
 	agentv1alpha1.RegisterNodeGroupServiceServer(server, agent)
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)
@@ -69,7 +70,7 @@ func TestAViewMovesOffAConnectionThatTheAgentEnds(t *testing.T) {
 	state := mirror.State()
 	assert.True(t, state.Connected)
 	assert.Equal(t, since, state.Since, "it was never disconnected")
-	assert.NoError(t, state.LastError)
+	require.NoError(t, state.LastError)
 	cancel()
 	require.NoError(t, <-ended)
 }

@@ -175,6 +175,7 @@ func TestTheAgentIsConfinedInEveryVersion(t *testing.T) {
 		"a template":              {"MachineDeployment", `{"spec":{"template":{"spec":{"version":"v9.9.9"}}}}`, onlyReplicas},
 		"paused":                  {"MachineDeployment", `{"spec":{"paused":true}}`, onlyReplicas},
 		"a mark on a Machine":     {"Machine", annotation(clusterv1.DeleteMachineAnnotation), ""},
+		"who repairs a Machine":   {"Machine", annotation(clusterv1.MachineSkipRemediationAnnotation), ""},
 		"its finalizer":           {"Machine", fmt.Sprintf(`{"metadata":{"finalizers":["example.com/keep",%q]}}`, agentv1.ReleaseFinalizer), ""},
 		"another's finalizer":     {"Machine", `{"metadata":{"finalizers":null}}`, "only its own finalizer"},
 		"a Machine's version":     {"Machine", `{"spec":{"version":"v9.9.9"}}`, nothing},

@@ -128,7 +128,7 @@ func TestEveryPageSaysWhichCommandsNoTestRuns(t *testing.T) {
 		}
 		text := strings.Join(strings.Fields(page.Text), " ")
 		if sentence, other := said[page.Path]; other {
-			require.True(t, strings.Contains(text, sentence), "%s: %s", page.Path, sentence)
+			require.Contains(t, text, sentence, page.Path)
 		} else {
 			require.True(t, usual.MatchString(text), "%s: No test runs the commands after a `$` … or: No test runs the commands of this page …", page.Path)
 		}

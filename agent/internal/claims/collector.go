@@ -92,6 +92,13 @@ func (c collector) Describe(descriptions chan<- *prometheus.Desc) {
 	}
 }
 
+// isCopy reports whether a ledger that is not the MachineDeployment's own was copied with that of another one: it can
+// be read.
+func isCopy(md *clusterv1.MachineDeployment) bool {
+	_, err := protocol.ParseLedger(md.Annotations[v1alpha1.LedgerAnnotation])
+	return err == nil
+}
+
 func (c collector) Collect(metrics chan<- prometheus.Metric) {
 	ctx, cancel := context.WithTimeout(context.Background(), collectTimeout)
 	defer cancel()
@@ -114,8 +121,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		}
 		l, err := protocol.LedgerOf(md)
 		if err != nil {
-			// One that can be read was copied from another MachineDeployment.
-			if _, err := protocol.ParseLedger(md.Annotations[v1alpha1.LedgerAnnotation]); err != nil {
+			if !isCopy(md) {
 				gauge(unreadableDescription, 1, md.Namespace, md.Name)
 			}
 			continue

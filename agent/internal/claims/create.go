@@ -116,7 +116,7 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 		entered, err = e.make(ctx, c, open.deployment)
 		refused = overQuota(client.ObjectKeyFromObject(cluster), err)
 	}
-	if refused == nil && (refusedForGood(err) || webhookAway(err)) {
+	if refused == nil && refusedForGood(err) {
 		e.warn(cluster, protocol.ReasonWriteRefused, "CreateClaim", "no MachineClaim can be made: "+err.Error())
 		return nil, fmt.Errorf("making the claim: %w: %w", ErrWriteRefused, err)
 	}

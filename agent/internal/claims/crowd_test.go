@@ -82,8 +82,6 @@ func TestALedgerThatTheHubRefusesIsNotRetriedAsALostRace(t *testing.T) {
 		}},
 		"a policy": apierrors.NewForbidden(schema.GroupResource{Resource: "machinedeployments"}, "small", errors.New(
 			"ValidatingAdmissionPolicy 'freeze' with binding 'all' denied request: frozen until Monday")),
-		"a webhook that does not answer": apierrors.NewInternalError(errors.New(
-			`failed calling webhook "default.machinedeployment.cluster.x-k8s.io": dial tcp 10.96.0.7:443: connect: connection refused`)),
 	} {
 		t.Run(name, func(t *testing.T) {
 			e := engineWith(t, groupOf("small", 0, nil), groupOf("other", 0, nil))

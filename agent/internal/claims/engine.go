@@ -30,6 +30,7 @@ import (
 	"hash/fnv"
 	"maps"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -173,6 +174,8 @@ type Engine struct {
 	// deference is how long a node group is left to the agent that last wrote its ledger; see
 	// [group.deferToOther]. Tests set it.
 	deference time.Duration
+	// prunesRepairs is set once the API server did not keep spec.holderRepairs of a claim.
+	prunesRepairs atomic.Bool
 
 	mu      sync.Mutex
 	groups  map[types.NamespacedName]*group
@@ -180,6 +183,7 @@ type Engine struct {
 	// queue is the controller's. It is nil until the controller starts.
 	queue   workqueue.TypedRateLimitingInterface[reconcile.Request]
 	synced  map[holderKey]map[types.UID]bool  // the claims that a holder's last live set decided
+	repairs map[holderKey]repairSetting       // what holders with claims say in their live sets
 	numbers map[types.NamespacedName]*numbers // by Cluster
 	// unusable holds, by MachineDeployment, why its ledger cannot be used, as it was logged last.
 	unusable map[types.NamespacedName]string
@@ -210,7 +214,7 @@ func New(c Config) *Engine {
 		Config: c, id: idOf(c.Name), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, reports: map[types.NamespacedName]nodeReport{},
-		synced: map[holderKey]map[types.UID]bool{}, numbers: map[types.NamespacedName]*numbers{}, unusable: map[types.NamespacedName]string{},
+		synced: map[holderKey]map[types.UID]bool{}, repairs: map[holderKey]repairSetting{}, numbers: map[types.NamespacedName]*numbers{}, unusable: map[types.NamespacedName]string{},
 	}
 }
 

@@ -4,11 +4,13 @@ import (
 	"context"
 	"errors"
 	"maps"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -125,7 +127,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 			result.Unknown = append(result.Unknown, id)
 		}
 	}
-	e.writeNotes(ctx, notes)
+	e.writeNotes(ctx, append(notes, e.noteRepairs(set, claims, notes)...)) // last: there is a limit to the notes of a set
 	if r.Spoke != "" {
 		e.recordDecided(holderKey{key, r.Holder}, decided)
 	}
@@ -149,6 +151,7 @@ func (e *Engine) ForgetCluster(cluster types.NamespacedName) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	maps.DeleteFunc(e.synced, func(holder holderKey, _ map[types.UID]bool) bool { return holder.cluster == cluster })
+	maps.DeleteFunc(e.repairs, func(holder holderKey, _ repairSetting) bool { return holder.cluster == cluster })
 	delete(e.numbers, cluster)
 	delete(e.reports, cluster)
 }
@@ -227,22 +230,16 @@ func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 	return ""
 }
 
-// noteOwner records on a claim of the live set which cluster it belongs to, whether its holder repairs
-// its Node, and that its owner exists. Each change of the cluster writes all claims and their Machines. Therefore another cluster
+// noteOwner records on a claim of the live set which cluster it belongs to, and that its owner
+// exists. Each change of the cluster writes all claims and their Machines. Therefore another cluster
 // is recorded once it is the known one, which changes only now and then, whatever a caller sends.
 // For a holder whose cluster is never known, it is recorded at once.
 func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 	var notes []note
 	record := s.Spoke != "" && c.Spec.Spoke != s.Spoke && (c.Spec.Spoke == "" || s.known == s.Spoke || !e.recordsSpoke(s.Holder))
 	back := c.Status.Reason == protocol.ReasonOwnerMissing
-	repairs := s.HolderRepairs != nil && *s.HolderRepairs != c.Spec.HolderRepairs && c.Status.Phase != v1alpha1.PhaseReleasing
-	if record || repairs || back {
+	if record || back {
 		notes = append(notes, note{of: c, write: func(ctx context.Context) error {
-			if repairs {
-				if err := e.recordRepairs(ctx, c, *s.HolderRepairs); err != nil {
-					return err
-				}
-			}
 			if record {
 				if err := e.recordSpoke(ctx, c, s.Spoke); err != nil {
 					return err
@@ -263,16 +260,61 @@ func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 	return notes
 }
 
-// recordRepairs writes to the claim whether its holder repairs its Node. The next step of its node
-// group follows on the Machine.
-func (e *Engine) recordRepairs(ctx context.Context, c *v1alpha1.MachineClaim, repairs bool) error {
-	after := c.DeepCopy()
-	after.Spec.HolderRepairs = repairs
-	if err := e.Client.Update(ctx, after); err != nil {
-		return err
+// settledAfter is how long a holder must have repaired, or not repaired, by its live sets before its
+// claims follow: each change writes all of them and their Machines.
+const settledAfter = 5 * time.Minute
+
+// repairSetting is whether a holder repairs by its live sets, and since when.
+type repairSetting struct {
+	repairs bool
+	since   time.Time
+}
+
+// noteRepairs records on the claims of the live set whether their holder repairs their Nodes, once the
+// holder's sets have agreed on that for a while. The next step of a node group follows on its Machines.
+// Claims with other notes are left to a later set.
+func (e *Engine) noteRepairs(s *liveSet, claims []v1alpha1.MachineClaim, others []note) []note {
+	holder := holderKey{types.NamespacedName{Namespace: s.Namespace, Name: s.Cluster}, s.Holder}
+	e.mu.Lock()
+	setting, known := e.repairs[holder]
+	switch {
+	case s.HolderRepairs == nil || !s.matched: // a holder without claims takes no memory
+		delete(e.repairs, holder)
+		e.mu.Unlock()
+		return nil
+	case !known || setting.repairs != *s.HolderRepairs:
+		setting = repairSetting{*s.HolderRepairs, e.Clock.Now()}
+		e.repairs[holder] = setting
 	}
-	*c = *after
-	return nil
+	e.mu.Unlock()
+	if e.Clock.Since(setting.since) < settledAfter {
+		return nil
+	}
+	noted := map[client.Object]bool{}
+	for _, n := range others {
+		noted[n.of] = true
+	}
+	var notes []note
+	for i := range claims {
+		c := &claims[i]
+		if !s.live[c.Spec.ClaimID] || c.Spec.HolderRepairs == setting.repairs || c.Status.Phase == v1alpha1.PhaseReleasing ||
+			noted[c] || e.prunesRepairs.Load() {
+			continue
+		}
+		notes = append(notes, note{of: c, write: func(ctx context.Context) error {
+			after := c.DeepCopy()
+			after.Spec.HolderRepairs = setting.repairs
+			if err := e.Client.Update(ctx, after); err != nil {
+				return err
+			}
+			if after.Spec.HolderRepairs != setting.repairs && !e.prunesRepairs.Swap(true) {
+				log.FromContext(ctx).Info("the CustomResourceDefinition of MachineClaims is older than the agent and has no spec.holderRepairs: " +
+					"MachineHealthChecks are not told to leave Machines alone that their holder repairs")
+			}
+			return nil
+		}})
+	}
+	return notes
 }
 
 // recordSpoke writes the cluster to the claim, and to its Machine, from which a lost claim is

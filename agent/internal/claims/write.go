@@ -143,7 +143,7 @@ func (e *Engine) writeLedger(
 		return md, nil
 	case testFailed(err), apierrors.IsConflict(err), apierrors.IsNotFound(err):
 		return nil, fmt.Errorf("writing the ledger: %w: %w", ErrConflict, err)
-	case refusedForGood(err), webhookAway(err):
+	case refusedForGood(err):
 		e.warn(s.Deployment, protocol.ReasonWriteRefused, "WriteLedger", "claims and releases of this node group are held up: "+err.Error())
 		return nil, fmt.Errorf("writing the ledger of MachineDeployment %s: %w: %w", s.Deployment.Name, ErrWriteRefused, err)
 	default:
@@ -185,13 +185,6 @@ func refusedForGood(err error) bool {
 	var status apierrors.APIStatus
 	return errors.As(err, &status) &&
 		(apierrors.IsInvalid(err) || apierrors.IsForbidden(err) || apierrors.IsBadRequest(err) || denied(status)) && !testFailed(err)
-}
-
-// webhookAway reports whether a write failed because the API server cannot call a webhook, which may
-// concern this kind of object alone, or this namespace.
-func webhookAway(err error) bool {
-	var status apierrors.APIStatus
-	return errors.As(err, &status) && apierrors.IsInternalError(err) && strings.Contains(status.Status().Message, "failed calling webhook")
 }
 
 // denied reports whether a webhook or a ValidatingAdmissionPolicy refused a request.
@@ -282,6 +275,11 @@ func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a prot
 			protocol.Line(fmt.Sprintf("the hub refuses a write on MachineSet %s (%s): %s", a.Set.Name, a.Kind, cause)))
 	}
 	if a.Machine == nil {
+		return
+	}
+	if a.Kind == protocol.MarkRepair { // the claim goes on without it
+		e.warn(s.Deployment, protocol.ReasonWriteRefused, "WriteMachine",
+			protocol.Line(fmt.Sprintf("the hub refuses a write on Machine %s (%s): %s", a.Machine.Name, a.Kind, cause)))
 		return
 	}
 	claim := a.Claim
@@ -383,7 +381,7 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 		return e.keep(ctx, a.Machine)
 	case protocol.MarkRepair:
 		m := a.Machine.DeepCopy()
-		protocol.SetRepair(m, a.Claim.Spec.HolderRepairs)
+		protocol.SetRepair(m, a.Claim != nil && a.Claim.Spec.HolderRepairs)
 		return e.patchMachine(ctx, a.Machine, m)
 	case protocol.LowerSet:
 		return e.lowerSet(ctx, a)
@@ -529,7 +527,6 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 	if c.Spec.Spoke != "" {
 		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimSpokeAnnotation, c.Spec.Spoke)
 	}
-	protocol.SetRepair(m, c.Spec.HolderRepairs)
 	delete(m.Annotations, v1alpha1.FloorAnnotation) // the claim adopts it, or the mark came too late
 	if !protocol.HasFinalizer(m) {
 		delete(m.Annotations, clusterv1.DeleteMachineAnnotation) // else Cluster API would remove it first when anyone lowers replicas
@@ -558,7 +555,6 @@ func forgetClaim(m *clusterv1.Machine) {
 	delete(m.Annotations, v1alpha1.ClaimHolderAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimSpokeAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)
-	protocol.SetRepair(m, false)
 }
 
 // patchAsRead writes the difference if the Machine has not changed at all since it was read.

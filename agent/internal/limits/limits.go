@@ -7,7 +7,6 @@
 package limits
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"math"
@@ -104,9 +103,10 @@ const (
 	listsOfCaller, listsInAll = 2, 8
 	// objectsPerSecond and objectBurst are how many objects a caller may list, on average and at once.
 	// Further lists wait. Nothing else limits lists that are not read: what waits on a connection goes
-	// with it. A Cluster's shim lists its claims once a minute, and the agent keeps up to 20,000 of them.
-	// An object of a watch's snapshot is taken from a cache, and costs a fraction of one.
-	objectsPerSecond, objectBurst, objectsOfWatch = 2000, 30000, 32
+	// with it. The shim of the largest Cluster lists 20,000 claims once a minute, and them and as many Machines
+	// every two minutes; while it looks for Machines to adopt, the latter every five seconds. An object of a watch's
+	// snapshot is taken from a cache, and costs a fraction of one. Fewer than fewObjects cost nothing.
+	objectsPerSecond, objectBurst, objectsOfWatch, fewObjects = 4000, 60000, 32, 100
 	// largeList is how many objects a large list has. largeListsOfCaller is how many of them are built
 	// at once for a caller. See also [largeListsInAll].
 	largeList, largeListsOfCaller = 2000, 1
@@ -185,6 +185,8 @@ const (
 	ReasonInFlight    = "bytes"
 	ReasonUnread      = "unread"
 	ReasonConnections = "connections"
+	// ReasonObjects is the one for objects in lists.
+	ReasonObjects = "objects"
 	// ReasonCertificates is the one for certificates that were issued to the caller.
 	ReasonCertificates = "certificates"
 	// ReasonAllCalls and the following ones are for what all callers have together.
@@ -777,16 +779,35 @@ func (c *Call) List(ctx context.Context, objects int, asksHub bool) error {
 }
 
 // pace waits until the caller may list so many more objects. Once it returns, they count, even if the
-// call ends before its list is built. The error is that of the context.
+// call ends before its list is built. The error is that of the context, or a [*RefusedError] if they
+// may be listed only after the call's deadline.
 func (c *Call) pace(ctx context.Context, objects int) error {
-	if err := c.caller.objects.WaitN(ctx, min(objects, objectBurst)); err != nil {
-		return cmp.Or(ctx.Err(), context.DeadlineExceeded) // it does not wait for what comes after the deadline
+	if objects < fewObjects {
+		return nil
 	}
-	return nil
+	now := time.Now()
+	place := c.caller.objects.ReserveN(now, min(objects, objectBurst))
+	wait := place.DelayFrom(now)
+	if deadline, bounded := ctx.Deadline(); bounded && now.Add(wait).After(deadline) {
+		place.CancelAt(now)
+		c.limiter.mu.Lock()
+		defer c.limiter.mu.Unlock()
+		return c.limiter.refuse(c.caller, c.method, ReasonObjects, wait.Round(time.Millisecond),
+			"this identity lists more than %d objects a second", objectsPerSecond)
+	}
+	timer := time.NewTimer(wait)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		place.Cancel()
+		return ctx.Err()
+	}
 }
 
 // Watch waits until the stream may send a snapshot of about so many objects. The error is that of the
-// context.
+// context or a [*RefusedError].
 func (c *Call) Watch(ctx context.Context, objects int) error { return c.pace(ctx, objects/objectsOfWatch) }
 
 // Send counts the size of a response until the returned function is called. It must be called

@@ -567,10 +567,10 @@ func testObjectsOfACaller(t *testing.T) {
 	listed := func(identity string) int {
 		call := begin(t, l, identity, false)
 		defer call.End()
-		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		if err := call.List(ctx, objects, false); err != nil {
-			require.ErrorIs(t, err, context.DeadlineExceeded)
+			requireReason(t, err, limits.ReasonObjects)
 			return 0
 		}
 		return objects
@@ -579,28 +579,60 @@ func testObjectsOfACaller(t *testing.T) {
 	for range 100 {
 		sum += listed("a")
 	}
-	require.Equal(t, 30_000, sum, "nothing is given back when the call ends")
+	require.Equal(t, 60_000, sum, "nothing is given back when the call ends")
 	require.Equal(t, objects, listed("b"), "another caller may list")
 
+	brief, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
+	late := begin(t, l, "a", false)
+	requireRefused(t, late.List(brief, objects, false), limits.ReasonObjects, 2500*time.Millisecond)
+	late.End()
 	began := time.Now()
 	patient := begin(t, l, "a", false)
 	require.NoError(t, patient.List(t.Context(), objects, false), "it waits")
-	require.InDelta(t, 5, time.Since(began).Seconds(), 0.1)
+	require.InDelta(t, 2.5, time.Since(began).Seconds(), 0.1)
 	patient.End()
-	watch := begin(t, l, "a", true)
 	began = time.Now()
-	require.NoError(t, watch.Watch(t.Context(), 64_000))
-	require.InDelta(t, 1, time.Since(began).Seconds(), 0.1, "a snapshot costs a fraction")
+	require.NoError(t, begin(t, l, "a", false).List(t.Context(), 99, true))
+	require.NoError(t, begin(t, l, "a", true).Watch(t.Context(), 3000))
+	require.Zero(t, time.Since(began), "what is small does not wait behind what is large")
+	require.NoError(t, begin(t, l, "a", true).Watch(t.Context(), 128_000))
+	require.InDelta(t, 1, time.Since(began).Seconds(), 0.1, "an object of a snapshot costs a fraction")
 
-	shim := begin(t, l, "large", false)
-	for range 60 { // an hour's rounds of the largest Cluster
-		require.NoError(t, shim.Watch(t.Context(), 20_000))
-		round := begin(t, l, "large", false)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	require.ErrorIs(t, begin(t, l, "a", false).List(ctx, objects, false), context.Canceled)
+}
+
+// The agent keeps 20,000 claims of a Cluster. The deadline is that of the shim's calls.
+func TestTheShimOfTheLargestClusterListsWithoutWaiting(t *testing.T) { synctest.Test(t, testTheLargestCluster) }
+
+func testTheLargestCluster(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	const claims, machines = 20_000, 20_000
+	list := func(objects int) time.Duration {
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		call := begin(t, l, "large", false)
+		defer call.End()
 		began := time.Now()
-		require.NoError(t, round.List(t.Context(), 20_000, true))
-		require.Zero(t, time.Since(began), "normal work does not wait")
-		round.End()
-		time.Sleep(time.Minute)
+		require.NoError(t, call.List(ctx, objects, true))
+		return time.Since(began)
+	}
+	for range 3 {
+		require.NoError(t, begin(t, l, "large", true).Watch(t.Context(), claims)) // of a start
+	}
+	every := time.NewTicker(time.Minute)
+	for minute := range 60 {
+		require.Zero(t, list(claims), "a round")
+		if minute%2 == 0 { // core's collection of garbage, at the same time
+			require.LessOrEqual(t, list(claims)+list(machines), 2*time.Second)
+		}
+		<-every.C
+	}
+	for range 60 { // machines are looked for
+		require.LessOrEqual(t, list(machines), 5*time.Second)
+		<-time.After(5 * time.Second)
 	}
 }
 

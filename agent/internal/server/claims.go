@@ -252,7 +252,7 @@ func (s *claimService) SyncClaims(
 		LiveIDs:   request.GetLiveClaimIds(),
 		Spoke:     request.GetSpokeId(),
 
-		HolderRepairs: request.HolderRepairs, //nolint:protogetter // nil is not false
+		HolderRepairs: request.HolderRepairs, // nil is not false
 	}
 	if reports {
 		sync.NodesComplete = request.GetNodesComplete()

@@ -10,6 +10,7 @@ import (
 
 	middleware "github.com/grpc-ecosystem/go-grpc-middleware/v2"
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/logging"
+	"github.com/samber/lo"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
@@ -210,7 +211,14 @@ func (s *Server) limitLists(ctx context.Context, request any, info *grpc.UnarySe
 func (s *Server) objects(request any) int {
 	switch of := request.(type) {
 	case *agentv1alpha1.ListClaimsRequest:
-		return s.config.Claims.Count(clusterName(of.GetCluster()))
+		if of.GetIncludeEnded() {
+			return s.config.Claims.Count(clusterName(of.GetCluster()))
+		}
+		open := 0
+		s.config.Claims.Each(clusterName(of.GetCluster()), func(claim *agentv1alpha1.Claim) {
+			open += lo.Ternary(claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, 0, 1)
+		})
+		return open
 	case *agentv1alpha1.ListMachinesRequest:
 		return s.config.Machines.Count(clusterName(of.GetCluster()))
 	case *agentv1alpha1.ListNodeGroupsRequest:

@@ -623,8 +623,8 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 			codes.Aborted, agenterrors.ReasonConflict,
 		},
 		"refused by a policy": {
-			fmt.Errorf("making the claim: %w: %w", claims.ErrWriteRefused, apierrors.NewForbidden(gvr, "secret-name", errors.New("no"))), codes.FailedPrecondition,
-			agenterrors.ReasonWriteRefused,
+			fmt.Errorf("making the claim: %w: %w", claims.ErrWriteRefused, apierrors.NewForbidden(gvr, "secret-name", errors.New("no"))),
+			codes.FailedPrecondition, agenterrors.ReasonWriteRefused,
 		},
 		"API server away": {
 			&url.Error{Op: "Get", URL: "https://hub", Err: errors.New("connection refused")},

@@ -37,7 +37,7 @@ func watch[T any](
 	defer end()
 	if call := limits.FromContext(ctx); call != nil {
 		if err := call.Watch(ctx, objects.Count(cluster)); err != nil {
-			return answerOther(ctx, err)
+			return throttled(ctx, err)
 		}
 	}
 	return forward(ctx, objects, cluster, wanted, send)

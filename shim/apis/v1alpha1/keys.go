@@ -20,9 +20,12 @@ const (
 	// KeptAnnotation is on Nodes that are protected from disruption because the agent does not know their machine.
 	// It is removed together with the protection, once the agent does. Its value is "true".
 	KeptAnnotation = Group + "/kept"
-	// KeptFromRepairAnnotation is the same for the protection from repair. A Node has only one of the two if its
-	// user had set the other protection.
+	// KeptFromRepairAnnotation is the same for the protection from repair. A Node lacks one of the two, or both, if its
+	// user had set that protection.
 	KeptFromRepairAnnotation = Group + "/kept-from-repair"
+	// KeptFromExpiryAnnotation is on each of these Nodes, whatever its user had set. It is what keeps them from
+	// expiry, for which core has no annotation.
+	KeptFromExpiryAnnotation = Group + "/kept-from-expiry"
 
 	// AdoptedLabel is on NodeClaims that adopted an existing machine, and on their Nodes. Its value
 	// is "true".
@@ -62,8 +65,9 @@ func ReturnsMachine(nodeClaim metav1.Object) bool {
 	return nodeClaim.GetAnnotations()[ReturnMachineAnnotation] == "true"
 }
 
-// IsKept reports whether a Node has [KeptAnnotation] or [KeptFromRepairAnnotation].
+// IsKept reports whether a Node has [KeptFromExpiryAnnotation] or, of an earlier version, one of the others.
 func IsKept(node metav1.Object) bool {
 	annotations := node.GetAnnotations()
-	return annotations[KeptAnnotation] == "true" || annotations[KeptFromRepairAnnotation] == "true"
+	return annotations[KeptFromExpiryAnnotation] == "true" || annotations[KeptAnnotation] == "true" ||
+		annotations[KeptFromRepairAnnotation] == "true"
 }

@@ -56,7 +56,7 @@ const maxConditionMessage = 1024
 //	RESOURCE_EXHAUSTED, no room    | InsufficientCapacity     | as above; the candidates are marked unavailable for a while
 //	RESOURCE_EXHAUSTED, too many   | InsufficientCapacity     | as without a candidate: a NodeClaim that waits for its launch holds up all of core
 //	SPOKE_MISMATCH                 | CreateError              | retried; needs an operator's action
-//	FAILED_PRECONDITION            | InsufficientCapacity     | as above: paused or closed groups are of no use to this NodeClaim, nor is a hub that refuses its claim
+//	FAILED_PRECONDITION            | InsufficientCapacity     | as above: groups that are paused or closed, or a hub that refuses claims
 //	ABORTED, claim ended           | InsufficientCapacity     | core deletes the NodeClaim: its id can never be claimed again
 //	ABORTED, conflict              | CreateError              | retried a few times without delay, then with core's backoff
 //	NOT_FOUND                      | CreateError              | retried with the candidates of a newer catalogue

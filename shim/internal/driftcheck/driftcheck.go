@@ -72,7 +72,7 @@ func (s seldom) Register(ctx context.Context, m manager.Manager) error {
 }
 
 // Concerns reports whether a NodeClass changed in what may decide about drift: its spec, its
-// annotations, which node groups it selects, or a condition in anything but its message. What core
+// annotations, which node groups it selects and how they roll out, or a condition in anything but its message. What core
 // plans with, such as prices, it reads elsewhere.
 func Concerns(before, after any) bool {
 	was, isClass := before.(*v1alpha1.ClusterAPINodeClass)
@@ -80,10 +80,15 @@ func Concerns(before, after any) bool {
 	if !isClass || !still {
 		return true
 	}
-	// Ordered by name, and 50 at most: where there are more, core finds a Node of another one to have
-	// drifted when it next looks by itself, within five minutes.
-	selected := func(c *v1alpha1.ClusterAPINodeClass) []string {
-		return lo.Map(c.Status.Selected, func(g v1alpha1.SelectedNodeGroup, _ int) string { return g.Name })
+	// Of more than the status lists, it lists those that are unavailable, which may change many times a
+	// second. Core finds their drift when it next looks by itself, within five minutes.
+	selected := func(c *v1alpha1.ClusterAPINodeClass) []v1alpha1.SelectedNodeGroup {
+		if c.Status.NodeGroups > v1alpha1.MaxSelectedNodeGroups {
+			return nil
+		}
+		return lo.Map(c.Status.Selected, func(g v1alpha1.SelectedNodeGroup, _ int) v1alpha1.SelectedNodeGroup {
+			return v1alpha1.SelectedNodeGroup{Name: g.Name, RolloutStrategy: g.RolloutStrategy}
+		})
 	}
 	return was.Generation != is.Generation || !maps.Equal(was.Annotations, is.Annotations) ||
 		was.Status.NodeGroups != is.Status.NodeGroups || !slices.Equal(selected(was), selected(is)) ||

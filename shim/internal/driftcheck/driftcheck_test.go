@@ -9,6 +9,7 @@ import (
 	"reflect"
 	"regexp"
 	"runtime"
+	"strings"
 	"testing"
 
 	"github.com/awslabs/operatorpkg/controller"
@@ -39,6 +40,7 @@ func TestNodeClaimsAreCheckedForWhatMayDecideAboutDrift(t *testing.T) {
 		"the spec":                        {func(c *v1alpha1.ClusterAPINodeClass) { c.Generation++ }, true},
 		"an annotation":                   {func(c *v1alpha1.ClusterAPINodeClass) { c.Annotations = map[string]string{"a": "b"} }, true},
 		"another group is selected":       {func(c *v1alpha1.ClusterAPINodeClass) { c.Status.Selected[0].Name = "fleet/b" }, true},
+		"how a group rolls out":           {func(c *v1alpha1.ClusterAPINodeClass) { c.Status.Selected[0].RolloutStrategy = "OnDelete" }, true},
 		"one more group":                  {func(c *v1alpha1.ClusterAPINodeClass) { c.Status.NodeGroups++ }, true},
 		"a condition turns":               {func(c *v1alpha1.ClusterAPINodeClass) { condition(c).Status = metav1.ConditionFalse }, true},
 		"a condition's reason":            {func(c *v1alpha1.ClusterAPINodeClass) { condition(c).Reason = "Other" }, true},
@@ -57,6 +59,12 @@ func TestNodeClaimsAreCheckedForWhatMayDecideAboutDrift(t *testing.T) {
 		test.change(after)
 		assert.Equal(t, test.concerns, driftcheck.Concerns(before, after), name)
 	}
+	many := &v1alpha1.ClusterAPINodeClass{Status: v1alpha1.ClusterAPINodeClassStatus{
+		NodeGroups: v1alpha1.MaxSelectedNodeGroups + 1, Selected: []v1alpha1.SelectedNodeGroup{{Name: "fleet/a"}},
+	}}
+	others := many.DeepCopy()
+	others.Status.Selected[0].Name = "fleet/b"
+	assert.False(t, driftcheck.Concerns(many, others), "those of many that are listed depend on what is available")
 	assert.True(t, driftcheck.Concerns(&karpv1.NodePool{}, &karpv1.NodePool{}), "of other kinds nothing is known")
 }
 
@@ -92,7 +100,7 @@ func watched(t *testing.T, file string) []string {
 	})
 	require.True(t, found, file)
 	ours := regexp.MustCompile(`, builder\.WithPredicates\(predicate\.Funcs\{.*$`)
-	words := regexp.MustCompile(`\bkarpv1\.|\bruntimecontroller\.|m\.GetClient\(\)|\bs\b`)
+	renamed := regexp.MustCompile(`\bkarpv1\.|\bruntimecontroller\.|m\.GetClient\(\)|\bs\b`)
 	var calls []string
 	ast.Inspect(register, func(n ast.Node) bool {
 		call, is := n.(*ast.CallExpr)
@@ -105,12 +113,13 @@ func watched(t *testing.T, file string) []string {
 		}
 		switch name := method.Sel.Name; name {
 		case "Named", "For", "WithOptions", "Watches", "WatchesRawSource", "WithEventFilter", "Owns", "Complete":
-			text := name
+			words := []string{name}
 			for _, arg := range call.Args {
-				text += ", " + types.ExprString(arg)
+				words = append(words, types.ExprString(arg))
 			}
+			text := strings.Join(words, ", ")
 			text = ours.ReplaceAllString(text, "")
-			calls = append(calls, words.ReplaceAllStringFunc(text, func(word string) string {
+			calls = append(calls, renamed.ReplaceAllStringFunc(text, func(word string) string {
 				return map[string]string{
 					"karpv1.": "v1.", "runtimecontroller.": "controller.", "m.GetClient()": "c.kubeClient", "s": "c",
 				}[word]

@@ -132,7 +132,7 @@ func unhealthy(t *testing.T, w *shimtest.Env) (*karpv1.NodeClaim, *corev1.Node) 
 // The agent does not report its machine, so that could not be removed (package adoption). These controllers of core
 // heed neither do-not-disrupt nor do-not-repair.
 func TestAKeptNodeIsNeitherRepairedNorExpired(t *testing.T) {
-	for _, mark := range []string{v1alpha1.KeptAnnotation, v1alpha1.KeptFromRepairAnnotation} {
+	for _, mark := range []string{v1alpha1.KeptAnnotation, v1alpha1.KeptFromRepairAnnotation, v1alpha1.KeptFromExpiryAnnotation} {
 		w := shimtest.New(t, nil)
 		nodeClaim, node := unhealthy(t, w)
 		nodeClaim.CreationTimestamp = metav1.NewTime(w.Clock.Now().Add(-time.Hour))

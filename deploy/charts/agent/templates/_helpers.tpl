@@ -222,7 +222,8 @@ group: {{ .group }}
 {{/* A CEL list: Cluster API's annotations that the agent sets and removes. */}}
 {{- define "capi-agent.annotations" -}}
 ['cluster.x-k8s.io/paused', 'cluster.x-k8s.io/delete-machine', 'machine.cluster.x-k8s.io/exclude-node-draining',
-{{- " " }}'machine.cluster.x-k8s.io/exclude-wait-for-node-volume-detach', 'pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi']
+{{- " " }}'machine.cluster.x-k8s.io/exclude-wait-for-node-volume-detach', 'cluster.x-k8s.io/skip-remediation',
+{{- " " }}'pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi']
 {{- end }}
 
 {{/* A CEL expression: the MachineDeployment that is named has a ledger, and it is its own. */}}

@@ -86,7 +86,7 @@ spec:
         {{- with .Values.nodeRepairAfter }}
         - --node-repair-after={{ . }}
         {{- end }}
-        {{- if not .Values.nodeRepairSkipRemediation }}
+        {{- if eq (toString .Values.nodeRepairSkipRemediation) "false" }}
         - --node-repair-skip-remediation=false
         {{- end }}
         {{- if .Values.publishedNodePools }}

@@ -1049,7 +1049,8 @@ type SyncClaimsRequest struct {
 	SpokeId string `protobuf:"bytes,7,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
 	// Whether the holder replaces the Nodes of its claims while they are unhealthy, as in
 	// CreateClaimRequest. It applies to the claims in the set; those of large sets follow over several
-	// calls. OPTIONAL: if it is unset, they stay as they are.
+	// calls, and only once the holder's sets have agreed for five minutes. OPTIONAL: if it is unset, they stay
+	// as they are.
 	HolderRepairs *bool `protobuf:"varint,8,opt,name=holder_repairs,json=holderRepairs,proto3,oneof" json:"holder_repairs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -54,7 +54,7 @@ type ClaimServiceClient interface {
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each of the first candidates, as many as fit; RetryInfo when known | use other candidates, or wait |
 	// | the Cluster has reached its limit of claims or of tombstones, or the node group its limit of claims per minute (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine cannot be adopted | FAILED_PRECONDITION | use other candidates, or have a person remove the obstacle |
-	// | a policy or a webhook of the hub refuses to create the claim (ErrorInfo reason WRITE_REFUSED) | FAILED_PRECONDITION | wait: a person has to remove the obstacle in the hub, which shows the cause |
+	// | a policy of the hub, or a webhook, denies the creation of the claim (ErrorInfo reason WRITE_REFUSED) | FAILED_PRECONDITION | wait: a person has to remove the obstacle in the hub, which shows the cause |
 	// | spoke_id is refused as in SyncClaims (ErrorInfo reason SPOKE_MISMATCH); a call that repeats an existing claim's id is not | FAILED_PRECONDITION | create no claims; an administrator has to connect the right cluster, or transfer the claims to this one |
 	// | the claim has ended or is being released (ErrorInfo reason CLAIM_ENDED, with the claim's reason in its metadata) | ABORTED | never repeat this id |
 	// | another writer changed the same objects (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
@@ -261,7 +261,7 @@ type ClaimServiceServer interface {
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each of the first candidates, as many as fit; RetryInfo when known | use other candidates, or wait |
 	// | the Cluster has reached its limit of claims or of tombstones, or the node group its limit of claims per minute (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine cannot be adopted | FAILED_PRECONDITION | use other candidates, or have a person remove the obstacle |
-	// | a policy or a webhook of the hub refuses to create the claim (ErrorInfo reason WRITE_REFUSED) | FAILED_PRECONDITION | wait: a person has to remove the obstacle in the hub, which shows the cause |
+	// | a policy of the hub, or a webhook, denies the creation of the claim (ErrorInfo reason WRITE_REFUSED) | FAILED_PRECONDITION | wait: a person has to remove the obstacle in the hub, which shows the cause |
 	// | spoke_id is refused as in SyncClaims (ErrorInfo reason SPOKE_MISMATCH); a call that repeats an existing claim's id is not | FAILED_PRECONDITION | create no claims; an administrator has to connect the right cluster, or transfer the claims to this one |
 	// | the claim has ended or is being released (ErrorInfo reason CLAIM_ENDED, with the claim's reason in its metadata) | ABORTED | never repeat this id |
 	// | another writer changed the same objects (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |

@@ -327,10 +327,11 @@ func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v
 }
 
 // protections are the annotations with which [Controller.keep] protects a Node, by the annotations that
-// record that it has set them.
+// record that it has set them. Package outage protects it from expiry.
 var protections = map[string]string{
 	v1alpha1.KeptAnnotation:           karpv1.DoNotDisruptAnnotationKey,
 	v1alpha1.KeptFromRepairAnnotation: karpv1.DoNotRepairAnnotationKey,
+	v1alpha1.KeptFromExpiryAnnotation: v1alpha1.KeptFromExpiryAnnotation,
 }
 
 // keep protects the Node of a NodeClaim whose machine the agent does not report, whatever the NodeClass's

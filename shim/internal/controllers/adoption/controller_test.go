@@ -648,8 +648,19 @@ func TestAUsersProtectionOutlivesATimeInWhichTheMachineIsUnknown(t *testing.T) {
 			for _, key := range []string{karpv1.DoNotDisruptAnnotationKey, karpv1.DoNotRepairAnnotationKey} {
 				assert.Equal(t, "true", node.Annotations[key], "%s, with %s=%s", key, protection, value)
 			}
+			assert.True(t, v1alpha1.IsKept(node))
 		}
 	}
+	e := setUp(t)
+	nodeClaim := e.left("own", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///elsewhere" })
+	node := e.join(nodeClaim)
+	node.Spec.ProviderID = nodeClaim.Status.ProviderID
+	own := map[string]string{karpv1.DoNotDisruptAnnotationKey: "true", karpv1.DoNotRepairAnnotationKey: "true"}
+	node.Annotations = own
+	e.Update(node)
+	e.reconcile(nodeClaim)
+	e.Get(node)
+	assert.Equal(t, lo.Assign(own, map[string]string{v1alpha1.KeptFromExpiryAnnotation: "true"}), node.Annotations, "expiry heeds neither of them")
 }
 
 // An earlier version protected from disruption alone.
@@ -664,6 +675,7 @@ func TestANodeThatIsKeptFromDisruptionIsAlsoKeptFromRepair(t *testing.T) {
 	e.Get(node)
 	assert.Equal(t, map[string]string{
 		v1alpha1.KeptAnnotation: "true", v1alpha1.KeptFromRepairAnnotation: "true", karpv1.DoNotRepairAnnotationKey: "true",
+		v1alpha1.KeptFromExpiryAnnotation: "true",
 	}, node.Annotations)
 }
 

@@ -425,7 +425,7 @@ func TestTheAgentLearnsWhetherKarpenterRepairs(t *testing.T) {
 	for _, repairs := range []bool{true, false} {
 		c.Repairs = repairs
 		sync(t, w, c)
-		require.NotNil(t, lastSync(t, w).HolderRepairs) //nolint:protogetter // unset is not false
+		require.NotNil(t, lastSync(t, w).HolderRepairs) // unset is not false
 		assert.Equal(t, repairs, lastSync(t, w).GetHolderRepairs())
 	}
 }
