@@ -7,7 +7,7 @@ require (
 	buf.build/go/protovalidate v1.4.0
 	github.com/go-logr/logr v1.4.4
 	github.com/google/uuid v1.6.0
-	github.com/karpenter-capi/karpenter-capi/proto v0.0.0-20261130070706-1477edb21f60
+	github.com/karpenter-capi/karpenter-capi/proto v0.0.0-20261130072630-f8e617e9e3b4
 	github.com/samber/lo v1.53.0
 	github.com/spf13/pflag v1.0.10
 	github.com/stretchr/testify v1.12.1
