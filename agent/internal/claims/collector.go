@@ -92,11 +92,29 @@ func (c collector) Describe(descriptions chan<- *prometheus.Desc) {
 	}
 }
 
-// isCopy reports whether a ledger that is not the MachineDeployment's own was copied with that of another one: it can
-// be read.
-func isCopy(md *clusterv1.MachineDeployment) bool {
-	_, err := protocol.ParseLedger(md.Annotations[v1alpha1.LedgerAnnotation])
-	return err == nil
+// collectLedger reports what a MachineDeployment's ledger has, if it has one of its own.
+func collectLedger(md *clusterv1.MachineDeployment, gauge func(d *prometheus.Desc, value int64, labels ...string)) {
+	l, err := protocol.LedgerOf(md)
+	if err != nil {
+		// One that can be read was copied from another MachineDeployment.
+		if _, err := protocol.ParseLedger(md.Annotations[v1alpha1.LedgerAnnotation]); err != nil {
+			gauge(unreadableDescription, 1, md.Namespace, md.Name)
+		}
+		return
+	}
+	if l == nil {
+		return
+	}
+	if md.Spec.Replicas != nil {
+		gauge(replicasDescription, int64(*md.Spec.Replicas), md.Namespace, md.Name)
+	}
+	gauge(sequenceDescription, l.Seq, md.Namespace, md.Name)
+	if l.Lowered {
+		gauge(frozenDescription, 1, md.Namespace, md.Name)
+	}
+	for part, n := range parts(l) {
+		gauge(ledgerDescription, n, md.Namespace, md.Name, part)
+	}
 }
 
 func (c collector) Collect(metrics chan<- prometheus.Metric) {
@@ -119,26 +137,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 			served[cluster] = true
 			startGroupSeries(cluster, md.Name)
 		}
-		l, err := protocol.LedgerOf(md)
-		if err != nil {
-			if !isCopy(md) {
-				gauge(unreadableDescription, 1, md.Namespace, md.Name)
-			}
-			continue
-		}
-		if l == nil {
-			continue
-		}
-		if md.Spec.Replicas != nil {
-			gauge(replicasDescription, int64(*md.Spec.Replicas), md.Namespace, md.Name)
-		}
-		gauge(sequenceDescription, l.Seq, md.Namespace, md.Name)
-		if l.Lowered {
-			gauge(frozenDescription, 1, md.Namespace, md.Name)
-		}
-		for part, n := range parts(l) {
-			gauge(ledgerDescription, n, md.Namespace, md.Name, part)
-		}
+		collectLedger(md, gauge)
 	}
 	groupSeries.keep(groups)
 	var claims v1alpha1.MachineClaimList

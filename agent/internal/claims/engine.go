@@ -214,7 +214,8 @@ func New(c Config) *Engine {
 		Config: c, id: idOf(c.Name), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, reports: map[types.NamespacedName]nodeReport{},
-		synced: map[holderKey]map[types.UID]bool{}, repairs: map[holderKey]repairSetting{}, numbers: map[types.NamespacedName]*numbers{}, unusable: map[types.NamespacedName]string{},
+		synced: map[holderKey]map[types.UID]bool{}, repairs: map[holderKey]repairSetting{},
+		numbers: map[types.NamespacedName]*numbers{}, unusable: map[types.NamespacedName]string{},
 	}
 }
 

@@ -387,8 +387,8 @@ func (l *Limiter) caller(identity string) *caller {
 			reads: semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
 			lists: semaphore.NewWeighted(listsOfCaller), hubLists: semaphore.NewWeighted(listsOfCaller),
 			largeLists: semaphore.NewWeighted(largeListsOfCaller),
-			atHub:  semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
-			checks: semaphore.NewWeighted(checksOfCaller), largeChecks: semaphore.NewWeighted(checksOfCaller),
+			atHub:      semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
+			checks:     semaphore.NewWeighted(checksOfCaller), largeChecks: semaphore.NewWeighted(checksOfCaller),
 		}
 		l.callers[identity] = c
 	}
@@ -808,7 +808,9 @@ func (c *Call) pace(ctx context.Context, objects int) error {
 
 // Watch waits until the stream may send a snapshot of about so many objects. The error is that of the
 // context or a [*RefusedError].
-func (c *Call) Watch(ctx context.Context, objects int) error { return c.pace(ctx, objects/objectsOfWatch) }
+func (c *Call) Watch(ctx context.Context, objects int) error {
+	return c.pace(ctx, objects/objectsOfWatch)
+}
 
 // Send counts the size of a response until the returned function is called. It must be called
 // exactly once, when the response has been sent or dropped, which may be after the end of the call.
