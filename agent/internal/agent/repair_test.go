@@ -19,7 +19,9 @@ import (
 // MachineHealthChecks. The claim does without.
 func TestAClaimWhoseMachineMayNotBeMarkedIsBoundAndReleased(t *testing.T) {
 	namespace := plane.Namespace(t)
-	capitest.RunForTest(t, plane, capitest.Options{Namespaces: []string{namespace}})
+	capitest.RunForTest(t, plane, capitest.Options{Namespaces: []string{namespace}, Behaviour: func(*clusterv1.Machine) capitest.Behaviour {
+		return capitest.Behaviour{HoldJoin: true} // pods could run on one that joins before it is bound
+	}})
 	plane.Create(t, capitest.NewCluster(namespace, "spoke"), capitest.NewInfrastructureTemplate(namespace, "group", nil),
 		capitest.NewMachineDeployment(namespace, "group", "spoke", 0))
 	c := start(t, agent.Config{Options: testOptions(namespace)}).client(namespace, "spoke")
