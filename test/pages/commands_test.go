@@ -191,8 +191,8 @@ var foreignFlags = []string{
 	"--node-group-auto-discovery", "--scale-down-enabled", "--scale-down-gpu-utilization-threshold", "--scale-down-unneeded-time",
 	"--scale-down-unready-time", "--scale-down-utilization-threshold", "--scan-interval", "--skip-nodes-with-local-storage",
 	"--skip-nodes-with-system-pods", "--startup-taint", // cluster-autoscaler
-	"--exclude-resources",                               // Velero
-	"--force-conflicts", "--overwrite", "--server-side", // kubectl
+	"--exclude-resources",                                            // Velero
+	"--cascade", "--force-conflicts", "--overwrite", "--server-side", // kubectl
 	"--create-namespace", "--kube-context", "--reset-then-reuse-values", "--reuse-values", "--set",
 	"--show-only", "--take-ownership", "--values", // Helm
 	"--node-labels", "--register-with-taints", // kubelet
