@@ -23,7 +23,10 @@ const (
 
 // A counter that appears with its first increment has no increase that a rule could see.
 func init() { //nolint:gochecknoinits // the registry is a global, too
-	for _, result := range []string{resultClaimed, resultNoCapacity, resultNodeClassNotReady} {
+	for _, result := range []string{
+		resultClaimed, resultNoCapacity, resultNodeClassNotReady, ReasonNodeGroupsNotFound, ReasonAgentUnreachable, ReasonAgentRefused,
+		ReasonClaimConflict, ReasonClaimRejected, ReasonAdoptionFailed, ReasonAdoptionRefused, ReasonClaimFailed,
+	} {
 		claimsTotal.Add(0, map[string]string{resultLabel: result})
 	}
 }

@@ -5,6 +5,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
 	"sigs.k8s.io/karpenter/pkg/metrics"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/claimreasons"
 )
 
 const reasonLabel = "reason"
@@ -22,7 +24,10 @@ var (
 
 // A counter that appears with its first increment has no increase that a rule could see.
 func init() { //nolint:gochecknoinits // the registry is a global, too
-	for _, reason := range []string{machineFailed, machineDeleted, claimUnknown} {
+	for _, reason := range []string{
+		machineFailed, machineDeleted, claimUnknown, claimreasons.MachineLost, claimreasons.Late, claimreasons.NodeNotSeen,
+		claimreasons.NodeGroupGone, claimreasons.StateLost,
+	} {
 		givenUpTotal.Add(0, map[string]string{reasonLabel: reason})
 	}
 	extensionsTotal.Add(0, nil)
