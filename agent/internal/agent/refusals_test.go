@@ -74,10 +74,10 @@ func TestTheWordsOfThePolicyThatRefusesStayInTheHub(t *testing.T) {
 		group, version, resource, operation string
 		// eventOn is the kind of the object that has the event.
 		eventOn string
-		code    codes.Code
+		reason  agenterrors.Reason
 	}{
-		"the claim's object": {v1alpha1.Group, "v1alpha1", "machineclaims", "CREATE", "Cluster", codes.Internal},
-		"the ledger":         {"cluster.x-k8s.io", "*", "machinedeployments", "UPDATE", "MachineDeployment", codes.FailedPrecondition},
+		"the claim's object": {v1alpha1.Group, "v1alpha1", "machineclaims", "CREATE", "Cluster", agenterrors.ReasonWriteRefused},
+		"the ledger":         {"cluster.x-k8s.io", "*", "machinedeployments", "UPDATE", "MachineDeployment", agenterrors.ReasonNotOpen},
 	} {
 		t.Run(name, func(t *testing.T) {
 			namespace, log := plane.Namespace(t), &kept{}
@@ -101,7 +101,8 @@ func TestTheWordsOfThePolicyThatRefusesStayInTheHub(t *testing.T) {
 				refused = create(fmt.Sprintf("claim-%d", tries))
 				return refused != nil
 			}, patience, 100*time.Millisecond)
-			require.Equal(t, c.code, status.Code(refused), "%v", refused)
+			require.Equal(t, codes.FailedPrecondition, status.Code(refused), "%v", refused)
+			require.Equal(t, c.reason, agenterrors.ReasonOf(refused))
 			require.Contains(t, refused.Error(), "the hub refuses ")
 			told := refused.Error() + fmt.Sprint(status.Convert(refused).Details()...)
 			require.NotContains(t, told, "internal.example")
