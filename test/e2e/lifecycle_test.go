@@ -348,6 +348,12 @@ func (l *life) live(ctx context.Context) error {
 			})
 			return nil
 		}},
+		{"seeing what it is done to", stageWithin, func(ctx context.Context) error {
+			return l.until(ctx, func() string { // the caches of hub and spoke may be apart
+				seen := (!l.stage.node || len(l.nodesFound()) > 0) && (!l.stage.instance || len(l.instancesFound()) > 0)
+				return lo.Ternary(seen, "", "the Node and the instance of the claim")
+			})
+		}},
 		{"doing it", stageWithin, func(ctx context.Context) error {
 			return testenv.Poll(ctx, func(ctx context.Context) (string, error) { return "", l.deed.do(l, ctx) })
 		}},
