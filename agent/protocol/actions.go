@@ -6,7 +6,6 @@ import (
 	"slices"
 	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -286,33 +285,6 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 		case !recorded && Alive(m) && s.repairDiffers(m):
 			d.Actions = append(d.Actions, Action{Kind: MarkRepair, Claim: s.boundTo(m), Machine: m})
 		}
-	}
-}
-
-// repairDiffers reports whether the Machine's annotation for MachineHealthChecks does not agree with
-// its claim.
-func (s *Snapshot) repairDiffers(m *clusterv1.Machine) bool {
-	value, skips := m.Annotations[clusterv1.MachineSkipRemediationAnnotation]
-	ours := value == v1alpha1.Group
-	if ClaimOf(m) == "" {
-		return ours // its claim handed it over or returned it, or another actor removed the label
-	}
-	c := s.boundTo(m)
-	if c == nil || c.Returns() {
-		return false
-	}
-	return c.Spec.HolderRepairs && !skips || !c.Spec.HolderRepairs && ours
-}
-
-// SetRepair sets or removes the annotation that keeps MachineHealthChecks from remediating the
-// Machine, because the holder of its claim does that. An annotation of another writer stays.
-func SetRepair(m *clusterv1.Machine, holderRepairs bool) {
-	value, skips := m.Annotations[clusterv1.MachineSkipRemediationAnnotation]
-	switch {
-	case holderRepairs && !skips:
-		metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.MachineSkipRemediationAnnotation, v1alpha1.Group)
-	case !holderRepairs && value == v1alpha1.Group:
-		delete(m.Annotations, clusterv1.MachineSkipRemediationAnnotation)
 	}
 }
 

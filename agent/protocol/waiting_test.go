@@ -619,6 +619,11 @@ func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 			s.Ledger.Pending["before"], s.Ledger.LastReplicas, s.Group.Replicas = Assignment{}, 2, 2
 			s.withClaim("before", "", "")
 		}, only: true},
+		"a Machine is not marked yet as one that its holder repairs": {change: func(s *Snapshot) {
+			s.Ledger.LastReplicas, s.Group.Replicas = 2, 2
+			s.withMachine("repaired", "r", node).withClaim("r", v1alpha1.PhaseBound, "repaired")
+			s.Claims[1].Status.Machine.NodeName, s.Claims[1].Spec.HolderRepairs = s.Machines[1].Status.NodeRef.Name, true
+		}, only: true},
 		"another claim waits, too": {change: func(s *Snapshot) { s.withClaim("d", "", "") }},
 		"a spare Machine": {change: func(s *Snapshot) {
 			s.Ledger.Floor, s.Machines = 0, nil

@@ -18,8 +18,8 @@ import (
 // certificate that it was made with. When the certificate is replaced, connection therefore dials a
 // second line, and sends new calls there once the agent has accepted the new certificate: in the
 // handshake, and in a call, because its policy may refuse an identity that TLS accepts, or the identity
-// may be for other calls. Calls that have already begun end on the old line, and so do streams that nobody
-// opens again: see moves.
+// may be for other calls. Calls that have already begun finish on the old line. Mirrors open their streams
+// again on the new one: see moves.
 //
 // A new certificate that the agent rejects thus breaks nothing that works. If the line is lost
 // meanwhile, it reconnects with the accepted certificate until that has expired. From then on,
@@ -211,13 +211,13 @@ func (c *connection) NewStream(
 		release()
 		return nil, err
 	}
-	c.leaveWith(open, l)
+	c.moveWhenLeft(open, l)
 	return stream, nil
 }
 
-// leaveWith has streams moved when the line's connection is no longer used for new calls, because the
+// moveWhenLeft has streams moved when the line's connection is no longer used for new calls, because the
 // agent ends it: after some hours, or as it shuts down. It does so until the stream ends, and ctx with it.
-func (c *connection) leaveWith(ctx context.Context, l *line) {
+func (c *connection) moveWhenLeft(ctx context.Context, l *line) {
 	if l.GetState() != connectivity.Ready {
 		return
 	}

@@ -323,11 +323,11 @@ func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
 			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set",
 				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,metrics.podMonitor=null,"+
 					"metrics.prometheusRule=null,metrics.dashboard=null,tracing=null,networkPolicy=null"+
-					lo.Ternary(c.name == "shim", ",agent.enrollment=null", ""))
+					lo.Ternary(c.name == "shim", ",agent.enrollment=null,nodeRepairSkipRemediation=null", ""))
 			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
 			require.Len(t, pod.Volumes, 1)
 			for _, arg := range pod.Containers[0].Args {
-				require.False(t, strings.HasPrefix(arg, "--metrics-tls"), arg)
+				require.False(t, strings.HasPrefix(arg, "--metrics-tls") || strings.HasPrefix(arg, "--node-repair"), arg)
 			}
 		})
 	}

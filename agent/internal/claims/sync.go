@@ -4,13 +4,11 @@ import (
 	"context"
 	"errors"
 	"maps"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -255,63 +253,6 @@ func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 			}
 			e.note(after, v1alpha1.Event{Reason: reason, Message: "its owner is in the live set again"})
 			return e.updateStatus(ctx, after)
-		}})
-	}
-	return notes
-}
-
-// settledAfter is how long a holder must have repaired, or not repaired, by its live sets before its
-// claims follow: each change writes all of them and their Machines.
-const settledAfter = 5 * time.Minute
-
-// repairSetting is whether a holder repairs by its live sets, and since when.
-type repairSetting struct {
-	repairs bool
-	since   time.Time
-}
-
-// noteRepairs records on the claims of the live set whether their holder repairs their Nodes, once the
-// holder's sets have agreed on that for a while. The next step of a node group follows on its Machines.
-// Claims with other notes are left to a later set.
-func (e *Engine) noteRepairs(s *liveSet, claims []v1alpha1.MachineClaim, others []note) []note {
-	holder := holderKey{types.NamespacedName{Namespace: s.Namespace, Name: s.Cluster}, s.Holder}
-	e.mu.Lock()
-	setting, known := e.repairs[holder]
-	switch {
-	case s.HolderRepairs == nil || !s.matched: // a holder without claims takes no memory
-		delete(e.repairs, holder)
-		e.mu.Unlock()
-		return nil
-	case !known || setting.repairs != *s.HolderRepairs:
-		setting = repairSetting{*s.HolderRepairs, e.Clock.Now()}
-		e.repairs[holder] = setting
-	}
-	e.mu.Unlock()
-	if e.Clock.Since(setting.since) < settledAfter {
-		return nil
-	}
-	noted := map[client.Object]bool{}
-	for _, n := range others {
-		noted[n.of] = true
-	}
-	var notes []note
-	for i := range claims {
-		c := &claims[i]
-		if !s.live[c.Spec.ClaimID] || c.Spec.HolderRepairs == setting.repairs || c.Status.Phase == v1alpha1.PhaseReleasing ||
-			noted[c] || e.prunesRepairs.Load() {
-			continue
-		}
-		notes = append(notes, note{of: c, write: func(ctx context.Context) error {
-			after := c.DeepCopy()
-			after.Spec.HolderRepairs = setting.repairs
-			if err := e.Client.Update(ctx, after); err != nil {
-				return err
-			}
-			if after.Spec.HolderRepairs != setting.repairs && !e.prunesRepairs.Swap(true) {
-				log.FromContext(ctx).Info("the CustomResourceDefinition of MachineClaims is older than the agent and has no spec.holderRepairs: " +
-					"MachineHealthChecks are not told to leave Machines alone that their holder repairs")
-			}
-			return nil
 		}})
 	}
 	return notes

@@ -92,8 +92,12 @@ func Concerns(before, after any) bool {
 	}
 	return was.Generation != is.Generation || !maps.Equal(was.Annotations, is.Annotations) ||
 		was.Status.NodeGroups != is.Status.NodeGroups || !slices.Equal(selected(was), selected(is)) ||
-		was.DeletionTimestamp.IsZero() != is.DeletionTimestamp.IsZero() ||
-		!slices.EqualFunc(was.Status.Conditions, is.Status.Conditions, func(a, b status.Condition) bool {
-			return a.Type == b.Type && a.Status == b.Status && a.Reason == b.Reason && a.ObservedGeneration == b.ObservedGeneration
-		})
+		was.DeletionTimestamp.IsZero() != is.DeletionTimestamp.IsZero() || ConditionTurned(was, is)
+}
+
+// ConditionTurned reports whether a condition of a NodeClass changed in anything but its message.
+func ConditionTurned(before, after *v1alpha1.ClusterAPINodeClass) bool {
+	return !slices.EqualFunc(before.Status.Conditions, after.Status.Conditions, func(a, b status.Condition) bool {
+		return a.Type == b.Type && a.Status == b.Status && a.Reason == b.Reason && a.ObservedGeneration == b.ObservedGeneration
+	})
 }

@@ -327,7 +327,7 @@ func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v
 }
 
 // protections are the annotations with which [Controller.keep] protects a Node, by the annotations that
-// record that it has set them. Package outage protects it from expiry.
+// record that it has set them. The one against expiry is its own record: package outage heeds it.
 var protections = map[string]string{
 	v1alpha1.KeptAnnotation:           karpv1.DoNotDisruptAnnotationKey,
 	v1alpha1.KeptFromRepairAnnotation: karpv1.DoNotRepairAnnotationKey,

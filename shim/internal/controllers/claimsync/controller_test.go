@@ -419,7 +419,7 @@ func TestTheAgentIsToldWhereTheSetWasRead(t *testing.T) {
 	}
 }
 
-// Whoever switches Karpenter's repair on or off expects MachineHealthChecks to follow.
+// A change of the feature gate NodeRepair must reach the agent.
 func TestTheAgentLearnsWhetherKarpenterRepairs(t *testing.T) {
 	w, c := setUp(t)
 	for _, repairs := range []bool{true, false} {

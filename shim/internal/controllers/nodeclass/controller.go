@@ -46,6 +46,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/driftcheck"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 )
 
@@ -182,7 +183,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	if equality.Semantic.DeepEqual(stored.Status, nodeClass.Status) {
 		return again, nil
 	}
-	if !turned(stored, nodeClass) {
+	if !driftcheck.ConditionTurned(stored, nodeClass) {
 		if wait := c.tooSoon(nodeClass); wait > 0 {
 			return reconcile.Result{RequeueAfter: min(wait, cmp.Or(again.RequeueAfter, wait))}, nil
 		}
@@ -229,13 +230,6 @@ func (c *Controller) tooSoon(nodeClass *v1alpha1.ClusterAPINodeClass) time.Durat
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.written[nodeClass.Name].Add(statusInterval).Sub(c.Clock.Now())
-}
-
-// turned reports whether a condition changed in anything but its message.
-func turned(before, after *v1alpha1.ClusterAPINodeClass) bool {
-	return !slices.EqualFunc(before.Status.Conditions, after.Status.Conditions, func(a, b status.Condition) bool {
-		return a.Type == b.Type && a.Status == b.Status && a.Reason == b.Reason && a.ObservedGeneration == b.ObservedGeneration
-	})
 }
 
 // retryConflict handles an error of a write. After a conflict, the cache first has to receive the version that the
@@ -489,7 +483,7 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 func (c *Controller) noteConnection(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) error {
 	stored := nodeClass.DeepCopy()
 	c.describeConnection(nodeClass.StatusConditions(status.WithClock(c.Clock)))
-	if !turned(stored, nodeClass) {
+	if !driftcheck.ConditionTurned(stored, nodeClass) {
 		return nil
 	}
 	if err := c.Kube.Status().Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
