@@ -1011,6 +1011,21 @@ func (s *Sandbox) port() (int, error) {
 	return s.ports.Reserve()
 }
 
+// pluginsCertificates returns a folder in which kubectl-capi finds the user's certificate under the
+// names that a secret has. The files are links, so they follow a certificate that is issued again.
+func (s *Sandbox) pluginsCertificates(paths Paths) (string, error) {
+	folder := filepath.Join(filepath.Dir(paths.ClientCertificate), "kubectl-capi")
+	if err := os.MkdirAll(folder, 0o700); err != nil {
+		return "", err
+	}
+	for name, file := range map[string]string{"tls.crt": paths.ClientCertificate, "tls.key": paths.ClientKey, "ca.crt": paths.AgentCA} {
+		if err := os.Symlink(file, filepath.Join(folder, name)); err != nil && !errors.Is(err, fs.ErrExist) {
+			return "", err
+		}
+	}
+	return folder, nil
+}
+
 // writeEnv writes the file that a shell sources.
 func (s *Sandbox) writeEnv() error {
 	var b strings.Builder
@@ -1030,6 +1045,16 @@ func (s *Sandbox) writeEnv() error {
 		set("AGENT_KEY", state.Paths.ClientKey)
 		set("AGENT_ADMIN_CERT", state.Paths.AdminCertificate)
 		set("AGENT_ADMIN_KEY", state.Paths.AdminKey)
+		if s.spoke != nil {
+			folder, err := s.pluginsCertificates(state.Paths)
+			if err != nil {
+				return err
+			}
+			set("KUBECTL_CAPI_KUBECONFIG", state.Paths.SpokeKubeconfig)
+			set("KUBECTL_CAPI_HUB_KUBECONFIG", state.Paths.HubKubeconfig)
+			set("KUBECTL_CAPI_AGENT_ADDRESS", state.AgentAddress)
+			set("KUBECTL_CAPI_TLS_DIR", folder)
+		}
 	}
 	return os.WriteFile(state.Paths.Env, []byte(b.String()), 0o600)
 }

@@ -208,8 +208,14 @@ type identity struct{ files agentclient.TLS }
 // shimsIdentity returns the certificate that the shim has now.
 func shimsIdentity(ctx context.Context, t *testing.T, spoke client.Client) identity {
 	t.Helper()
+	return identityIn(ctx, t, spoke, client.ObjectKey{Namespace: "karpenter", Name: "karpenter-agent-identity"})
+}
+
+// identityIn returns the certificate of a secret.
+func identityIn(ctx context.Context, t *testing.T, cluster client.Client, name client.ObjectKey) identity {
+	t.Helper()
 	secret := &corev1.Secret{}
-	require.NoError(t, spoke.Get(ctx, client.ObjectKey{Namespace: "karpenter", Name: "karpenter-agent-identity"}, secret))
+	require.NoError(t, cluster.Get(ctx, name, secret))
 	folder := t.TempDir()
 	for name, content := range secret.Data {
 		require.NoError(t, os.WriteFile(filepath.Join(folder, name), content, 0o600))
@@ -220,13 +226,19 @@ func shimsIdentity(ctx context.Context, t *testing.T, spoke client.Client) ident
 	return identity{agentclient.TLS{CertFile: file("tls.crt"), KeyFile: file("tls.key"), CAFile: file("ca.crt")}}
 }
 
-// call lists the node groups of the Cluster on a connection of its own.
-func (i identity) call(ctx context.Context, t *testing.T, address string) error {
+// connect returns a client of the agent, which is closed when the test ends.
+func (i identity) connect(t *testing.T, address string) *agentclient.Client {
 	t.Helper()
 	c, err := agentclient.New(agentclient.Options{Address: address, TLS: &i.files})
 	require.NoError(t, err)
-	defer func() { require.NoError(t, c.Close()) }()
-	_, err = c.NodeGroups.ListNodeGroups(ctx, &agentv1alpha1.ListNodeGroupsRequest{
+	t.Cleanup(func() { require.NoError(t, c.Close()) })
+	return c
+}
+
+// call lists the node groups of the Cluster on a connection of its own.
+func (i identity) call(ctx context.Context, t *testing.T, address string) error {
+	t.Helper()
+	_, err := i.connect(t, address).NodeGroups.ListNodeGroups(ctx, &agentv1alpha1.ListNodeGroupsRequest{
 		Cluster: &agentv1alpha1.ClusterRef{Namespace: "team-a", Name: "production"},
 	})
 	return err
@@ -237,6 +249,7 @@ type process struct {
 	name  string
 	ended chan struct{} // closed when it has ended
 	err   error         // how; set before ended is closed
+	stop  func()        // ends it, and waits until it has ended; may be called again
 
 	mu     sync.Mutex
 	output bytes.Buffer
@@ -252,7 +265,7 @@ func launch(t *testing.T, command *exec.Cmd) *process {
 		p.err = command.Wait()
 		close(p.ended)
 	}()
-	t.Cleanup(func() {
+	p.stop = func() {
 		_ = command.Process.Signal(os.Interrupt) // unless it has ended
 		select {
 		case <-p.ended:
@@ -261,7 +274,8 @@ func launch(t *testing.T, command *exec.Cmd) *process {
 			<-p.ended
 			t.Errorf("%s does not end: %v", p.name, p.err)
 		}
-	})
+	}
+	t.Cleanup(p.stop)
 	return p
 }
 

@@ -9,10 +9,17 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/go-logr/logr"
 	"github.com/stretchr/testify/require"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
+
+func TestMain(m *testing.M) {
+	log.SetLogger(logr.Discard())
+	os.Exit(m.Run())
+}
 
 func TestBlocksHaveTheirSectionAndNoIndentation(t *testing.T) {
 	page := pages.Page{Text: strings.Join([]string{

@@ -11,12 +11,16 @@ import (
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
+	admissionv1 "k8s.io/api/admissionregistration/v1"
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
@@ -162,4 +166,103 @@ func TestTheRemovalDetachesNodesBeforeItTouchesNodeClaims(t *testing.T) {
 	stopped := strings.Index(script, "wait pod --for=delete")
 	claims := strings.Index(script, "get nodeclaims -o json")
 	require.IsNonDecreasing(t, []int{0, stopped, detached, claims})
+}
+
+// The rest of the removal is followed in the hub, from a release whose agent has begun a claim. What the
+// agents of the other Clusters need is left, and what those need who stay.
+func TestTheHubIsClearedAsThePageSays(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
+	defer cancel()
+	page, err := pages.Read(root(t), "docs/uninstall.md")
+	require.NoError(t, err)
+	installation, err := pages.Read(root(t), "docs/install.md")
+	require.NoError(t, err)
+	const stop, withdraw, remove = "2. In the hub: stop the agents", "3. Remove what the agents wrote", "4. Remove the agent and its CRDs"
+	steps := page.Steps(withdraw)
+	require.Len(t, steps, 2, "the command, and the return of the agents that others use")
+
+	hub := start(t, "testdata/cert-manager.yaml", filepath.Join(root(t), "bin/capi-core-manifests/crds"))
+	home := t.TempDir()
+	do := func(commands string) string {
+		t.Helper()
+		return runAt(ctx, t, home, map[string]*server{"hub": hub}, commands)
+	}
+	require.NoError(t, hub.client.Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "team-a"}}))
+	create(ctx, t, hub.client, "{apiVersion: cluster.x-k8s.io/v1beta2, kind: Cluster, metadata: {namespace: team-a, name: production}, "+
+		"spec: {controlPlaneRef: {apiGroup: controlplane.cluster.x-k8s.io, kind: KamajiControlPlane, name: production}}}")
+	workers := create(ctx, t, hub.client, `{apiVersion: cluster.x-k8s.io/v1beta2, kind: MachineDeployment,
+		metadata: {namespace: team-a, name: workers, labels: {node.cluster.x-k8s.io/karpenter-member: ""}, annotations: {
+			capacity.cluster-autoscaler.kubernetes.io/cpu: "4", capacity.cluster-autoscaler.kubernetes.io/memory: 16Gi,
+			cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size: "10"}},
+		spec: {clusterName: production, replicas: 0, selector: {matchLabels: {group: workers}}, template: {metadata: {labels: {group: workers}},
+			spec: {clusterName: production, version: v1.34.0, bootstrap: {dataSecretName: bootstrap},
+				infrastructureRef: {apiGroup: infrastructure.cluster.x-k8s.io, kind: SimMachineTemplate, name: workers}}}}}`)
+	authority := newAuthority(t)
+	playCertManager(ctx, t, hub.client, authority.issue)
+	do(strings.Replace(installation.Script("Before you begin"), "AGENT_HOST=agent.example.com", "AGENT_HOST=localhost", 1) + installation.Script("The agent"))
+
+	agent := runPod(ctx, t, hub, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}, "capi-agent", nil,
+		"--listen-address=localhost:0", "--metrics-bind-address=0", "--health-probe-bind-address=0")
+	address := servedAddress(ctx, t, agent)
+	holder := identityIn(ctx, t, hub.client, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent-client-team-a-production"})
+	c := holder.connect(t, address)
+	require.NoError(t, await(ctx, func() error { // once the agent has seen the hub
+		_, err := c.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
+			Cluster: &agentv1alpha1.ClusterRef{Namespace: "team-a", Name: "production"},
+			ClaimId: "d8f2", Holder: "karpenter", Candidates: []string{"team-a/workers"},
+		})
+		return err
+	}, agent))
+	written := func() bool {
+		require.NoError(t, hub.client.Get(ctx, client.ObjectKeyFromObject(workers), workers))
+		return strings.Contains(fmt.Sprint(workers.GetAnnotations()), "d8f2")
+	}
+	require.NoError(t, await(ctx, func() error {
+		if !written() {
+			return fmt.Errorf("the group has no ledger: %v", workers.GetAnnotations())
+		}
+		return nil
+	}, agent))
+	agent.stop()
+
+	do(page.Script(stop))
+	deployment := &appsv1.Deployment{}
+	release := client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}
+	replicas := func() int32 {
+		require.NoError(t, hub.client.Get(ctx, release, deployment))
+		return *deployment.Spec.Replicas
+	}
+	require.Zero(t, replicas())
+	bindings := func() []string {
+		all := &admissionv1.ValidatingAdmissionPolicyBindingList{}
+		require.NoError(t, hub.client.List(ctx, all))
+		return lo.Map(all.Items, func(b admissionv1.ValidatingAdmissionPolicyBinding, _ int) string { return b.Name })
+	}
+	lifted := []string{"node-groups.capi-agent.capi-agent-system", "scale.capi-agent.capi-agent-system"}
+	require.NotSubset(t, bindings(), lifted)
+	require.NotEmpty(t, list(ctx, t, hub.client, claimKind))
+
+	// The API server takes a few seconds to lift the policies, so the page says to repeat it.
+	said := do("for _ in {1..60}; do (\n" + steps[0] + ") && exit; sleep 0.5; done; exit 1")
+	require.Contains(t, said, "MachineDeployment team-a/workers: withdrawn")
+	require.Contains(t, said, "deleted 1 MachineClaims")
+	require.Contains(t, said, "nothing of the agent is left")
+	require.False(t, written())
+	require.Empty(t, list(ctx, t, hub.client, claimKind))
+	replicasOf, _, err := unstructured.NestedInt64(workers.Object, "spec", "replicas")
+	require.NoError(t, err)
+	require.EqualValues(t, 1, replicasOf, "every claimed machine is the user's")
+
+	do(steps[1])
+	require.EqualValues(t, 2, replicas())
+	require.Subset(t, bindings(), lifted)
+
+	do(page.Script(remove))
+	require.True(t, apierrors.IsNotFound(hub.client.Get(ctx, release, deployment)))
+	crds := list(ctx, t, hub.client, schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"})
+	require.NotEmpty(t, crds, "those of Cluster API")
+	for _, crd := range crds {
+		require.NotContains(t, crd.GetName(), claimKind.Group)
+	}
+	require.Empty(t, bindings())
 }
