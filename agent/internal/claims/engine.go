@@ -46,6 +46,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/batchread"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -171,6 +172,7 @@ type Engine struct {
 	written ownWrites
 	turns   turns // of runs for calls
 	writes  turns // of writes on claims and Machines
+	lists   batchread.Reads[sameLists, string, []v1alpha1.MachineClaim]
 	// deference is how long a node group is left to the agent that last wrote its ledger; see
 	// [group.deferToOther]. Tests set it.
 	deference time.Duration

@@ -7,8 +7,12 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/samber/lo"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/selection"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -143,14 +147,6 @@ type ListOptions struct {
 // [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
 func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineClaim, string, error) {
 	begun := e.Clock.Now()
-	selector := client.MatchingLabels{v1alpha1.ClusterLabel: o.Cluster}
-	if o.Holder != "" {
-		selector[v1alpha1.HolderLabel] = o.Holder
-	}
-	options := []client.ListOption{client.InNamespace(o.Namespace), selector}
-	if !o.IncludeEnded {
-		options = e.withoutEnded(options)
-	}
 	key := types.NamespacedName{Namespace: o.Namespace, Name: o.Cluster}
 	if _, err := e.UnpausedCluster(ctx, key); err != nil {
 		return nil, "", err
@@ -159,18 +155,18 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	if err != nil {
 		return nil, "", err
 	}
-	var list v1alpha1.MachineClaimList
-	if err := e.Reader.List(ctx, &list, options...); err != nil {
+	items, err := e.listUncached(ctx, o, len(owned))
+	if err != nil {
 		return nil, "", fmt.Errorf("listing claims: %w", err)
 	}
 	cluster, err := e.UnpausedCluster(ctx, key)
 	if err != nil {
 		return nil, "", err
 	}
-	if err := e.knowsAll(ctx, cluster, o.Holder, list.Items, owned); err != nil {
+	if err := e.knowsAll(ctx, cluster, o.Holder, items, owned); err != nil {
 		return nil, "", err
 	}
-	items := slices.DeleteFunc(list.Items, func(c v1alpha1.MachineClaim) bool {
+	items = slices.DeleteFunc(items, func(c v1alpha1.MachineClaim) bool {
 		return c.Spec.ClusterName != o.Cluster || o.Holder != "" && c.Spec.Holder != o.Holder ||
 			!o.IncludeEnded && c.CurrentPhase() == v1alpha1.PhaseEnded
 	})
@@ -184,6 +180,53 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 		return items, "", nil
 	}
 	return items, newToken(o, begun, items).encode(), nil
+}
+
+// manyClaims is from how many claims on a Cluster's list is not shared with others, which would wait for
+// what it transfers.
+const manyClaims = 500
+
+// sameLists are lists of claims that differ by the Cluster only.
+type sameLists struct {
+	namespace, holder string
+	includeEnded      bool
+}
+
+// listUncached returns the claims as the API server has them, in any order. Each list costs the API server
+// as much as the namespace has claims, so Clusters of one namespace that wait at the same time share lists.
+// expected is how many claims the Cluster probably has.
+func (e *Engine) listUncached(ctx context.Context, o ListOptions, expected int) ([]v1alpha1.MachineClaim, error) {
+	read := func(ctx context.Context, clusters []string) (map[string][]v1alpha1.MachineClaim, error) {
+		same := labels.Set{}
+		if o.Holder != "" {
+			same[v1alpha1.HolderLabel] = o.Holder
+		}
+		if len(clusters) == 1 {
+			same[v1alpha1.ClusterLabel] = clusters[0]
+		}
+		selector := labels.SelectorFromSet(same)
+		if len(clusters) > 1 {
+			among, err := labels.NewRequirement(v1alpha1.ClusterLabel, selection.In, clusters)
+			if err != nil {
+				return nil, err
+			}
+			selector = selector.Add(*among)
+		}
+		options := []client.ListOption{client.InNamespace(o.Namespace), client.MatchingLabelsSelector{Selector: selector}}
+		if !o.IncludeEnded {
+			options = e.withoutEnded(options)
+		}
+		var list v1alpha1.MachineClaimList
+		if err := e.Reader.List(ctx, &list, options...); err != nil {
+			return nil, err
+		}
+		return lo.GroupBy(list.Items, func(c v1alpha1.MachineClaim) string { return c.Labels[v1alpha1.ClusterLabel] }), nil
+	}
+	if expected >= manyClaims || len(validation.IsValidLabelValue(o.Cluster)) > 0 { // such a value would make the others' list fail
+		byCluster, err := read(ctx, []string{o.Cluster})
+		return byCluster[o.Cluster], err
+	}
+	return e.lists.Do(ctx, sameLists{o.Namespace, o.Holder, o.IncludeEnded}, o.Cluster, read)
 }
 
 // labelledIn reads from the caches which claims the Cluster's Machines are labelled with. It

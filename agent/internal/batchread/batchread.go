@@ -1,0 +1,160 @@
+// Package batchread lets reads of one kind that wait at the same time share requests.
+//
+// It is for reads of the API server that must be consistent, so that no cache can answer them: a request
+// begins after every call that it answers, as if each call had made its own. Where a list with a selector
+// costs the server as much as there are objects in the namespace, a thousand callers who come back at once
+// would otherwise cost it a thousand times that.
+//
+// Packages for this purpose, such as dataloaders, delay each read in order to gather others. Here a read
+// that finds a free place is never delayed.
+package batchread
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
+)
+
+const (
+	// places is how many requests of a group run at a time. With a single one, all reads of a group would
+	// wait for one that hangs.
+	places = 2
+	// mostKeys is how many keys one request names. Sixty-four names of Kubernetes objects are a URL of at
+	// most 5 KiB, which is below what proxies accept.
+	mostKeys = 64
+)
+
+// Read returns the values of keys in one request. A key that is missing from the result has the zero
+// value. There is at least one key, and no key twice.
+type Read[K comparable, V any] func(ctx context.Context, keys []K) (map[K]V, error)
+
+// Reads are reads of values by key, in groups that do not share requests. The zero value is ready to use.
+// It is safe for concurrent use, and must not be copied.
+type Reads[G, K comparable, V any] struct {
+	mu     sync.Mutex
+	groups map[G]*group[K, V]
+}
+
+// group is what runs and waits. It exists while a request of it runs.
+type group[K comparable, V any] struct {
+	running int
+	waiting []*call[K, V]
+}
+
+type call[K comparable, V any] struct {
+	ctx   context.Context //nolint:containedctx // a call's, which waits for a request that others may have begun
+	key   K
+	read  Read[K, V]
+	value V
+	err   error
+	done  chan struct{} // closed once value or err is set
+}
+
+// Do returns the value of a key, from a request that begins after Do was called. All calls of one group
+// must have equivalent reads. The value is the caller's own: a request has each key for one call only. An
+// error may be that of a request which others share. If ctx ends first, the error is its cause; the request
+// is canceled when all of its calls have ended.
+func (r *Reads[G, K, V]) Do(ctx context.Context, in G, key K, read Read[K, V]) (V, error) {
+	r.mu.Lock()
+	if r.groups == nil {
+		r.groups = map[G]*group[K, V]{}
+	}
+	g := r.groups[in]
+	if g == nil {
+		g = &group[K, V]{}
+		r.groups[in] = g
+	}
+	if g.running < places {
+		g.running++
+		r.mu.Unlock()
+		defer func() { // even if it panics
+			if batch := r.next(in, g); batch != nil {
+				go r.serve(in, g, batch)
+			}
+		}()
+		values, err := read(ctx, []K{key})
+		return values[key], err
+	}
+	c := &call[K, V]{ctx: ctx, key: key, read: read, done: make(chan struct{})}
+	g.waiting = append(g.waiting, c)
+	r.mu.Unlock()
+
+	select {
+	case <-c.done:
+		return c.value, c.err
+	case <-ctx.Done():
+		var none V
+		return none, context.Cause(ctx)
+	}
+}
+
+// serve uses a place for the calls that wait, until there are none.
+func (r *Reads[G, K, V]) serve(in G, g *group[K, V], batch []*call[K, V]) {
+	for batch != nil {
+		answer(batch)
+		batch = r.next(in, g)
+	}
+}
+
+// next returns the calls that a place answers next. If there are none, it frees the place.
+func (r *Reads[G, K, V]) next(in G, g *group[K, V]) []*call[K, V] {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	batch := g.take()
+	if batch == nil {
+		if g.running--; g.running == 0 {
+			delete(r.groups, in)
+		}
+	}
+	return batch
+}
+
+// take removes the calls that the next request answers: the oldest ones, each key once. It drops those
+// that have ended. Nil means that none is left.
+func (g *group[K, V]) take() []*call[K, V] {
+	var batch []*call[K, V]
+	keys := make(map[K]bool, mostKeys)
+	g.waiting = slices.DeleteFunc(g.waiting, func(c *call[K, V]) bool {
+		switch {
+		case c.ctx.Err() != nil:
+			return true
+		case len(batch) == mostKeys || keys[c.key]:
+			return false
+		}
+		keys[c.key] = true
+		batch = append(batch, c)
+		return true
+	})
+	return batch
+}
+
+// answer makes one request for the calls. The first one gives it its values, such as its trace.
+func answer[K comparable, V any](batch []*call[K, V]) {
+	ctx, cancel := context.WithCancel(context.WithoutCancel(batch[0].ctx))
+	defer cancel()
+	var left atomic.Int64
+	keys := make([]K, len(batch))
+	for i, c := range batch {
+		keys[i] = c.key
+		stop := context.AfterFunc(c.ctx, func() {
+			if left.Add(1) == int64(len(batch)) {
+				cancel()
+			}
+		})
+		defer stop()
+	}
+	var values map[K]V
+	err := panics.Confined(log.FromContext(ctx), panics.Calls, "a read panicked", func() (err error) {
+		values, err = batch[0].read(ctx, keys)
+		return err
+	})
+	for _, c := range batch {
+		c.value, c.err = values[c.key], err
+		close(c.done)
+	}
+}
