@@ -31,6 +31,10 @@ const closedLedger = `{"v":2147483647,"closed":"by capi-agent uninstall"}`
 // for it.
 const uninstallInterval = time.Second
 
+// refusedFor is how long a write that is forbidden is repeated: the API servers need a few seconds until
+// they no longer apply the policies whose bindings were deleted right before.
+const refusedFor = 15 * time.Second
+
 // UninstallOptions qualify [Engine.Uninstall].
 type UninstallOptions struct {
 	// Serves selects the Clusters to withdraw. Nil means all.
@@ -77,12 +81,19 @@ func (e *Engine) Uninstall(ctx context.Context, o UninstallOptions) error {
 func (e *Engine) withdrawAll(ctx context.Context, groups []types.NamespacedName, o UninstallOptions) error {
 	var failed []error
 	said, last := map[types.NamespacedName]string{}, map[types.NamespacedName]error{}
+	began := e.Clock.Now()
 	for {
 		for _, key := range slices.Clone(groups) {
 			waiting, err := e.withdraw(ctx, key, o.Force)
 			last[key] = err
 			switch {
 			case errors.Is(err, ErrConflict) || apierrors.IsConflict(err) || err != nil && ctx.Err() != nil:
+				continue
+			case apierrors.IsForbidden(err) && e.Clock.Since(began) < refusedFor:
+				if said[key] == "" {
+					o.Report("MachineDeployment %s: the write was refused, and is tried again for %s", key, refusedFor)
+					said[key] = "refused"
+				}
 				continue
 			case err != nil:
 				failed = append(failed, fmt.Errorf("MachineDeployment %s: %w", key, err))

@@ -2,9 +2,12 @@ package claims
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -233,4 +236,38 @@ func TestUninstallGoesOnAfterARefusedWrite(t *testing.T) {
 	var md clusterv1.MachineDeployment
 	require.NoError(t, base.Get(t.Context(), types.NamespacedName{Namespace: namespace, Name: "b"}, &md))
 	require.NotContains(t, md.Annotations, v1alpha1.ReplicasLoweredAnnotation)
+}
+
+// Right after the bindings of the agent's own policies have been deleted, API servers still apply them.
+func TestUninstallRepeatsForbiddenWritesForAWhile(t *testing.T) {
+	for name, lasts := range map[string]time.Duration{"a few seconds": refusedFor / 3, "for good": time.Hour} {
+		t.Run(name, func(t *testing.T) {
+			e := engineWith(t, groupOf("a", 1, map[string]string{v1alpha1.ReplicasLoweredAnnotation: "frozen"}))
+			base, ok := e.Client.(client.WithWatch)
+			require.True(t, ok)
+			synctest.Test(t, func(t *testing.T) {
+				began := time.Now()
+				e.Client = interceptor.NewClient(base, interceptor.Funcs{
+					Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+						if time.Since(began) < lasts {
+							return apierrors.NewForbidden(schema.GroupResource{Resource: "machinedeployments"}, "a", errors.New("a policy"))
+						}
+						return c.Patch(ctx, o, p, opts...)
+					},
+				})
+				var said []string
+				report := func(format string, arguments ...any) { said = append(said, fmt.Sprintf(format, arguments...)) }
+				err := e.Uninstall(t.Context(), UninstallOptions{Report: report})
+				require.Equal(t, "MachineDeployment "+namespace+"/a: the write was refused, and is tried again for 15s", said[0])
+				if lasts > refusedFor {
+					require.True(t, apierrors.IsForbidden(err), "%v", err)
+					require.Len(t, said, 1)
+					require.Less(t, time.Since(began), 2*refusedFor)
+					return
+				}
+				require.NoError(t, err)
+				require.Equal(t, "MachineDeployment "+namespace+"/a: withdrawn", said[1])
+			})
+		})
+	}
 }
