@@ -13,6 +13,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"regexp"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"syscall"
@@ -20,6 +21,7 @@ import (
 
 	"github.com/go-logr/logr"
 	"github.com/samber/lo"
+	"golang.org/x/sync/errgroup"
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
@@ -41,14 +43,17 @@ const (
 var errFailed = errors.New("not all specs passed")
 
 type settings struct {
-	name, focus, bin string
-	suites           []string
+	name, focus, bin, record string
+	suites                   []string
+	lanes                    int
 }
 
 func main() {
 	var s settings
 	suites := flag.String("suites", strings.Join(coresuites.Suites(), ","), "the `suites` to run, comma-separated")
-	flag.StringVar(&s.name, "name", "core-suites", "the sandbox's name")
+	flag.StringVar(&s.name, "name", "core-suites", "prefix of the sandboxes' `names`: each suite has a sandbox of its own")
+	flag.IntVar(&s.lanes, "lanes", 2, "how many suites run at a time")
+	flag.StringVar(&s.record, "record", "", "write the list of the specs that passed to this `file`, a page of the documentation")
 	flag.StringVar(&s.focus, "focus", "", "a `regular expression`: run only the specs whose names match")
 	flag.StringVar(&s.bin, "bin", "bin", "the `folder` with the suites, core-<name>.test each")
 	flag.Parse()
@@ -67,46 +72,102 @@ func main() {
 
 func say(format string, args ...any) { fmt.Printf(format+"\n", args...) }
 
+// run runs the suites, each in a sandbox of its own.
 func run(ctx context.Context, s settings) error {
 	began := time.Now()
 	all, err := coresuites.Exceptions()
 	if err != nil {
 		return err
 	}
+	var (
+		specs      = make([][]coresuites.Spec, len(s.suites))
+		violations = make([][]invariants.Violation, len(s.suites))
+		suites     errgroup.Group
+	)
+	suites.SetLimit(s.lanes)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	for i, suite := range s.suites {
+		suites.Go(func() (err error) {
+			specs[i], violations[i], err = runSuite(ctx, s, suite, all)
+			if err != nil {
+				cancel() // the others are of no use then
+				return fmt.Errorf("suite %s: %w", suite, err)
+			}
+			return nil
+		})
+	}
+	if err := suites.Wait(); err != nil {
+		return err
+	}
+	ran := slices.Concat(specs...)
+	if s.focus != "" { // exceptions are then not complete
+		ran = lo.Reject(ran, func(sp coresuites.Spec, _ int) bool { return sp.State == "skipped" })
+		all = nil
+	}
+	verdict := coresuites.Evaluate(ran, all)
+	if s.record != "" {
+		version, err := versionOfCore()
+		if err != nil {
+			return err
+		}
+		if err := coresuites.Record(s.record, version, verdict.Passed); err != nil {
+			return err
+		}
+	}
+	return tell(verdict, slices.Concat(violations...), time.Since(began))
+}
+
+// versionOfCore returns the version of Karpenter's core that this program is built with, which is also
+// the one of the suites.
+func versionOfCore() (string, error) {
+	const core = "sigs.k8s.io/karpenter"
+	info, _ := debug.ReadBuildInfo()
+	if info != nil {
+		for _, module := range info.Deps {
+			if module.Path == core {
+				return module.Version, nil
+			}
+		}
+	}
+	return "", fmt.Errorf("this program does not know its version of %s", core)
+}
+
+// runSuite returns the results of a suite, and which invariants do not hold at its end.
+func runSuite(
+	ctx context.Context, s settings, suite string, all []coresuites.Exception,
+) ([]coresuites.Spec, []invariants.Violation, error) {
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
 	w, err := testenv.Start(starting, sandbox.Options{
-		Name: s.name, Agents: 2, FeatureGates: coresuites.FeatureGates, ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
+		Name: s.name + "-" + suite, Agents: 2, FeatureGates: coresuites.FeatureGates,
+		ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
 	}, nil)
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
 	defer w.Stop()
 	if err := coresuites.Prepare(starting, w.Hub, w.Spoke); err != nil {
-		return err
+		return nil, nil, err
 	}
 	var specs []coresuites.Spec
-	for _, suite := range s.suites {
-		exceptions := lo.Filter(all, func(e coresuites.Exception, _ int) bool { return e.Suite == suite })
-		for _, part := range coresuites.Parts(suite) {
-			of, err := runPart(ctx, s, part, w.Sandbox.State().Paths, exceptions)
-			if err != nil {
-				return err
-			}
-			specs = append(specs, lo.Filter(of, func(sp coresuites.Spec, _ int) bool { return part.Has(sp) })...)
+	exceptions := lo.Filter(all, func(e coresuites.Exception, _ int) bool { return e.Suite == suite })
+	for _, part := range coresuites.Parts(suite) {
+		of, err := runPart(ctx, s, part, w.Sandbox.State().Paths, exceptions)
+		if err != nil {
+			return nil, nil, err
 		}
+		of = lo.Filter(of, func(sp coresuites.Spec, _ int) bool { return part.Has(sp) })
+		tellPart(part, of)
+		specs = append(specs, of...)
 	}
 	settling, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
 	violations, err := w.Checker.Settle(settling)
 	if err != nil {
-		return fmt.Errorf("checking the invariants: %w", err)
+		return nil, nil, fmt.Errorf("checking the invariants: %w", err)
 	}
-	if s.focus != "" { // exceptions are then not complete
-		specs = lo.Reject(specs, func(sp coresuites.Spec, _ int) bool { return sp.State == "skipped" })
-		all = nil
-	}
-	return tell(coresuites.Evaluate(specs, all), violations, time.Since(began))
+	return specs, violations, nil
 }
 
 // runPart runs a part of a suite without its exceptions. The returned specs are those of the whole
@@ -127,10 +188,9 @@ func runPart(
 	if err != nil {
 		return nil, err
 	}
-	focus, name := s.focus, part.Suite
+	focus, name := s.focus, nameOf(part)
 	if part.Specs != "" {
 		focus = specsNamed(part.Specs) + ".*" + strings.TrimPrefix(focus, part.Specs)
-		name += "-" + part.Specs
 	}
 	report := filepath.Join(dir, "report.json")
 	args := []string{
@@ -176,6 +236,26 @@ func runPart(
 	return specs, nil
 }
 
+func nameOf(part coresuites.Part) string { return strings.TrimSuffix(part.Suite+"-"+part.Specs, "-") }
+
+// tellPart says what a part has come to, as the whole takes long and may be interrupted.
+func tellPart(part coresuites.Part, specs []coresuites.Spec) {
+	states := lo.CountValuesBy(specs, func(s coresuites.Spec) string { return s.State })
+	say("core-suites: %s has ended: %s", nameOf(part), strings.Join(lo.Map(slices.Sorted(maps.Keys(states)), func(state string, _ int) string {
+		return fmt.Sprintf("%d %s", states[state], state)
+	}), ", "))
+	for _, s := range specs {
+		if s.State != "passed" && s.State != "skipped" {
+			say("core-suites: %s: %s %s: %s", nameOf(part), s.Name, s.State, brief(s.Message))
+		}
+	}
+}
+
+// brief returns the beginning of a message, in one line.
+func brief(message string) string {
+	return lo.Ellipsis(strings.Join(strings.Fields(message), " "), 400)
+}
+
 // specsNamed returns a regular expression of the specs whose names begin with a prefix. Ginkgo puts
 // the suite's own name before it, which is one word.
 func specsNamed(prefix string) string { return `^\w+ ` + regexp.QuoteMeta(prefix) }
@@ -197,8 +277,7 @@ func tell(v coresuites.Verdict, violations []invariants.Violation, took time.Dur
 		say("STALE            %s: %s: no spec was left out for this exception", e.Suite, e.Specs)
 	}
 	for _, s := range v.Failed {
-		message := lo.Ellipsis(strings.Join(strings.Fields(s.Message), " "), 400)
-		say("FAILED  %5.0f s  %s: %s: %s: %s", s.Took.Seconds(), s.Suite, s.Name, s.State, message)
+		say("FAILED  %5.0f s  %s: %s: %s: %s", s.Took.Seconds(), s.Suite, s.Name, s.State, brief(s.Message))
 	}
 	if len(violations) > 0 {
 		say("invariants are violated:\n%s", invariants.Describe(violations))
