@@ -180,7 +180,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	groups, err = nodegroupview.New(nodegroupview.Config{
 		Cache: nodeGroups, Held: held, Templates: templates, Scope: scope, Settings: o.MachineSettings(),
 		Recorder: a.recorder, Registerer: c.Registerer,
-		CoolingDown: engine.CoolingDown, Clock: engine.Clock, Observed: nodes, Pricing: o.Pricing(), PriceList: prices,
+		CoolingDown: engine.CoolingDown, Clock: engine.Clock, Learned: nodes, Pricing: o.Pricing(), PriceList: prices,
 	})
 	if err != nil {
 		return nil, err

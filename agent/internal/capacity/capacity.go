@@ -144,9 +144,9 @@ type Settings struct {
 }
 
 // Describe derives the description. It only reads its arguments, and retains none of them.
-func Describe(md *clusterv1.MachineDeployment, template Template, observed Observation, settings Settings) Description {
+func Describe(md *clusterv1.MachineDeployment, template Template, learned Learned, settings Settings) Description {
 	d := &describer{
-		md: md, template: template, observed: observed, settings: settings,
+		md: md, template: template, learned: learned, settings: settings,
 		Description: Description{Resources: corev1.ResourceList{}, Labels: map[string]string{}, Sources: map[string]Source{}},
 	}
 	if template.Problem != nil {
@@ -174,7 +174,7 @@ type describer struct {
 
 	md       *clusterv1.MachineDeployment
 	template Template
-	observed Observation
+	learned  Learned
 	settings Settings
 	// without is the resource that an annotation says the machines have none of, "" for none.
 	without corev1.ResourceName

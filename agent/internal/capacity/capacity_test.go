@@ -53,7 +53,7 @@ func TestAnnotationsWinOverTheInfrastructureTemplate(t *testing.T) {
 		template(map[string]any{
 			"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "ephemeral-storage": int64(1000), "example.com/nic": 2.0},
 			"nodeInfo": map[string]any{"architecture": "arm64", "operatingSystem": "windows"},
-		}), capacity.Observation{}, capacity.Settings{})
+		}), capacity.Learned{}, capacity.Settings{})
 	require.Empty(t, d.Problems)
 	require.Equal(t, map[string]string{
 		"cpu": "4", "memory": "8Gi", "ephemeral-storage": "1k", "pods": "110", "nvidia.com/gpu": "2", "example.com/nic": "2",
@@ -103,7 +103,7 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 			}
 			annotations[c.key] = c.value
 			status := map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi"}}
-			d := capacity.Describe(deployment(annotations), template(status), capacity.Observation{}, capacity.Settings{})
+			d := capacity.Describe(deployment(annotations), template(status), capacity.Learned{}, capacity.Settings{})
 			require.Equal(t, []string{capacity.AnnotationField(c.key)}, fields(d.Problems))
 			require.Equal(t, "2", d.Resources.Cpu().String())
 			require.Equal(t, "8Gi", d.Resources.Memory().String())
@@ -118,7 +118,7 @@ func TestExtendedResourcesAndHugePagesAreAnnotated(t *testing.T) {
 		v1alpha1.ResourcesAnnotation: " example.com/fpga=2, hugepages-2Mi = 1.5Gi,",
 		capacity.GPUTypeAnnotation:   "nvidia.com/gpu", capacity.GPUCountAnnotation: "1",
 	}), template(map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "example.com/fpga": "1"}}),
-		capacity.Observation{Capacity: corev1.ResourceList{"hugepages-2Mi": resource.MustParse("2Gi")}}, capacity.Settings{})
+		capacity.Learned{Capacity: corev1.ResourceList{"hugepages-2Mi": resource.MustParse("2Gi")}}, capacity.Settings{})
 	require.Empty(t, d.Problems)
 	for name, want := range map[corev1.ResourceName]string{"example.com/fpga": "2", "hugepages-2Mi": "1536Mi", "nvidia.com/gpu": "1"} {
 		quantity := d.Resources[name]
@@ -129,16 +129,16 @@ func TestExtendedResourcesAndHugePagesAreAnnotated(t *testing.T) {
 
 func TestTheDefaultArchitectureIsForMachinesThatHaveNone(t *testing.T) {
 	arm := capacity.Settings{Architecture: "arm64"}
-	d := capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, arm)
+	d := capacity.Describe(deployment(nil), capacity.Template{}, capacity.Learned{}, arm)
 	require.Equal(t, "arm64", d.Architecture)
 	require.Equal(t, "arm64", d.Labels[corev1.LabelArchStable])
-	require.Equal(t, "amd64", capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, capacity.Settings{}).Architecture)
-	d = capacity.Describe(deployment(nil), template(map[string]any{"nodeInfo": map[string]any{"architecture": "s390x"}}), capacity.Observation{}, arm)
+	require.Equal(t, "amd64", capacity.Describe(deployment(nil), capacity.Template{}, capacity.Learned{}, capacity.Settings{}).Architecture)
+	d = capacity.Describe(deployment(nil), template(map[string]any{"nodeInfo": map[string]any{"architecture": "s390x"}}), capacity.Learned{}, arm)
 	require.Equal(t, "s390x", d.Architecture)
 }
 
 func TestMissingCapacityIsSaid(t *testing.T) {
-	d := capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+	d := capacity.Describe(deployment(nil), capacity.Template{}, capacity.Learned{}, capacity.Settings{})
 	require.ElementsMatch(t, []string{
 		capacity.AnnotationField(capacity.CPUAnnotation), capacity.AnnotationField(capacity.MemoryAnnotation),
 	}, fields(d.Problems))
@@ -153,7 +153,7 @@ func TestLabelsAreThoseThatReachTheNode(t *testing.T) {
 		"example.com/not-copied":                "x",
 		"custom.example.com/copied":             "y",
 	}
-	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{
+	d := capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{
 		SyncedLabels: []*regexp.Regexp{regexp.MustCompile(`^custom\.example\.com/`)},
 	})
 	require.Equal(t, map[string]string{
@@ -175,19 +175,19 @@ func TestTaintsOfTheAnnotationWinForOneKeyAndEffect(t *testing.T) {
 		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoExecute},
 		{Key: "dedicated", Value: "b", Effect: corev1.TaintEffectNoSchedule},
 		{Key: "solo", Effect: corev1.TaintEffectNoExecute},
-	}, capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).Taints)
+	}, capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{}).Taints)
 }
 
 func TestZoneIsTheFailureDomainUnlessTheAnnotationSaysOtherwise(t *testing.T) {
 	md := deployment(nil)
 	md.Spec.Template.Spec.FailureDomain = "zone-a"
-	require.Equal(t, "zone-a", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).Zone)
+	require.Equal(t, "zone-a", capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{}).Zone)
 	md.Annotations = map[string]string{capacity.LabelsAnnotation: "topology.kubernetes.io/zone=zone-b,topology.kubernetes.io/region=r"}
-	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+	d := capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{})
 	require.Equal(t, "zone-b", d.Zone)
 	require.Equal(t, "r", d.Region)
 	md.Annotations, md.Spec.Template.Spec.FailureDomain = nil, "not/a label"
-	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+	d = capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{})
 	require.Empty(t, d.Zone)
 	require.Contains(t, fields(d.Problems), "spec.template.spec.failureDomain")
 }
@@ -195,17 +195,17 @@ func TestZoneIsTheFailureDomainUnlessTheAnnotationSaysOtherwise(t *testing.T) {
 func TestCapacityTypeComesFromTheFirstThatSaysIt(t *testing.T) {
 	const label = "karpenter.sh/capacity-type"
 	md := deployment(nil)
-	require.Equal(t, "on-demand", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).CapacityType)
+	require.Equal(t, "on-demand", capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{}).CapacityType)
 	md.Labels = map[string]string{label: "spot"}
-	require.Equal(t, "spot", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).CapacityType)
+	require.Equal(t, "spot", capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{}).CapacityType)
 	md.Annotations = map[string]string{label: "reserved"}
-	require.Equal(t, "reserved", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).CapacityType)
+	require.Equal(t, "reserved", capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{}).CapacityType)
 	md.Annotations[capacity.LabelsAnnotation] = label + "=on-demand"
-	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+	d := capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{})
 	require.Equal(t, "on-demand", d.CapacityType)
 	require.NotContains(t, d.Labels, label)
 	md.Annotations[capacity.LabelsAnnotation] = label + "=cheap"
-	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+	d = capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{})
 	require.Equal(t, "reserved", d.CapacityType)
 	require.Contains(t, fields(d.Problems), capacity.AnnotationField(capacity.LabelsAnnotation))
 }
@@ -213,11 +213,11 @@ func TestCapacityTypeComesFromTheFirstThatSaysIt(t *testing.T) {
 func TestInstanceTypeIsAlwaysALabelValue(t *testing.T) {
 	md := deployment(nil)
 	md.Name = strings.Repeat("long-", 40) + "name"
-	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+	d := capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{})
 	require.Empty(t, validation.IsValidLabelValue(d.InstanceType))
 	require.NotEmpty(t, d.InstanceType)
 	md.Spec.Template.Labels = map[string]string{corev1.LabelInstanceTypeStable: "m5.large"}
-	require.Equal(t, "m5.large", capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{}).InstanceType)
+	require.Equal(t, "m5.large", capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{}).InstanceType)
 }
 
 // usable checks what holds for every description, whatever the input.
@@ -267,7 +267,7 @@ func fuzzAnnotation(f *testing.F, annotation string, seeds ...string) {
 	f.Fuzz(func(t *testing.T, text string) {
 		md := deployment(map[string]string{capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "2"})
 		md.Annotations[annotation] = text
-		d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+		d := capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{})
 		usable(t, d)
 		field := capacity.AnnotationField(annotation)
 		for _, problem := range d.Problems {
@@ -326,7 +326,7 @@ func FuzzDescribe(f *testing.F) {
 		md.Spec.Template.Labels = map[string]string{"node.cluster.x-k8s.io/" + gpu: labels}
 		d := capacity.Describe(md, template(map[string]any{
 			"capacity": map[string]any{gpu: cpu, "memory": memory, "x": count, "y": nil}, "nodeInfo": map[string]any{"architecture": zone},
-		}), capacity.Observation{}, capacity.Settings{})
+		}), capacity.Learned{}, capacity.Settings{})
 		usable(t, d)
 	})
 }
@@ -366,7 +366,7 @@ func TestLargeAnnotationsAreDescribedInLittle(t *testing.T) {
 		"a template with one, badly": {"", "", template(map[string]any{"capacity": map[string]any{repeated("x"): repeated("x")}})},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := capacity.Describe(deployment(map[string]string{c.annotation: c.value}), c.template, capacity.Observation{}, capacity.Settings{})
+			d := capacity.Describe(deployment(map[string]string{c.annotation: c.value}), c.template, capacity.Learned{}, capacity.Settings{})
 			require.NotEmpty(t, d.Problems)
 			require.LessOrEqual(t, len(d.Problems), 33)
 			length := 0
@@ -382,14 +382,14 @@ func TestLargeAnnotationsAreDescribedInLittle(t *testing.T) {
 		})
 	}
 	d := capacity.Describe(deployment(map[string]string{capacity.LabelsAnnotation: strings.Repeat("=,", 100)}),
-		capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+		capacity.Template{}, capacity.Learned{}, capacity.Settings{})
 	require.Equal(t, "there are 70 further problems; correct these first", d.Problems[len(d.Problems)-1].Message, "cpu and memory are missing, too")
 }
 
 // A description that is equal is no change of the catalogue.
 func TestADescriptionIsTheSameEachTime(t *testing.T) {
 	md := deployment(map[string]string{v1alpha1.ResourcesAnnotation: "example.com/fpga=2,hugepages-2Mi=2Gi,example.com/nic=2"})
-	seen := capacity.Observation{Capacity: list("example.com/fpga", "1", "hugepages-2Mi", "1Gi", "example.com/nic", "1", "cpu", "1", "memory", "1Gi")}
+	seen := capacity.Learned{Capacity: list("example.com/fpga", "1", "hugepages-2Mi", "1Gi", "example.com/nic", "1", "cpu", "1", "memory", "1Gi")}
 	bad := map[string]any{}
 	for i := range 50 {
 		bad[fmt.Sprintf("example.com/r%d", i)] = "x"

@@ -89,7 +89,7 @@ type shown struct {
 	revisions
 	// earlier means that the Nodes are of earlier revisions.
 	earlier bool
-	capacity.Observation
+	capacity.Learned
 }
 
 // revisions are what distinguishes templates: all of the machine, and its size alone. Both are empty if
@@ -132,22 +132,22 @@ func (n *Nodes) Changes() <-chan event.TypedGenericEvent[types.NamespacedName] {
 
 // Of returns the observation of a group's Nodes that were created from its template, or from an earlier one
 // with the same infrastructure template. It is shared and must not be modified.
-func (n *Nodes) Of(group types.NamespacedName, template *clusterv1.MachineSpec) capacity.Observation {
+func (n *Nodes) Of(group types.NamespacedName, template *clusterv1.MachineSpec) capacity.Learned {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	switch known := n.groups[group]; {
 	case known.infrastructure != nodegroup.InfrastructureRevision(template):
-		return capacity.Observation{}
+		return capacity.Learned{}
 	case known.machine != nodegroup.MachineRevision(template):
-		return withoutPlace(known.Observation)
+		return withoutPlace(known.Learned)
 	default:
-		return known.Observation
+		return known.Learned
 	}
 }
 
 // withoutPlace returns an observation of Nodes of an earlier template without their zone and region, which may be
 // elsewhere now.
-func withoutPlace(o capacity.Observation) capacity.Observation {
+func withoutPlace(o capacity.Learned) capacity.Learned {
 	o.Labels = lo.OmitByKeys(o.Labels, []string{corev1.LabelTopologyZone, corev1.LabelTopologyRegion})
 	return o
 }
@@ -319,11 +319,11 @@ func (n *Nodes) learn(key types.NamespacedName, group *member) bool {
 	if len(nodes) == 0 || next.earlier && !known.earlier && known.revisions == next.revisions {
 		return false
 	}
-	next.Observation = observe(nodes)
+	next.Learned = summarize(nodes)
 	if next.earlier {
-		next.Observation = withoutPlace(next.Observation)
+		next.Learned = withoutPlace(next.Learned)
 	}
-	if known.revisions == next.revisions && known.earlier == next.earlier && equality.Semantic.DeepEqual(known.Observation, next.Observation) {
+	if known.revisions == next.revisions && known.earlier == next.earlier && equality.Semantic.DeepEqual(known.Learned, next.Learned) {
 		return false
 	}
 	n.groups[key] = next
@@ -333,15 +333,15 @@ func (n *Nodes) learn(key types.NamespacedName, group *member) bool {
 // reserved are the resources that kubelets reserve a part of.
 var reserved = []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods}
 
-// observe summarizes Nodes. There must be at least one.
-func observe(nodes []*Node) capacity.Observation {
-	o := capacity.Observation{
+// summarize returns what is learned from Nodes. There must be at least one.
+func summarize(nodes []*Node) capacity.Learned {
+	o := capacity.Learned{
 		Capacity: corev1.ResourceList{}, Allocatable: corev1.ResourceList{}, Overhead: corev1.ResourceList{}, Labels: map[string]string{},
 	}
 	disputed := map[string]bool{}
 	for _, node := range nodes {
 		add(&o, node)
-		for _, label := range capacity.ObservedLabels {
+		for _, label := range capacity.LearnedLabels {
 			value := node.Labels[label]
 			if value == "" || len(validation.IsValidLabelValue(value)) > 0 {
 				continue
@@ -362,7 +362,7 @@ func observe(nodes []*Node) capacity.Observation {
 	return o
 }
 
-func add(o *capacity.Observation, node *Node) {
+func add(o *capacity.Learned, node *Node) {
 	set := func(list corev1.ResourceList, name corev1.ResourceName, quantity resource.Quantity, better func(order int) bool) {
 		known, ok := list[name]
 		if !ok && len(list) >= maxResources || ok && !better(quantity.Cmp(known)) {

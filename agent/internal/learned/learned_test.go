@@ -106,7 +106,7 @@ func (f *fixture) report(nodes ...learned.Node) []types.NamespacedName {
 	}
 }
 
-func (f *fixture) known() capacity.Observation { return f.nodes.Of(group, &f.template) }
+func (f *fixture) known() capacity.Learned { return f.nodes.Of(group, &f.template) }
 
 func list(pairs ...string) corev1.ResourceList {
 	quantities := corev1.ResourceList{}

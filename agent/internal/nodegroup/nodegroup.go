@@ -88,8 +88,8 @@ type Sources struct {
 	Cluster *clusterv1.Cluster
 	// Template is the infrastructure template.
 	Template capacity.Template
-	// Observed is what the group's Nodes reported.
-	Observed capacity.Observation
+	// Learned is what the group's Nodes reported.
+	Learned capacity.Learned
 	// Settings are those of all node groups.
 	Settings capacity.Settings
 	// Pricing determines how prices are found.
@@ -102,7 +102,7 @@ func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 		Key:               types.NamespacedName{Namespace: md.Namespace, Name: md.Name},
 		Cluster:           types.NamespacedName{Namespace: md.Namespace, Name: md.Spec.ClusterName},
 		Labels:            maps.Clone(md.Labels),
-		Machine:           capacity.Describe(md, from.Template, from.Observed, from.Settings),
+		Machine:           capacity.Describe(md, from.Template, from.Learned, from.Settings),
 		Limits:            eligibility.Of(md, from.Cluster),
 		KubernetesVersion: md.Spec.Template.Spec.Version,
 		TemplateRevision:  revision(md),

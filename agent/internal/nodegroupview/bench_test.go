@@ -74,7 +74,7 @@ func filled(b *testing.B, groups int) (*View, *cached) {
 	require.NoError(b, err)
 	c, err := New(Config{
 		Cache:    watchcache.New(watchcache.Options[*agentv1alpha1.NodeGroup]{Equal: Equal, Buffer: 1024, Heartbeat: time.Minute}),
-		Recorder: &events.FakeRecorder{}, Observed: nodes, Clock: clock.RealClock{},
+		Recorder: &events.FakeRecorder{}, Learned: nodes, Clock: clock.RealClock{},
 		Pricing: pricing.Policy{Coefficients: pricing.DefaultCoefficients},
 		CoolingDown: func(context.Context, types.NamespacedName) (*eligibility.Refusal, error) {
 			return nil, nil

@@ -84,8 +84,8 @@ type Config struct {
 	// CoolingDown returns the refusal of a group that cools down after a failed claim, and nil if
 	// the group does not cool down. REQUIRED.
 	CoolingDown func(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error)
-	// Observed provides what real Nodes reported. REQUIRED.
-	Observed *learned.Nodes
+	// Learned provides what real Nodes reported. REQUIRED.
+	Learned *learned.Nodes
 	// Pricing is the pricing policy. Its list is replaced by the one of PriceList.
 	Pricing pricing.Policy
 	// PriceList may be nil.
@@ -200,7 +200,7 @@ func (c *View) SetupWithManager(mgr manager.Manager) error {
 		Watches(&clusterv1.MachineSet{}, handler.EnqueueRequestsFromMapFunc(deploymentOfSet), builder.WithPredicates(blockedChanges())).
 		WatchesRawSource(each(c.quotas.changes, c.deploymentsOfQuota)).
 		WatchesRawSource(each(changedTemplates, c.deploymentsOfTemplate)).
-		WatchesRawSource(each(c.Observed.Changes(), itself))
+		WatchesRawSource(each(c.Learned.Changes(), itself))
 	if c.PriceList != nil {
 		controlled = controlled.WatchesRawSource(each(c.PriceList.Changes(), c.allDeployments))
 	}
@@ -353,9 +353,9 @@ func (c *View) Reconcile(ctx context.Context, request reconcile.Request) (reconc
 	}
 	group := nodegroup.Of(md, nodegroup.Sources{
 		Cluster: cluster, Template: described, Settings: c.Settings, Pricing: prices,
-		Observed: c.Observed.Of(request.NamespacedName, &md.Spec.Template.Spec),
+		Learned: c.Learned.Of(request.NamespacedName, &md.Spec.Template.Spec),
 	})
-	stranded := c.Observed.Stranded(request.NamespacedName)
+	stranded := c.Learned.Stranded(request.NamespacedName)
 	if stranded != nil {
 		group.Problems = append(group.Problems, *stranded)
 	}
@@ -484,7 +484,7 @@ func eventReason(field string) string {
 }
 
 func (c *View) forget(key types.NamespacedName) {
-	c.Observed.Forget(key)
+	c.Learned.Forget(key)
 	c.mu.Lock()
 	known := c.groups[key]
 	delete(c.groups, key)

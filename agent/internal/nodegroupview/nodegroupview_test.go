@@ -85,7 +85,7 @@ type fixture struct {
 	prices         *prometheus.Registry // metrics of the price list
 	pricesPatience time.Duration        // how long groups wait for it
 	nodes          *learned.Nodes
-	clock          *clocktesting.FakePassiveClock // the clock of the observed Nodes
+	clock          *clocktesting.FakePassiveClock // the clock of what is learned
 	now            clock.PassiveClock             // the View's clock: by default the real one
 	config         *rest.Config                   // the account of the View
 }
@@ -137,7 +137,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 		Cache: f.cache, Held: f.held, Templates: templates, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
 		Settings:    capacity.Settings{SyncedLabels: []*regexp.Regexp{regexp.MustCompile(`^synced\.example\.com/`)}},
 		CoolingDown: engine.CoolingDown, Clock: f.now,
-		Observed: nodes, PriceList: prices, Pricing: pricing.Policy{Coefficients: pricing.DefaultCoefficients},
+		Learned: nodes, PriceList: prices, Pricing: pricing.Policy{Coefficients: pricing.DefaultCoefficients},
 	})
 	require.NoError(t, err)
 	require.NoError(t, c.SetupWithManager(mgr))

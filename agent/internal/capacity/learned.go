@@ -9,21 +9,21 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// Observation summarizes the real Nodes of a group: the minimum of their capacity and allocatable,
+// Learned is what is known from the real Nodes of a group: the minimum of their capacity and allocatable,
 // and the maximum of their overhead. The zero value means that none was seen.
-type Observation struct {
+type Learned struct {
 	Capacity, Allocatable, Overhead corev1.ResourceList
-	// Labels are the [ObservedLabels] whose values all Nodes share. Zone and region are only used
+	// Labels are the [LearnedLabels] whose values all Nodes share. Zone and region are only used
 	// to detect contradictions.
 	Labels map[string]string
 }
 
-// ObservedLabels are the labels of Nodes that are evaluated.
-var ObservedLabels = []string{corev1.LabelArchStable, corev1.LabelOSStable, corev1.LabelTopologyZone, corev1.LabelTopologyRegion}
+// LearnedLabels are the labels of Nodes that are evaluated.
+var LearnedLabels = []string{corev1.LabelArchStable, corev1.LabelOSStable, corev1.LabelTopologyZone, corev1.LabelTopologyRegion}
 
-// observedSource does not name a Node: a source that changed with every Node would change the group
+// learnedSource does not name a Node: a source that changed with every Node would change the group
 // each time.
-var observedSource = Source{FromNodes, "the group's Nodes"}
+var learnedSource = Source{FromNodes, "the group's Nodes"}
 
 // Tolerance is the fraction by which the described memory or disk may exceed what the Node reports
 // before that is a problem. Firmware, the kernel and the filesystem reserve some of it.
@@ -36,12 +36,12 @@ func tolerates(name corev1.ResourceName) bool {
 // learnedResources adds resources that Nodes reported and no other source described. It reports
 // descriptions that exceed what Nodes reported, and determines the overhead.
 func (d *describer) learnedResources() {
-	for _, name := range slices.Sorted(maps.Keys(d.observed.Capacity)) {
-		shown := d.observed.Capacity[name]
+	for _, name := range slices.Sorted(maps.Keys(d.learned.Capacity)) {
+		shown := d.learned.Capacity[name]
 		described, known := d.Resources[name]
 		if !known {
 			if name != d.without {
-				d.resource(name, shown, observedSource)
+				d.resource(name, shown, learnedSource)
 			}
 			continue
 		}
@@ -55,19 +55,19 @@ func (d *describer) learnedResources() {
 				shown.String())
 		}
 	}
-	for name, kept := range d.observed.Overhead {
+	for name, kept := range d.learned.Overhead {
 		// If the description exceeds the real capacity, the difference is not available to pods
 		// either.
 		missing := d.Resources[name].DeepCopy()
-		missing.Sub(d.observed.Allocatable[name])
-		if described := d.Resources[name]; described.Cmp(d.observed.Capacity[name]) > 0 && missing.Cmp(kept) > 0 {
+		missing.Sub(d.learned.Allocatable[name])
+		if described := d.Resources[name]; described.Cmp(d.learned.Capacity[name]) > 0 && missing.Cmp(kept) > 0 {
 			kept = missing
 		}
 		if d.Overhead == nil {
 			d.Overhead = corev1.ResourceList{}
 		}
 		d.Overhead[name] = kept
-		d.Sources["overhead."+string(name)] = observedSource
+		d.Sources["overhead."+string(name)] = learnedSource
 	}
 }
 
@@ -79,14 +79,14 @@ func promisesMore(name corev1.ResourceName, described, shown resource.Quantity) 
 }
 
 func (d *describer) learnedLabel(key string) candidate {
-	return candidate{d.observed.Labels[key], observedSource, "Nodes " + key}
+	return candidate{d.learned.Labels[key], learnedSource, "Nodes " + key}
 }
 
 // contradictedLabel reports a description whose zone, region, architecture or operating system
 // differs from that of all Nodes.
 func (d *describer) contradictedLabel(field, label, value string) {
-	shown := d.observed.Labels[label]
-	if shown == "" || shown == value || !slices.Contains(ObservedLabels, label) || strings.HasPrefix(field, "Nodes ") {
+	shown := d.learned.Labels[label]
+	if shown == "" || shown == value || !slices.Contains(LearnedLabels, label) || strings.HasPrefix(field, "Nodes ") {
 		return
 	}
 	instead := "write their value, or remove it to have it learned"

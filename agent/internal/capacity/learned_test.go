@@ -24,11 +24,11 @@ func TestFirstSourceThatHasAResourceWins(t *testing.T) {
 	const resourceName = "example.com/nic"
 	annotated := map[string]string{capacity.GPUTypeAnnotation: resourceName, capacity.GPUCountAnnotation: "1"}
 	provided := template(map[string]any{"capacity": map[string]any{resourceName: "2"}})
-	seen := capacity.Observation{Capacity: list(resourceName, "3", "pods", "58")}
+	seen := capacity.Learned{Capacity: list(resourceName, "3", "pods", "58")}
 	for name, c := range map[string]struct {
 		annotations map[string]string
 		template    capacity.Template
-		observed    capacity.Observation
+		learned     capacity.Learned
 		want        string
 		source      capacity.SourceKind
 	}{
@@ -37,7 +37,7 @@ func TestFirstSourceThatHasAResourceWins(t *testing.T) {
 		"Nodes":                   {nil, capacity.Template{}, seen, "3", capacity.FromNodes},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := capacity.Describe(deployment(c.annotations), c.template, c.observed, capacity.Settings{})
+			d := capacity.Describe(deployment(c.annotations), c.template, c.learned, capacity.Settings{})
 			require.Equal(t, c.want, quantities(d.Resources)[resourceName])
 			require.Equal(t, c.source, d.Sources["capacity."+resourceName].Kind)
 			require.Equal(t, "58", quantities(d.Resources)["pods"], "Nodes over the default")
@@ -76,8 +76,8 @@ func TestFirstSourceThatHasALabelWins(t *testing.T) {
 				md.Annotations[capacity.LabelsAnnotation] = corev1.LabelArchStable + "=" + c.annotation
 			}
 			md.Spec.Template.Labels = map[string]string{corev1.LabelArchStable: c.label}
-			observed := capacity.Observation{Labels: map[string]string{corev1.LabelArchStable: c.node}}
-			d := capacity.Describe(md, template(map[string]any{"nodeInfo": map[string]any{"architecture": c.nodeInfo}}), observed, capacity.Settings{})
+			learned := capacity.Learned{Labels: map[string]string{corev1.LabelArchStable: c.node}}
+			d := capacity.Describe(md, template(map[string]any{"nodeInfo": map[string]any{"architecture": c.nodeInfo}}), learned, capacity.Settings{})
 			require.Equal(t, c.want, d.Architecture)
 			require.Equal(t, c.want, d.Labels[corev1.LabelArchStable])
 			require.Equal(t, c.source, d.Sources["architecture"].Kind)
@@ -92,14 +92,14 @@ func TestFirstSourceThatHasALabelWins(t *testing.T) {
 }
 
 func TestZoneAndRegionAreNotLearned(t *testing.T) {
-	observed := capacity.Observation{Labels: map[string]string{corev1.LabelTopologyZone: "z", corev1.LabelTopologyRegion: "r"}}
-	d := capacity.Describe(deployment(nil), capacity.Template{}, observed, capacity.Settings{})
+	learned := capacity.Learned{Labels: map[string]string{corev1.LabelTopologyZone: "z", corev1.LabelTopologyRegion: "r"}}
+	d := capacity.Describe(deployment(nil), capacity.Template{}, learned, capacity.Settings{})
 	require.Equal(t, []string{"", ""}, []string{d.Zone, d.Region}, "the next machine may come elsewhere")
 	require.NotContains(t, d.Labels, corev1.LabelTopologyZone)
 	require.NotContains(t, d.Labels, corev1.LabelTopologyRegion)
 	md := deployment(nil)
 	md.Spec.Template.Spec.FailureDomain = "a"
-	d = capacity.Describe(md, capacity.Template{}, observed, capacity.Settings{})
+	d = capacity.Describe(md, capacity.Template{}, learned, capacity.Settings{})
 	require.Equal(t, "a", d.Zone)
 	require.Contains(t, fields(d.Problems), "spec.template.spec.failureDomain")
 }
@@ -122,7 +122,7 @@ func TestPromisingMoreThanNodesHaveIsAProblem(t *testing.T) {
 		"nothing is described": {list("example.com/nic", "1"), ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := capacity.Describe(deployment(described), capacity.Template{}, capacity.Observation{Capacity: c.shown}, capacity.Settings{})
+			d := capacity.Describe(deployment(described), capacity.Template{}, capacity.Learned{Capacity: c.shown}, capacity.Settings{})
 			require.Equal(t, "4", d.Resources.Cpu().String(), "what is described is shown")
 			if c.field == "" {
 				require.Empty(t, d.Problems)
@@ -133,12 +133,12 @@ func TestPromisingMoreThanNodesHaveIsAProblem(t *testing.T) {
 		})
 	}
 	d := capacity.Describe(deployment(map[string]string{capacity.MemoryAnnotation: "1Gi"}),
-		template(map[string]any{"capacity": map[string]any{"cpu": "8"}}), capacity.Observation{Capacity: list("cpu", "4")}, capacity.Settings{})
+		template(map[string]any{"capacity": map[string]any{"cpu": "8"}}), capacity.Learned{Capacity: list("cpu", "4")}, capacity.Settings{})
 	require.Equal(t, []string{"TestMachineTemplate/t status.capacity[cpu]"}, fields(d.Problems))
 }
 
 func TestWhatIsLeftForPodsIsNeverMoreThanNodesCanGive(t *testing.T) {
-	seen := capacity.Observation{
+	seen := capacity.Learned{
 		Capacity: list("memory", "15Gi"), Allocatable: list("memory", "14Gi"), Overhead: list("memory", "1Gi"),
 	}
 	for described, want := range map[string]string{"": "1Gi", "15Gi": "1Gi", "16Gi": "2Gi", "30Gi": "16Gi", "8Gi": "1Gi"} {
@@ -152,7 +152,7 @@ func TestWhatIsLeftForPodsIsNeverMoreThanNodesCanGive(t *testing.T) {
 			require.Equal(t, capacity.FromNodes, d.Sources["overhead.memory"].Kind)
 		})
 	}
-	require.Nil(t, capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, capacity.Settings{}).Overhead)
+	require.Nil(t, capacity.Describe(deployment(nil), capacity.Template{}, capacity.Learned{}, capacity.Settings{}).Overhead)
 }
 
 func TestVolumesThatCanBeAttached(t *testing.T) {
@@ -178,7 +178,7 @@ func TestVolumesThatCanBeAttached(t *testing.T) {
 	} {
 		t.Run(text, func(t *testing.T) {
 			md := described(map[string]string{capacity.CSIDriverAnnotation: text})
-			d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+			d := capacity.Describe(md, capacity.Template{}, capacity.Learned{}, capacity.Settings{})
 			require.Equal(t, c.want, d.AttachableVolumes)
 			require.Len(t, d.Problems, c.problems)
 			for _, problem := range d.Problems {
@@ -225,7 +225,7 @@ func TestAcceleratorsAreAResourceOrDevicesOrBoth(t *testing.T) {
 		"two things are mistaken": {map[string]string{driver: "a b", count: "x"}, "", nil, []string{count, driver}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := capacity.Describe(described(c.annotations), capacity.Template{}, capacity.Observation{}, capacity.Settings{})
+			d := capacity.Describe(described(c.annotations), capacity.Template{}, capacity.Learned{}, capacity.Settings{})
 			require.Equal(t, c.resource, quantities(d.Resources)["nvidia.com/gpu"])
 			require.Equal(t, c.devices, d.Devices)
 			want := []string{}
@@ -240,7 +240,7 @@ func TestAcceleratorsAreAResourceOrDevicesOrBoth(t *testing.T) {
 // The annotation comes before the infrastructure template and Nodes.
 func TestMachinesThatAreSaidToHaveNoAcceleratorsHaveNone(t *testing.T) {
 	d := capacity.Describe(described(map[string]string{capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "0"}),
-		template(map[string]any{"capacity": map[string]any{"nvidia.com/gpu": "1"}}), capacity.Observation{Capacity: list("nvidia.com/gpu", "1")},
+		template(map[string]any{"capacity": map[string]any{"nvidia.com/gpu": "1"}}), capacity.Learned{Capacity: list("nvidia.com/gpu", "1")},
 		capacity.Settings{})
 	require.NotContains(t, d.Resources, corev1.ResourceName("nvidia.com/gpu"))
 	require.NotContains(t, d.Sources, "capacity.nvidia.com/gpu")
