@@ -36,14 +36,14 @@ func command(args []string) int {
 		fmt.Printf("%6.1f s  "+format+"\n", append([]any{time.Since(began).Seconds()}, args...)...)
 	}}
 	flags := flag.NewFlagSet("abuse", flag.ContinueOnError)
-	flags.StringVar(&o.Name, "name", "abuse", "name of the sandbox")
-	flags.StringVar(&only, "attacks", "", "the attacks to carry out, separated by commas; empty for all")
-	flags.IntVar(&o.Tenants, "tenants", 16, "how many Clusters carry out each attack at once")
-	flags.IntVar(&o.Rounds, "rounds", 3, "how often rest and attack take turns")
-	flags.IntVar(&o.Claims, "claims", 100, "how many claims the victim makes in each turn")
-	flags.IntVar(&o.Agents, "agents", 2, "how many agents there are; the first is attacked")
-	flags.StringVar(&o.Agent, "agent", "", "the agent's executable; empty for bin/capi-agent")
-	flags.BoolVar(&list, "list", false, "list the attacks and exit")
+	flags.StringVar(&o.Name, "name", "abuse", "Name of the sandbox.")
+	flags.StringVar(&only, "attacks", "", "Attacks to carry out, separated by commas. Defaults to all.")
+	flags.IntVar(&o.Tenants, "tenants", 16, "Number of Clusters that carry out each attack at once.")
+	flags.IntVar(&o.Rounds, "rounds", 3, "Number of times that rest and attack take turns.")
+	flags.IntVar(&o.Claims, "claims", 100, "Number of claims that the victim makes in each turn.")
+	flags.IntVar(&o.Agents, "agents", 2, "Number of agents. The first one is attacked.")
+	flags.StringVar(&o.Agent, "agent", "", "Path of the agent's executable. Defaults to bin/capi-agent.")
+	flags.BoolVar(&list, "list", false, "List the attacks, and exit.")
 	switch err := flags.Parse(args); {
 	case errors.Is(err, flag.ErrHelp):
 		return 0

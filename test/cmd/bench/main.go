@@ -44,11 +44,12 @@ type settings struct {
 
 func main() {
 	var s settings
-	boots := flag.String("boot", "0s,2s", "the `delays` from a machine's order to its provider ID, comma-separated")
-	flag.StringVar(&s.name, "name", "bench", "the sandbox's name")
-	flag.IntVar(&s.machines, "machines", 100, "how many machines are asked for at once")
-	flag.IntVar(&s.rounds, "rounds", 3, "how often each way is measured")
-	flag.IntVar(&s.serial, "serial", 10, "how many machines are asked for one after the other, each once the one before is there; 0 for none")
+	boots := flag.String("boot", "0s,2s", "`Delays` between a Machine's creation and its provider ID, separated by commas.")
+	flag.StringVar(&s.name, "name", "bench", "Name of the sandbox.")
+	flag.IntVar(&s.machines, "machines", 100, "Number of machines that are requested at once.")
+	flag.IntVar(&s.rounds, "rounds", 3, "Number of times that each way is measured.")
+	flag.IntVar(&s.serial, "serial", 10,
+		"Number of machines that are requested one after the other, each as soon as the previous one exists. 0 omits this measurement.")
 	flag.Parse()
 	ctrl.SetLogger(logr.Discard())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)

@@ -35,13 +35,13 @@ func command(args []string) int {
 		fmt.Printf("%6.1f s  "+format+"\n", append([]any{time.Since(began).Seconds()}, args...)...)
 	}}
 	flags := flag.NewFlagSet("chaos", flag.ContinueOnError)
-	flags.StringVar(&o.Name, "name", "chaos", "name of the sandbox")
-	flags.StringVar(&only, "scenarios", "", "the scenarios to run, separated by commas; empty for all")
-	flags.IntVar(&o.Rounds, "rounds", 1, "how often each scenario runs")
-	flags.IntVar(&o.Claims, "claims", 2000, "how many claims and releases there are to be when all scenarios run; the last one goes on until then")
-	flags.BoolVar(&o.Short, "short", false, "the short form, as in the tests")
-	flags.StringVar(&o.Agent, "agent", "", "the agent's executable; empty for bin/capi-agent")
-	flags.BoolVar(&list, "list", false, "list the scenarios and exit")
+	flags.StringVar(&o.Name, "name", "chaos", "Name of the sandbox.")
+	flags.StringVar(&only, "scenarios", "", "Scenarios to run, separated by commas. Defaults to all.")
+	flags.IntVar(&o.Rounds, "rounds", 1, "Number of times that each scenario runs.")
+	flags.IntVar(&o.Claims, "claims", 2000, "Minimum number of claims and of releases when all scenarios run. The last scenario goes on until there are as many.")
+	flags.BoolVar(&o.Short, "short", false, "Run the short form, as the tests do.")
+	flags.StringVar(&o.Agent, "agent", "", "Path of the agent's executable. Defaults to bin/capi-agent.")
+	flags.BoolVar(&list, "list", false, "List the scenarios, and exit.")
 	switch err := flags.Parse(args); {
 	case errors.Is(err, flag.ErrHelp):
 		return 0

@@ -50,12 +50,13 @@ type settings struct {
 
 func main() {
 	var s settings
-	suites := flag.String("suites", strings.Join(coresuites.Suites(), ","), "the `suites` to run, comma-separated")
-	flag.StringVar(&s.name, "name", "core-suites", "prefix of the sandboxes' `names`: each suite has a sandbox of its own")
-	flag.IntVar(&s.lanes, "lanes", 2, "how many suites run at a time")
-	flag.StringVar(&s.record, "record", "", "write the list of the specs that passed to this `file`, a page of the documentation")
-	flag.StringVar(&s.focus, "focus", "", "a `regular expression`: run only the specs whose names match")
-	flag.StringVar(&s.bin, "bin", "bin", "the `folder` with the suites, core-<name>.test each")
+	suites := flag.String("suites", strings.Join(coresuites.Suites(), ","), "`Suites` to run, separated by commas.")
+	flag.StringVar(&s.name, "name", "core-suites", "Prefix of the `names` of the sandboxes. Each suite has a sandbox of its own.")
+	flag.IntVar(&s.lanes, "lanes", 2, "Number of suites that run at a time.")
+	flag.StringVar(&s.record, "record", "",
+		"Page of the documentation, as a `file`, to which the list of the specs that passed is written. If empty, it is not written.")
+	flag.StringVar(&s.focus, "focus", "", "`Regular expression` of the names of the specs to run. Defaults to all.")
+	flag.StringVar(&s.bin, "bin", "bin", "`Folder` with the suites: core-<name>.test for each.")
 	flag.Parse()
 	s.suites = strings.Split(*suites, ",")
 	ctrl.SetLogger(logr.Discard())

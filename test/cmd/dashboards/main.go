@@ -31,8 +31,8 @@ const startWithin = 5 * time.Minute
 const tail = 20 * time.Second
 
 func main() {
-	out := flag.String("out", "docs/images", "`folder` to write the pictures to")
-	name := flag.String("name", "dashboards", "the sandbox's `name`")
+	out := flag.String("out", "docs/images", "`Folder` to which the pictures are written.")
+	name := flag.String("name", "dashboards", "`Name` of the sandbox.")
 	flag.Parse()
 	ctrl.SetLogger(logr.Discard())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)

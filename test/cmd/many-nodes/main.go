@@ -51,12 +51,12 @@ type settings struct {
 
 func main() {
 	var s settings
-	flag.IntVar(&s.nodes, "nodes", 1000, "how many `nodes` there are")
-	flag.IntVar(&s.terminate, "terminate", 100, "how many `nodes` go at once")
-	flag.IntVar(&s.step, "step", 250, "how many `nodes` come at once")
-	flag.DurationVar(&s.rest, "rest", 5*time.Minute, "for how long rest is measured")
-	flag.DurationVar(&s.within, "within", time.Hour, "how long the nodes may take to come, and to go")
-	flag.StringVar(&s.name, "name", "many-nodes", "the sandbox's name")
+	flag.IntVar(&s.nodes, "nodes", 1000, "Number of `nodes`.")
+	flag.IntVar(&s.terminate, "terminate", 100, "Number of `nodes` that go at once.")
+	flag.IntVar(&s.step, "step", 250, "Number of `nodes` that come at once.")
+	flag.DurationVar(&s.rest, "rest", 5*time.Minute, "Duration of the measurement at rest.")
+	flag.DurationVar(&s.within, "within", time.Hour, "Maximum time for the nodes to come, and to go.")
+	flag.StringVar(&s.name, "name", "many-nodes", "Name of the sandbox.")
 	flag.Parse()
 	ctrl.SetLogger(logr.Discard())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)

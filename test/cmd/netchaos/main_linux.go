@@ -25,14 +25,14 @@ func command(args []string) int {
 		fmt.Printf("%6.1f s  "+format+"\n", append([]any{time.Since(began).Seconds()}, args...)...)
 	}}
 	flags := flag.NewFlagSet("netchaos", flag.ContinueOnError)
-	flags.StringVar(&o.Name, "name", "netchaos", "name of the sandbox")
-	flags.Func("scenarios", "a regular expression: which scenarios to run besides the good link; empty for all", func(text string) (err error) {
+	flags.StringVar(&o.Name, "name", "netchaos", "Name of the sandbox.")
+	flags.Func("scenarios", "Regular expression of the scenarios to run in addition to the good link. Defaults to all.", func(text string) (err error) {
 		o.Scenarios, err = regexp.Compile(text)
 		return err
 	})
-	flags.IntVar(&o.Pods, "pods", 6, "how many pods, and Nodes, there are at most besides those that stay")
-	flags.IntVar(&o.Compress, "compress", 10, "what the longest partition, and the product's own periods, are divided by; 1 for as they are")
-	flags.Uint64Var(&o.Seed, "seed", o.Seed, "decides how many pods there are at each moment of an outage")
+	flags.IntVar(&o.Pods, "pods", 6, "Maximum number of pods, and of Nodes, in addition to those that stay.")
+	flags.IntVar(&o.Compress, "compress", 10, "Divisor of the longest partition and of the product's own periods. 1 leaves them as they are.")
+	flags.Uint64Var(&o.Seed, "seed", o.Seed, "Seed of the number of pods at each moment of an outage.")
 	switch err := flags.Parse(args); {
 	case errors.Is(err, flag.ErrHelp):
 		return 0

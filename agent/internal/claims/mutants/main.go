@@ -38,10 +38,10 @@ func main() {
 
 func run(ctx context.Context, args []string, out io.Writer) error {
 	flags := flag.NewFlagSet("mutants", flag.ContinueOnError)
-	source := flags.String("source", ".", "root of the repository to mutate")
-	only := flags.String("run", "", "regular expression that selects mutants by name")
-	budget := flags.Duration("budget", 15*time.Minute, "longest time that the histories of one mutant may take")
-	parallel := flags.Int("parallel", 2, "mutants that are tried at once")
+	source := flags.String("source", ".", "Root of the repository to mutate.")
+	only := flags.String("run", "", "Regular expression of the names of the mutants to try. Defaults to all.")
+	budget := flags.Duration("budget", 15*time.Minute, "Maximum time for the histories of one mutant.")
+	parallel := flags.Int("parallel", 2, "Number of mutants that are tried at a time.")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
