@@ -21,7 +21,7 @@ func page(version string, now time.Time, passed []Spec) string {
 	fmt.Fprintf(&b, `# The specs of Karpenter's own suites that pass
 
 The end-to-end suites of Karpenter %s, run on %s by the command below, which wrote this page.
-[A node's life](lifecycle.md#karpenters-own-suites) says which specs cannot run, and why. No test runs the
+[A node's life](lifecycle.md#karpenters-own-suites) lists the specs that cannot run, and why. No test runs the
 commands after a `+"`$`"+` on this page.
 
 `+"```console\n$ make core-suites CORE_SUITES_FLAGS='-record=docs/core-suites.md'\n```\n", version, now.UTC().Format(time.DateOnly))

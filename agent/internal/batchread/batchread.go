@@ -1,9 +1,9 @@
 // Package batchread lets reads of one kind that wait at the same time share requests.
 //
 // It is for reads of the API server that must be consistent, so that no cache can answer them: a request
-// begins after every call that it answers, as if each call had made its own. Where a list with a selector
-// costs the server as much as there are objects in the namespace, a thousand callers who come back at once
-// would otherwise cost it a thousand times that.
+// begins after every call that it answers, as if each call had made its own. It saves what each request
+// costs the server whatever it returns: a list with a selector, for example, examines every object of the
+// namespace. How many calls share one depends on how many are let in: see package limits.
 //
 // Packages for this purpose, such as dataloaders, delay each read in order to gather others. Here a read
 // that finds a free place is never delayed.
@@ -14,6 +14,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
@@ -24,13 +25,13 @@ const (
 	// places is how many requests of a group run at a time. With a single one, all reads of a group would
 	// wait for one that hangs.
 	places = 2
-	// mostKeys is how many keys one request names. Sixty-four names of Kubernetes objects are a URL of at
-	// most 5 KiB, which is below what proxies accept.
+	// mostKeys is how many keys one request names. Sixty-four label values, of at most 63 characters each,
+	// make a URL of less than 5 KiB, which proxies accept.
 	mostKeys = 64
 )
 
-// Read returns the values of keys in one request. A key that is missing from the result has the zero
-// value. There is at least one key, and no key twice.
+// Read returns the values of keys in one request, which has to have room for 64 of them. A key that is
+// missing from the result has the zero value. There is at least one key, and no key twice.
 type Read[K comparable, V any] func(ctx context.Context, keys []K) (map[K]V, error)
 
 // Reads are reads of values by key, in groups that do not share requests. The zero value is ready to use.
@@ -40,7 +41,7 @@ type Reads[G, K comparable, V any] struct {
 	groups map[G]*group[K, V]
 }
 
-// group is what runs and waits. It exists while a request of it runs.
+// group counts the requests that run, and queues the calls. It exists while a request of it runs.
 type group[K comparable, V any] struct {
 	running int
 	waiting []*call[K, V]
@@ -56,9 +57,11 @@ type call[K comparable, V any] struct {
 }
 
 // Do returns the value of a key, from a request that begins after Do was called. All calls of one group
-// must have equivalent reads. The value is the caller's own: a request has each key for one call only. An
-// error may be that of a request which others share. If ctx ends first, the error is its cause; the request
-// is canceled when all of its calls have ended.
+// must have equivalent reads. The value is the caller's own: a request has each key for one call only.
+//
+// A request of a single call has that call's context. One that several calls share has none of their
+// values except the logger of the oldest, and the latest of their deadlines; it is canceled when all of
+// them have ended. Its error is the error of all of them. A call that ends while it waits returns the cause.
 func (r *Reads[G, K, V]) Do(ctx context.Context, in G, key K, read Read[K, V]) (V, error) {
 	r.mu.Lock()
 	if r.groups == nil {
@@ -133,20 +136,13 @@ func (g *group[K, V]) take() []*call[K, V] {
 	return batch
 }
 
-// answer makes one request for the calls. The first one gives it its values, such as its trace.
+// answer makes one request for the calls.
 func answer[K comparable, V any](batch []*call[K, V]) {
-	ctx, cancel := context.WithCancel(context.WithoutCancel(batch[0].ctx))
+	ctx, cancel := contextOf(batch)
 	defer cancel()
-	var left atomic.Int64
 	keys := make([]K, len(batch))
 	for i, c := range batch {
 		keys[i] = c.key
-		stop := context.AfterFunc(c.ctx, func() {
-			if left.Add(1) == int64(len(batch)) {
-				cancel()
-			}
-		})
-		defer stop()
 	}
 	var values map[K]V
 	err := panics.Confined(log.FromContext(ctx), panics.Calls, "a read panicked", func() (err error) {
@@ -156,5 +152,41 @@ func answer[K comparable, V any](batch []*call[K, V]) {
 	for _, c := range batch {
 		c.value, c.err = values[c.key], err
 		close(c.done)
+	}
+}
+
+// contextOf returns the context of a request for the calls. Work for several callers is charged to none of
+// them, so it has none of their values, from which limits tell who called.
+func contextOf[K comparable, V any](batch []*call[K, V]) (context.Context, context.CancelFunc) {
+	oldest := batch[0].ctx
+	if len(batch) == 1 {
+		return context.WithCancel(oldest)
+	}
+	ctx, cancel := context.WithCancel(log.IntoContext(context.Background(), log.FromContext(oldest)))
+	var left atomic.Int64
+	latest, bounded := time.Time{}, true
+	stops := make([]func() bool, len(batch))
+	for i, c := range batch {
+		stops[i] = context.AfterFunc(c.ctx, func() {
+			if left.Add(1) == int64(len(batch)) {
+				cancel()
+			}
+		})
+		deadline, has := c.ctx.Deadline()
+		bounded = bounded && has
+		if deadline.After(latest) {
+			latest = deadline
+		}
+	}
+	release := cancel
+	if bounded {
+		ctx, release = context.WithDeadline(ctx, latest)
+	}
+	return ctx, func() {
+		for _, stop := range stops {
+			stop()
+		}
+		release()
+		cancel()
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -154,7 +155,7 @@ func TestACallLeavesAndTheOthersAreAnswered(t *testing.T) {
 		s.answers <- nil
 		synctest.Wait()
 		require.Equal(t, []string{"d", "e"}, s.requests()[2])
-		leaveRequest(cause) // although its call gave the request its context
+		leaveRequest(cause)
 		require.ErrorIs(t, (<-leaving).err, cause)
 		s.answers <- nil
 		s.answers <- nil
@@ -240,4 +241,58 @@ func TestManyCallsAtOnce(t *testing.T) {
 		})
 	}
 	calls.Wait()
+}
+
+// The request of one call is that call's. What several calls share is nobody's: it has no values by which
+// it would be charged to one of them, and ends by the latest of their deadlines.
+func TestTheContextOfARequest(t *testing.T) {
+	type key struct{}
+	synctest.Test(t, func(t *testing.T) {
+		var reads Reads[string, string, string]
+		type seen struct {
+			caller   any
+			deadline time.Duration
+		}
+		began, answers, contexts := time.Now(), make(chan struct{}), make(chan seen, 10)
+		read := func(ctx context.Context, _ []string) (map[string]string, error) {
+			of := seen{caller: ctx.Value(key{})}
+			if deadline, has := ctx.Deadline(); has {
+				of.deadline = deadline.Sub(began)
+			}
+			contexts <- of
+			<-answers
+			return nil, ctx.Err()
+		}
+		var calls sync.WaitGroup
+		call := func(name string, within time.Duration) {
+			calls.Go(func() {
+				ctx := context.WithValue(t.Context(), key{}, name)
+				if within > 0 {
+					var cancel context.CancelFunc
+					ctx, cancel = context.WithTimeout(ctx, within)
+					defer cancel()
+				}
+				_, err := reads.Do(ctx, "g", name, read)
+				assert.NoError(t, err)
+			})
+			synctest.Wait()
+		}
+		call("a", time.Second)
+		call("b", 2*time.Second)
+		require.Equal(t, []seen{{"a", time.Second}, {"b", 2 * time.Second}}, []seen{<-contexts, <-contexts})
+		call("c", 3*time.Second)
+		answers <- struct{}{}
+		require.Equal(t, seen{"c", 3 * time.Second}, <-contexts, "it waited alone")
+		call("d", 5*time.Second)
+		call("e", 4*time.Second)
+		answers <- struct{}{}
+		require.Equal(t, seen{nil, 5 * time.Second}, <-contexts)
+		call("f", time.Second)
+		call("g", 0)
+		answers <- struct{}{}
+		require.Equal(t, seen{}, <-contexts, "one of them has no deadline")
+		answers <- struct{}{}
+		answers <- struct{}{}
+		calls.Wait()
+	})
 }

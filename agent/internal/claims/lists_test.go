@@ -33,6 +33,7 @@ func TestListsThatWaitShareRequests(t *testing.T) {
 		return c
 	}
 	name := func(i int) string { return fmt.Sprintf("team-%02d", i) }
+	const large = "large"
 	long := strings.Repeat("a", 64) // no value of a label
 	var objects []client.Object
 	for i := range clusters {
@@ -41,6 +42,10 @@ func TestListsThatWaitShareRequests(t *testing.T) {
 			claimOf(name(i), "mine", "karpenter", v1alpha1.PhasePending),
 			claimOf(name(i), "ended", "karpenter", v1alpha1.PhaseEnded),
 			claimOf(name(i), "other", "cluster-autoscaler", v1alpha1.PhasePending))
+	}
+	objects = append(objects, &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: large}})
+	for i := range manyClaims {
+		objects = append(objects, claimOf(large, fmt.Sprint(i), "karpenter", v1alpha1.PhaseEnded))
 	}
 	e := engineWith(t, append(objects, &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: long}})...)
 	through, ok := e.Reader.(client.WithWatch)
@@ -86,9 +91,14 @@ func TestListsThatWaitShareRequests(t *testing.T) {
 				t.Errorf("list of a Cluster with a long name: %v, %v", listed, err)
 			}
 		})
+		calls.Go(func() {
+			if listed, _, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: large, IncludeEnded: true}); err != nil || len(listed) != manyClaims {
+				t.Errorf("list of a large Cluster: %d claims, %v", len(listed), err)
+			}
+		})
 		synctest.Wait()
 		close(answer)
 		calls.Wait()
-		require.Equal(t, 2*(2+1)+1, requests, "for each kind of list two of their own and one for all others, and that of the long name")
+		require.Equal(t, 2*(2+1)+2, requests, "for each kind of list two of their own and one for all others; the long name's and the large one's")
 	})
 }

@@ -91,8 +91,8 @@ func (e *Engine) withdrawAll(ctx context.Context, groups []types.NamespacedName,
 				continue
 			case apierrors.IsForbidden(err) && e.Clock.Since(began) < refusedFor:
 				if said[key] == "" {
-					o.Report("MachineDeployment %s: the write was refused, and is tried again for %s", key, refusedFor)
-					said[key] = "refused"
+					said[key] = err.Error()
+					o.Report("MachineDeployment %s: refused, and repeated until %s after the start: %v", key, refusedFor, err)
 				}
 				continue
 			case err != nil:

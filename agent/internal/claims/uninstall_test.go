@@ -258,7 +258,7 @@ func TestUninstallRepeatsForbiddenWritesForAWhile(t *testing.T) {
 				var said []string
 				report := func(format string, arguments ...any) { said = append(said, fmt.Sprintf(format, arguments...)) }
 				err := e.Uninstall(t.Context(), UninstallOptions{Report: report})
-				require.Equal(t, "MachineDeployment "+namespace+"/a: the write was refused, and is tried again for 15s", said[0])
+				require.Regexp(t, "^MachineDeployment "+namespace+"/a: refused, and repeated until 15s after the start: .*a policy$", said[0])
 				if lasts > refusedFor {
 					require.True(t, apierrors.IsForbidden(err), "%v", err)
 					require.Len(t, said, 1)

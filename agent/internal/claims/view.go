@@ -155,7 +155,7 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	if err != nil {
 		return nil, "", err
 	}
-	items, err := e.listUncached(ctx, o, len(owned))
+	items, err := e.listUncached(ctx, o)
 	if err != nil {
 		return nil, "", fmt.Errorf("listing claims: %w", err)
 	}
@@ -182,8 +182,8 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	return items, newToken(o, begun, items).encode(), nil
 }
 
-// manyClaims is from how many claims on a Cluster's list is not shared with others, which would wait for
-// what it transfers.
+// manyClaims is the number of claims from which a Cluster's list is not shared, because the other callers
+// would wait for its transfer.
 const manyClaims = 500
 
 // sameLists are lists of claims that differ by the Cluster only.
@@ -192,10 +192,9 @@ type sameLists struct {
 	includeEnded      bool
 }
 
-// listUncached returns the claims as the API server has them, in any order. Each list costs the API server
-// as much as the namespace has claims, so Clusters of one namespace that wait at the same time share lists.
-// expected is how many claims the Cluster probably has.
-func (e *Engine) listUncached(ctx context.Context, o ListOptions, expected int) ([]v1alpha1.MachineClaim, error) {
+// listUncached returns the claims as the API server has them, in any order. The cost of a list grows with
+// the number of claims in the namespace, so Clusters of one namespace that wait at the same time share lists.
+func (e *Engine) listUncached(ctx context.Context, o ListOptions) ([]v1alpha1.MachineClaim, error) {
 	read := func(ctx context.Context, clusters []string) (map[string][]v1alpha1.MachineClaim, error) {
 		same := labels.Set{}
 		if o.Holder != "" {
@@ -221,6 +220,15 @@ func (e *Engine) listUncached(ctx context.Context, o ListOptions, expected int) 
 			return nil, err
 		}
 		return lo.GroupBy(list.Items, func(c v1alpha1.MachineClaim) string { return c.Labels[v1alpha1.ClusterLabel] }), nil
+	}
+	expected := manyClaims
+	if err := e.withNumbers(ctx, types.NamespacedName{Namespace: o.Namespace, Name: o.Cluster}, func(n *numbers) {
+		expected = n.census.live
+		if o.IncludeEnded || e.NotEnded == nil {
+			expected += n.census.ended
+		}
+	}); err != nil {
+		return nil, err
 	}
 	if expected >= manyClaims || len(validation.IsValidLabelValue(o.Cluster)) > 0 { // such a value would make the others' list fail
 		byCluster, err := read(ctx, []string{o.Cluster})

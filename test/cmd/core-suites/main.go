@@ -59,6 +59,10 @@ func main() {
 	flag.StringVar(&s.bin, "bin", "bin", "`Folder` with the suites: core-<name>.test for each.")
 	flag.Parse()
 	s.suites = strings.Split(*suites, ",")
+	if err := s.validate(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(2)
+	}
 	ctrl.SetLogger(logr.Discard())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -71,12 +75,31 @@ func main() {
 	}
 }
 
+func (s settings) validate() error {
+	switch {
+	case s.lanes < 1:
+		return fmt.Errorf("-lanes: %d is below 1", s.lanes)
+	case len(lo.FindDuplicates(s.suites)) > 0:
+		return fmt.Errorf("-suites: %s is named twice", lo.FindDuplicates(s.suites)[0])
+	case len(lo.Without(s.suites, coresuites.Suites()...)) > 0:
+		return fmt.Errorf("-suites: there is no suite %q that can run; there are %s",
+			lo.Without(s.suites, coresuites.Suites()...)[0], strings.Join(coresuites.Suites(), " and "))
+	case s.record != "" && (s.focus != "" || len(s.suites) < len(coresuites.Suites())):
+		return errors.New("-record: only a run of all specs of all suites can be recorded")
+	}
+	return nil
+}
+
 func say(format string, args ...any) { fmt.Printf(format+"\n", args...) }
 
 // run runs the suites, each in a sandbox of its own.
 func run(ctx context.Context, s settings) error {
 	began := time.Now()
 	all, err := coresuites.Exceptions()
+	if err != nil {
+		return err
+	}
+	version, err := versionOfCore()
 	if err != nil {
 		return err
 	}
@@ -107,16 +130,10 @@ func run(ctx context.Context, s settings) error {
 		all = nil
 	}
 	verdict := coresuites.Evaluate(ran, all)
-	if s.record != "" {
-		version, err := versionOfCore()
-		if err != nil {
-			return err
-		}
-		if err := coresuites.Record(s.record, version, verdict.Passed); err != nil {
-			return err
-		}
+	if err := tell(verdict, slices.Concat(violations...), time.Since(began)); err != nil || s.record == "" {
+		return err
 	}
-	return tell(verdict, slices.Concat(violations...), time.Since(began))
+	return coresuites.Record(s.record, version, verdict.Passed)
 }
 
 // versionOfCore returns the version of Karpenter's core that this program is built with, which is also
