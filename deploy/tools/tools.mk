@@ -11,6 +11,7 @@ GRPCURL          := $(BIN)/grpcurl
 HELM             := $(BIN)/helm
 HUGO             := $(BIN)/hugo
 JQ               := $(BIN)/jq
+KUBE_STATE_METRICS := $(BIN)/kube-state-metrics
 PRINT_PROTO      := $(BIN)/print-proto
 PROTOC_GEN_GO    := $(BIN)/protoc-gen-go
 PROTOC_GEN_GRPC  := $(BIN)/protoc-gen-go-grpc
@@ -56,6 +57,7 @@ $(eval $(call tool,$(HELM),helm,helm.sh/helm/v3/cmd/helm,\
 		-X helm.sh/helm/v3/pkg/$(package).k8sVersion$(part)))))
 $(eval $(call tool,$(HUGO),hugo,github.com/gohugoio/hugo))
 $(eval $(call tool,$(JQ),jq,github.com/itchyny/gojq/cmd/gojq))
+$(eval $(call tool,$(KUBE_STATE_METRICS),kube-state-metrics,k8s.io/kube-state-metrics/v2))
 $(eval $(call tool,$(PRINT_PROTO),print-proto,.))
 $(eval $(call tool,$(PROTOC_GEN_GO),protoc-gen-go,google.golang.org/protobuf/cmd/protoc-gen-go))
 $(eval $(call tool,$(PROTOC_GEN_GRPC),protoc-gen-go,google.golang.org/grpc/cmd/protoc-gen-go-grpc))
