@@ -32,7 +32,8 @@ func TestTheSandboxIsUsedAsThePagesSay(t *testing.T) {
 	}
 	t.Cleanup(func() {
 		for _, name := range []string{name + "-second", name} { // a second spoke first
-			down := exec.CommandContext(context.WithoutCancel(ctx), "bin/sandbox", "down", "--name="+name, fmt.Sprintf("--keep-logs=%t", t.Failed()))
+			down := exec.CommandContext(context.WithoutCancel(ctx), "bin/sandbox", "down", "--name="+name,
+				fmt.Sprintf("--keep-logs=%t", t.Failed()))
 			down.Dir = root
 			if output, err := down.CombinedOutput(); err != nil {
 				t.Errorf("%v: %s", err, output)
@@ -42,7 +43,10 @@ func TestTheSandboxIsUsedAsThePagesSay(t *testing.T) {
 			}
 		}
 	})
-	named := strings.NewReplacer(".sandbox/default", ".sandbox/"+name, "HUB=default", "HUB="+name, "bin/sandbox status", "bin/sandbox status --name="+name, "second", name+"-second")
+	named := strings.NewReplacer(
+		".sandbox/default", ".sandbox/"+name, "bin/sandbox status", "bin/sandbox status --name="+name,
+		"HUB=default", "HUB="+name, "second", name+"-second",
+	)
 	follow := func(path string, wanted ...string) {
 		t.Helper()
 		page, err := pages.Read(root, path)

@@ -10,7 +10,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -96,7 +95,7 @@ func TestKubeStateMetricsShowsTheHub(t *testing.T) {
 		}
 		response, err := http.DefaultClient.Do(request)
 		if err != nil {
-			return "", nil //nolint:nilerr // it does not serve yet
+			return "", nil // it does not serve yet
 		}
 		defer func() { _ = response.Body.Close() }()
 		content, err := io.ReadAll(response.Body)
@@ -128,7 +127,7 @@ func TestKubeStateMetricsShowsTheHub(t *testing.T) {
 		`kube_spoke_nodepool_price_per_hour\{[^}]*nodepool="crowd"[^}]*\} ` + number,
 		`kube_nodepoolset_clusters\{[^}]*name="general"[^}]*\} 1`,
 	} {
-		require.Regexp(t, regexp.MustCompile(`(?m)^`+want+`$`), shown)
+		require.Regexp(t, `(?m)^`+want+`$`, shown)
 	}
 }
 
@@ -141,7 +140,9 @@ func runStateMetrics(t *testing.T, example stateMetrics) string {
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name}}
 	require.NoError(t, w.Hub.Create(ctx, account))
 	require.NoError(t, w.Hub.Create(ctx, &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: name}, Rules: append(example.RBAC.ExtraRules,
-		rbacv1.PolicyRule{APIGroups: []string{"apiextensions.k8s.io"}, Resources: []string{"customresourcedefinitions"}, Verbs: []string{"list", "watch"}})}))
+		rbacv1.PolicyRule{
+			APIGroups: []string{"apiextensions.k8s.io"}, Resources: []string{"customresourcedefinitions"}, Verbs: []string{"list", "watch"},
+		})}))
 	require.NoError(t, w.Hub.Create(ctx, &rbacv1.ClusterRoleBinding{
 		ObjectMeta: metav1.ObjectMeta{Name: name},
 		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: name},
@@ -162,7 +163,7 @@ func runStateMetrics(t *testing.T, example stateMetrics) string {
 	require.NoError(t, os.WriteFile(config, text, 0o600))
 
 	free := func() (port string) {
-		listener, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // it ends at once
+		listener, err := net.Listen("tcp", "127.0.0.1:0")
 		require.NoError(t, err)
 		_, port, err = net.SplitHostPort(listener.Addr().String())
 		require.NoError(t, err)

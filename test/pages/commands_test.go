@@ -88,7 +88,7 @@ func TestEveryCommandWithoutAPromptIsRun(t *testing.T) {
 		file, functions, _ := strings.Cut(e.test, ":")
 		content, err := os.ReadFile(filepath.Join(root(t), file))
 		require.NoError(t, err)
-		for _, function := range strings.Split(functions, ",") {
+		for function := range strings.SplitSeq(functions, ",") {
 			require.Contains(t, string(content), "\nfunc "+function+"(t *testing.T) {")
 		}
 		require.Contains(t, string(content), filepath.Base(page), "%s reads %s", file, page)

@@ -199,7 +199,8 @@ func TestTheHubIsClearedAsThePageSays(t *testing.T) {
 				infrastructureRef: {apiGroup: infrastructure.cluster.x-k8s.io, kind: SimMachineTemplate, name: workers}}}}}`)
 	authority := newAuthority(t)
 	playCertManager(ctx, t, hub.client, authority.issue)
-	do(strings.Replace(installation.Script("Before you begin"), "AGENT_HOST=agent.example.com", "AGENT_HOST=localhost", 1) + installation.Script("The agent"))
+	values := strings.Replace(installation.Script("Before you begin"), "AGENT_HOST=agent.example.com", "AGENT_HOST=localhost", 1)
+	do(values + installation.Script("The agent"))
 
 	agent := runPod(ctx, t, hub, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}, "capi-agent", nil,
 		"--listen-address=localhost:0", "--metrics-bind-address=0", "--health-probe-bind-address=0")

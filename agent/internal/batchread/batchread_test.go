@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -104,7 +105,7 @@ func TestARequestNamesNoMoreKeysThanFit(t *testing.T) {
 		s, reads := newServer(), Reads[string, string, string]{}
 		var calls []<-chan result
 		for i := range places + mostKeys + 1 {
-			calls = append(calls, begin(t.Context(), &reads, s, "g", fmt.Sprint(i)))
+			calls = append(calls, begin(t.Context(), &reads, s, "g", strconv.Itoa(i)))
 		}
 		for range places + 2 {
 			s.answers <- nil
@@ -220,7 +221,7 @@ func TestManyCallsAtOnce(t *testing.T) {
 		version atomic.Int64
 		calls   sync.WaitGroup
 	)
-	read := func(_ context.Context, keys []int) (map[int]int64, error) {
+	read := func(ctx context.Context, keys []int) (map[int]int64, error) {
 		now := version.Load()
 		return maps.Collect(func(yield func(int, int64) bool) {
 			for _, key := range keys {
@@ -228,15 +229,16 @@ func TestManyCallsAtOnce(t *testing.T) {
 					return
 				}
 			}
-		}), nil
+		}), ctx.Err()
 	}
 	for caller := range 64 {
 		calls.Go(func() {
 			for range 200 {
 				before := version.Add(1)
 				got, err := reads.Do(t.Context(), caller%3, caller%16, read)
-				assert.NoError(t, err)
-				assert.GreaterOrEqual(t, got, before)
+				if err != nil || got < before {
+					t.Errorf("got %d, %v, after %d", got, err, before)
+				}
 			}
 		})
 	}
@@ -254,14 +256,14 @@ func TestTheContextOfARequest(t *testing.T) {
 			deadline time.Duration
 		}
 		began, answers, contexts := time.Now(), make(chan struct{}), make(chan seen, 10)
-		read := func(ctx context.Context, _ []string) (map[string]string, error) {
+		read := func(ctx context.Context, keys []string) (map[string]string, error) {
 			of := seen{caller: ctx.Value(key{})}
 			if deadline, has := ctx.Deadline(); has {
 				of.deadline = deadline.Sub(began)
 			}
 			contexts <- of
 			<-answers
-			return nil, ctx.Err()
+			return map[string]string{keys[0]: "x"}, ctx.Err()
 		}
 		var calls sync.WaitGroup
 		call := func(name string, within time.Duration) {

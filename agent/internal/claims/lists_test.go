@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -45,7 +46,7 @@ func TestListsThatWaitShareRequests(t *testing.T) {
 	}
 	objects = append(objects, &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: large}})
 	for i := range manyClaims {
-		objects = append(objects, claimOf(large, fmt.Sprint(i), "karpenter", v1alpha1.PhaseEnded))
+		objects = append(objects, claimOf(large, strconv.Itoa(i), "karpenter", v1alpha1.PhaseEnded))
 	}
 	e := engineWith(t, append(objects, &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: long}})...)
 	through, ok := e.Reader.(client.WithWatch)
@@ -92,7 +93,8 @@ func TestListsThatWaitShareRequests(t *testing.T) {
 			}
 		})
 		calls.Go(func() {
-			if listed, _, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: large, IncludeEnded: true}); err != nil || len(listed) != manyClaims {
+			listed, _, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: large, IncludeEnded: true})
+			if err != nil || len(listed) != manyClaims {
 				t.Errorf("list of a large Cluster: %d claims, %v", len(listed), err)
 			}
 		})

@@ -38,7 +38,8 @@ func command(args []string) int {
 	flags.StringVar(&o.Name, "name", "chaos", "Name of the sandbox.")
 	flags.StringVar(&only, "scenarios", "", "Scenarios to run, separated by commas. Defaults to all.")
 	flags.IntVar(&o.Rounds, "rounds", 1, "Number of times that each scenario runs.")
-	flags.IntVar(&o.Claims, "claims", 2000, "Minimum number of claims and of releases when all scenarios run. The last scenario goes on until there are as many.")
+	flags.IntVar(&o.Claims, "claims", 2000,
+		"Minimum number of claims and of releases when all scenarios run. The last scenario goes on until there are as many.")
 	flags.BoolVar(&o.Short, "short", false, "Run the short form, as the tests do.")
 	flags.StringVar(&o.Agent, "agent", "", "Path of the agent's executable. Defaults to bin/capi-agent.")
 	flags.BoolVar(&list, "list", false, "List the scenarios, and exit.")
