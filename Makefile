@@ -346,7 +346,7 @@ test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo'
 	@$(call e2e_test,$@,4,-test.short -test.timeout 25m)
 
 .PHONY: e2e
-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) $(KUBE_STATE_METRICS) $(BIN)/capi-agent-conformance ## All end-to-end tests; an hour and more (E2E='Upgraded|Restore' for some of them)
+e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) $(KUBE_STATE_METRICS) $(BIN)/capi-agent-conformance ## All end-to-end tests; more than two hours (E2E='Upgraded|Restore' for some of them)
 	@$(call e2e_test,$@,1,-test.timeout 60m)
 
 # A binary of the cluster-autoscaler, built with the provider externalgrpc: TestAClusterAutoscalerScales then runs it instead of a client that makes
