@@ -2,6 +2,7 @@ package claims
 
 import (
 	"context"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -642,4 +643,48 @@ func TestEventsAreNotPutOffForLong(t *testing.T) {
 	_, l = small(t, e)
 	require.NotNil(t, l)
 	assert.Contains(t, l.Pending, "a")
+}
+
+// Calls that come at the same time are entered in one write: Cluster API may carry a second one through
+// only seconds later.
+func TestClaimsThatAreMadeAtTheSameTimeAreEnteredInOneWrite(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
+	var writes atomic.Int32
+	bMakes, aExists := make(chan struct{}), make(chan struct{})
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Create: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.CreateOption) error {
+			made, is := o.(*v1alpha1.MachineClaim)
+			if is && made.Spec.ClaimID == "b" {
+				close(bMakes)
+				<-aExists
+			}
+			return c.Create(ctx, o, opts...)
+		},
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+			if _, is := o.(*clusterv1.MachineDeployment); is {
+				writes.Add(1)
+			}
+			return c.Patch(ctx, o, p, opts...)
+		},
+	})
+	var calls sync.WaitGroup
+	create := func(id string) {
+		_, err := e.Create(t.Context(), requestOf(id))
+		assert.NoError(t, err)
+	}
+	calls.Go(func() { create("b") })
+	<-bMakes
+	calls.Go(func() { create("a") })
+	g := e.group(namespace, "small")
+	require.Eventually(t, func() bool { // the run for a waits, or has written already
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		return len(g.lock) == 1 && len(g.making) == 1 || writes.Load() > 0
+	}, 10*time.Second, time.Millisecond)
+	close(aExists)
+	calls.Wait()
+	assert.Equal(t, int32(1), writes.Load())
+	md, l := small(t, e)
+	assert.Equal(t, int32(2), *md.Spec.Replicas)
+	assert.Len(t, l.Pending, 2)
 }

@@ -146,10 +146,12 @@ func (e *Engine) create(ctx context.Context, r Request, cluster *clusterv1.Clust
 // it entered it.
 func (e *Engine) make(ctx context.Context, c *v1alpha1.MachineClaim, md *clusterv1.MachineDeployment) (entered bool, err error) {
 	g := e.group(c.Namespace, c.Spec.NodeGroup)
-	made, alone := g.beginMaking()
+	made := g.beginMaking()
 	defer made()
 	done := g.begin() // before the creation's event makes a run enter it
-	if err := e.Client.Create(ctx, c); err != nil {
+	err = e.Client.Create(ctx, c)
+	alone := made()
+	if err != nil {
 		done()
 		if !apierrors.IsAlreadyExists(err) { // else the caches are about to show it
 			e.unreserve(c, false)

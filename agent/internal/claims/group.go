@@ -62,7 +62,7 @@ type group struct {
 	// to start. busySince is when it last rose from zero.
 	busy      int
 	busySince time.Time
-	making    int // number of calls that are making a claim
+	making    map[chan struct{}]bool // calls that are creating a claim's object; each is closed when it exists or failed
 	// traced are recorded spans of calls that ask for the next step.
 	traced []trace.Span
 	// cluster is the name of the Cluster, as read last; empty before that.
@@ -153,17 +153,51 @@ func (g *group) begin() (done func()) {
 	}
 }
 
-// beginMaking registers a claim that is being made, until done is called, and reports whether it is
-// the only one.
-func (g *group) beginMaking() (done func(), alone bool) {
+// beginMaking registers a call that creates a claim's object, until made is called, which reports
+// whether no other call does so by then. made may be called again.
+func (g *group) beginMaking() (made func() (alone bool)) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.making++
-	return func() {
+	if g.making == nil {
+		g.making = map[chan struct{}]bool{}
+	}
+	done := make(chan struct{})
+	g.making[done] = true
+	return func() bool {
 		g.mu.Lock()
 		defer g.mu.Unlock()
-		g.making--
-	}, g.making == 1
+		if g.making[done] {
+			delete(g.making, done)
+			close(done)
+		}
+		return len(g.making) == 0
+	}
+}
+
+// gather waits until the objects exist that calls are creating now, at most for [gathersFor], so that
+// the claims of a burst are entered in one write. Cluster API reconciles a MachineDeployment at most
+// once a second, and then its MachineSet: what a second write adds may come two seconds later.
+//
+// It does not wait for those that begin meanwhile: a caller that makes one claim after the other must not
+// wait for its own next one.
+func (g *group) gather(ctx context.Context) {
+	g.mu.Lock()
+	others := slices.Collect(maps.Keys(g.making))
+	g.mu.Unlock()
+	if len(others) == 0 {
+		return
+	}
+	timer := time.NewTimer(gathersFor)
+	defer timer.Stop()
+	for _, made := range others {
+		select {
+		case <-made:
+		case <-timer.C:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 // occupied reports whether the group has a writer. It returns false again once the group has had
@@ -181,6 +215,9 @@ const (
 	// planTakes is how long [group.enterAtOnce] waits for the lock. A look at the caches holds it
 	// for less.
 	planTakes = 20 * time.Millisecond
+	// gathersFor is how long a run waits for claims whose objects calls are creating. It is much longer
+	// than a write usually takes, and much shorter than Cluster API takes for a Machine.
+	gathersFor = 300 * time.Millisecond
 )
 
 // enterAtOnce enters a claim without listing anything from the API server first, and reports
@@ -398,6 +435,7 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 	defer func() { <-g.lock }()
 	ctx, cancel := context.WithTimeout(ctx, runTimeout)
 	defer cancel()
+	g.gather(ctx)
 	g.mu.Lock()
 	g.kicked = false
 	g.mu.Unlock()
