@@ -221,28 +221,43 @@ func watchFewest(t *testing.T) func() int {
 	}
 }
 
-// TestClaimsWaitWhileTheControlPlaneIsUpgraded covers a time in which Cluster API makes no
-// Machines.
-func TestClaimsWaitWhileTheControlPlaneIsUpgraded(t *testing.T) {
-	shows(t, "claims wait while the control plane is upgraded, and say why")
+// TestAClusterWithoutAClassIsUpgraded upgrades the control plane, which takes a while in which Cluster
+// API makes no Machines and claims wait, and then its workers.
+func TestAClusterWithoutAClassIsUpgraded(t *testing.T) {
+	figure := shows(t, "a Cluster without a ClusterClass is upgraded: claims wait for the control plane and say why; then the workers")
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
 	useCrowd(t)
+	const pods, next = 3, "v1.36.4"
 	plane := &simv1.SimControlPlane{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}}
 	require.NoError(t, w.Hub.Get(t.Context(), client.ObjectKeyFromObject(plane), plane))
-	version := func(v string) error {
-		return w.Hub.Patch(context.Background(), plane, mergePatch(fmt.Sprintf(`{"spec":{"version":%q}}`, v)))
-	}
 	before := plane.Spec.Version
+	setPlane := func(version, delay string) error {
+		return w.Hub.Patch(context.Background(), plane, mergePatch(fmt.Sprintf(`{"spec":{"version":%q,"upgradeDelay":%q}}`, version, delay)))
+	}
+	planeHas := func(version string) {
+		t.Helper()
+		poll(t, soon, func(ctx context.Context) (string, error) {
+			err := w.Hub.Get(ctx, client.ObjectKeyFromObject(plane), plane)
+			return lo.Ternary(plane.Status.Version == version, "", "the control plane to have "+version+", not "+plane.Status.Version), err
+		})
+	}
 	t.Cleanup(func() {
-		if err := version(before); err != nil {
+		if err := setPlane(before, "1s"); err != nil {
 			t.Error(err)
 		}
 	})
+	deployment := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
+	workersGet := func(version string) {
+		t.Helper()
+		require.NoError(t, w.Hub.Patch(t.Context(), deployment, mergePatch(fmt.Sprintf(
+			`{"spec":{"rollout":{"strategy":{"type":"OnDelete"}},"template":{"spec":{"version":%q}}}}`, version))))
+	}
+	workersGet(before)
 	known := len(w.Recorder.State().Timelines)
-	require.NoError(t, version("v1.36.4")) // its API server still has the old one
-	scale(t, "crowd", 3)
+	require.NoError(t, setPlane(next, "1h")) // until the claims are seen waiting
+	scale(t, "crowd", pods)
 	await(t, soon, reached(1, timeline.Claimed)) // the others as well, unless Karpenter planned them later
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		var claims agentv1.MachineClaimList
@@ -254,8 +269,25 @@ func TestClaimsWaitWhileTheControlPlaneIsUpgraded(t *testing.T) {
 		return lo.Ternary(told > 0 && told == len(waiting), "", fmt.Sprintf("claims to say that Cluster API waits for the control plane: %q", waiting)), err
 	})
 	require.Empty(t, listCrowd(t))
-	require.NoError(t, version(before))
-	await(t, 2*time.Minute, running(3))
-	got := lo.CountBy(w.Recorder.State().Timelines[known:], func(j timeline.Timeline) bool { return j.Reached(timeline.Launched) })
-	require.Equal(t, 3, got, "the NodeClaims that waited have the Nodes")
+	planeHas(before)
+	require.NoError(t, setPlane(next, "1s"))
+	planeHas(next)
+	await(t, 2*time.Minute, running(pods))
+	launched := func() int {
+		return lo.CountBy(w.Recorder.State().Timelines[known:], func(j timeline.Timeline) bool { return j.Reached(timeline.Launched) })
+	}
+	require.Equal(t, pods, launched(), "the NodeClaims that waited have the Nodes")
+	require.Equal(t, map[string]int{before: pods}, versions(t, "crowd"), "workers keep the version that they are pinned to, behind the control plane")
+
+	began := time.Now()
+	workersGet(next)
+	poll(t, upgradeWithin, func(context.Context) (string, error) {
+		have := versions(t, "crowd")
+		done := have[next] == pods && len(have) == 1
+		return lo.Ternary(done, "", fmt.Sprintf("%d Machines of %s: there are %v", pods, next, have)), nil
+	})
+	await(t, 2*time.Minute, running(pods))
+	await(t, 2*time.Minute, crowdRuns(pods))
+	require.Equal(t, 2*pods, launched(), "no node is replaced twice")
+	figure("%d waiting NodeClaims have the Nodes; the workers followed in %.0f s", pods, time.Since(began).Seconds())
 }

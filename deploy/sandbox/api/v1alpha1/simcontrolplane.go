@@ -7,7 +7,8 @@ import (
 
 // SimControlPlaneSpec describes a control plane that runs already.
 type SimControlPlaneSpec struct {
-	// version of Kubernetes that the control plane runs, such as v1.36.3.
+	// version of Kubernetes that the control plane runs, such as v1.36.3. A change is reported as an upgrade; the API
+	// server that runs stays the same.
 	//
 	// +required
 	// +kubebuilder:validation:MinLength=1
@@ -16,6 +17,13 @@ type SimControlPlaneSpec struct {
 	//
 	// +optional
 	ControlPlaneEndpoint clusterv1.APIEndpoint `json:"controlPlaneEndpoint,omitempty,omitzero"`
+	// upgradeDelay is how long an upgrade takes, from the change of the version to its end.
+	//
+	// +optional
+	// +kubebuilder:default="1s"
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:Pattern=`^([0-9]+([.][0-9]+)?(ms|s|m|h))+$`
+	UpgradeDelay metav1.Duration `json:"upgradeDelay,omitempty,omitzero"`
 }
 
 // ControlPlaneInitialization is the part of the contract that Cluster API waits for.
@@ -36,11 +44,11 @@ type SimControlPlaneStatus struct {
 	//
 	// +optional
 	ExternalManagedControlPlane *bool `json:"externalManagedControlPlane,omitempty"`
-	// version that the API server reports.
+	// version that the control plane has: the one before, as long as an upgrade takes.
 	//
 	// +optional
 	Version string `json:"version,omitempty"`
-	// conditions of the control plane: Available.
+	// conditions of the control plane: Available, and RollingOut while it is upgraded.
 	//
 	// +optional
 	// +listType=map

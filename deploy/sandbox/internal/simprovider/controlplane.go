@@ -8,6 +8,7 @@ import (
 	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -23,6 +24,7 @@ const controlPlanePoll = time.Second
 type controlPlaneReconciler struct {
 	hub       client.Client
 	workloads clusters
+	clock     clock.PassiveClock
 }
 
 func (r *controlPlaneReconciler) setup(mgr ctrl.Manager) error {
@@ -46,7 +48,7 @@ func (r *controlPlaneReconciler) Reconcile(ctx context.Context, req reconcile.Re
 
 	patch := client.MergeFrom(cp.DeepCopy())
 	cp.Status.ExternalManagedControlPlane = new(true)
-	version, err := r.workloads.serverVersion(ctx, client.ObjectKey{Namespace: cp.Namespace, Name: cluster.Name})
+	_, err := r.workloads.serverVersion(ctx, client.ObjectKey{Namespace: cp.Namespace, Name: cluster.Name})
 	condition := metav1.Condition{
 		Type: clusterv1.AvailableCondition, Status: metav1.ConditionTrue, Reason: clusterv1.AvailableReason,
 		ObservedGeneration: cp.Generation,
@@ -56,12 +58,37 @@ func (r *controlPlaneReconciler) Reconcile(ctx context.Context, req reconcile.Re
 		condition.Status, condition.Reason, condition.Message = metav1.ConditionFalse, clusterv1.NotAvailableReason, err.Error()
 		result.RequeueAfter = controlPlanePoll
 	} else {
-		cp.Status.Version = version
 		cp.Status.Initialization.ControlPlaneInitialized = new(true)
+		result.RequeueAfter = r.upgrade(cp)
 	}
 	meta.SetStatusCondition(&cp.Status.Conditions, condition)
 	if err := r.hub.Status().Patch(ctx, cp, patch); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("writing the status: %w", err))
 	}
 	return result, nil
+}
+
+// upgrade reports the version of the control plane, and returns how much longer its upgrade takes,
+// or 0. An upgrade begins when it is seen first, which the condition's time records.
+func (r *controlPlaneReconciler) upgrade(cp *simv1.SimControlPlane) time.Duration {
+	rollingOut := metav1.Condition{
+		Type: clusterv1.RollingOutCondition, Status: metav1.ConditionFalse, Reason: clusterv1.NotRollingOutReason,
+		ObservedGeneration: cp.Generation, LastTransitionTime: metav1.NewTime(r.clock.Now()),
+	}
+	var left time.Duration
+	if had := cp.Status.Version; had != "" && had != cp.Spec.Version {
+		since := rollingOut.LastTransitionTime.Time
+		if c := meta.FindStatusCondition(cp.Status.Conditions, rollingOut.Type); c != nil && c.Status == metav1.ConditionTrue {
+			since = c.LastTransitionTime.Time
+		}
+		if left = cp.Spec.UpgradeDelay.Duration - r.clock.Since(since); left > 0 {
+			rollingOut.Status, rollingOut.Reason = metav1.ConditionTrue, clusterv1.RollingOutReason
+			rollingOut.Message = fmt.Sprintf("Upgrading from %s to %s", had, cp.Spec.Version)
+		}
+	}
+	if left <= 0 {
+		cp.Status.Version = cp.Spec.Version
+	}
+	meta.SetStatusCondition(&cp.Status.Conditions, rollingOut)
+	return max(left, 0)
 }

@@ -43,7 +43,7 @@ func Run(ctx context.Context, hub *rest.Config, healthAddress string) error {
 		(&templateReconciler{hub: mgr.GetClient()}).setup,
 		(&clusterReconciler{hub: mgr.GetClient()}).setup,
 		(&bootstrapReconciler{hub: mgr.GetClient()}).setup,
-		(&controlPlaneReconciler{hub: mgr.GetClient(), workloads: workloads}).setup,
+		(&controlPlaneReconciler{hub: mgr.GetClient(), workloads: workloads, clock: clock.RealClock{}}).setup,
 		(&machineReconciler{hub: mgr.GetClient(), workloads: workloads, clock: clock.RealClock{}}).setup,
 	} {
 		if err := setup(mgr); err != nil {
