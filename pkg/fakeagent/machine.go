@@ -24,6 +24,7 @@ type machine struct {
 	failureReason                   string
 	deletingReason, deletingMessage string
 	failureMessage                  string
+	outdated                        string // why it is not up to date; empty if it is
 	createdAt                       time.Time
 	deletedAt                       time.Time
 	spareSince                      time.Time
@@ -76,6 +77,18 @@ func (a *Agent) FailMachine(cluster *agentv1alpha1.ClusterRef, machineName, reas
 		m := a.mustMachine(cluster, machineName)
 		m.failureReason, m.failureMessage = reason, message
 		a.touchMachine(m)
+	})
+}
+
+// OutdateMachines makes the existing machines of the node group differ from its template, for the given
+// reason, as after a change of the template. An empty reason makes them up to date again. It panics if
+// the group does not exist.
+func (a *Agent) OutdateMachines(groupID, why string) {
+	a.edit(func() {
+		for _, m := range a.mustGroup(groupID).machines {
+			m.outdated = why
+			a.touchMachine(m)
+		}
 	})
 }
 
@@ -324,7 +337,8 @@ func (m *machine) render() *agentv1alpha1.Machine {
 		KubernetesVersion:     m.group.described.GetKubernetesVersion(),
 		Phase:                 m.phase(),
 		CreatedAt:             timestamppb.New(m.createdAt),
-		UpToDate:              true,
+		UpToDate:              m.outdated == "",
+		NotUpToDateMessage:    m.outdated,
 		InfrastructureReason:  m.failureReason,
 		InfrastructureMessage: m.failureMessage,
 		DeletingReason:        m.deletingReason,

@@ -258,8 +258,8 @@ func run(ctx context.Context) error {
 	if core, err = outage.Patient(core, decorated, op.EventRecorder, op.Clock); err != nil {
 		return fmt.Errorf("having core wait for the hub: %w", err)
 	}
-	if core, err = driftcheck.Seldom(core, decorated); err != nil {
-		return fmt.Errorf("having core pass over prices: %w", err)
+	if core, err = driftcheck.Wrap(core, decorated, claims); err != nil {
+		return fmt.Errorf("choosing when core looks for drift: %w", err)
 	}
 	op.WithControllers(ctx, core...)
 	finisher, err := disruptionqueue.New(op.Clock, op.GetClient(), core)

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -28,11 +29,42 @@ type Claims interface {
 // the mirror. A claim leaves it if the hub no longer has it: normally long after its NodeClaim, but also
 // when the hub has been restored from a backup.
 func NodeClaims(claims Claims) source.Source {
+	names := map[string]string{} // of the NodeClaims, by the claims that were seen
+	return changes(claims, func(id string, claim *agentv1alpha1.Claim) string {
+		if claim == nil {
+			defer delete(names, id)
+		} else {
+			names[id] = claim.GetDisplayName()
+		}
+		return names[id]
+	})
+}
+
+// Outdated returns a source that enqueues the NodeClaim of each claim whose Machine turns from being up
+// to date with its template to not being so, or back.
+func Outdated(claims Claims) source.Source {
+	outdated := sets.New[string]() // ids of claims
+	return changes(claims, func(id string, claim *agentv1alpha1.Claim) string {
+		is := claim.GetMachine() != nil && !claim.GetMachine().GetUpToDate()
+		if is == outdated.Has(id) {
+			return ""
+		}
+		if is {
+			outdated.Insert(id)
+		} else {
+			outdated.Delete(id)
+		}
+		return claim.GetDisplayName()
+	})
+}
+
+// changes returns a source that enqueues the NodeClaims that affected names, from a single goroutine,
+// for each claim that appears, changes or, with nil, leaves the mirror. An empty name is none.
+func changes(claims Claims, affected func(id string, claim *agentv1alpha1.Claim) (nodeClaim string)) source.Source {
 	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		go func() {
 			subscription := claims.Subscribe()
 			defer subscription.Close()
-			names := map[string]string{} // of the NodeClaims, by the claims that were seen
 			for {
 				select {
 				case <-ctx.Done():
@@ -40,14 +72,8 @@ func NodeClaims(claims Claims) source.Source {
 				case <-subscription.Changed():
 				}
 				for _, id := range subscription.Take() {
-					name := names[id]
-					if claim, ok := claims.Get(id); ok {
-						name = claim.GetDisplayName()
-						names[id] = name
-					} else {
-						delete(names, id)
-					}
-					if name != "" {
+					claim, _ := claims.Get(id)
+					if name := affected(id, claim); name != "" {
 						queue.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: name}})
 					}
 				}

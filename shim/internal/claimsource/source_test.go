@@ -73,6 +73,33 @@ func TestANodeClaimIsWokenWhenTheHubNoLongerHasItsClaim(t *testing.T) {
 	require.False(t, known)
 }
 
+func TestNodeClaimsAreWokenWhenTheirMachinesBecomeOutdated(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	w.Provision(w.Launched("before"), "sim:///1")
+	w.Agent.OutdateMachines("default/a", "a new template") // before the source starts
+	queue := workqueue.NewTypedRateLimitingQueue(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
+	t.Cleanup(queue.ShutDown)
+	require.NoError(t, claimsource.Outdated(w.Claims).Start(t.Context(), queue))
+	woken := func(want ...string) {
+		t.Helper()
+		var names []string
+		for range want {
+			request, shutdown := queue.Get()
+			require.False(t, shutdown)
+			queue.Done(request)
+			names = append(names, request.Name)
+		}
+		require.ElementsMatch(t, want, names)
+	}
+	woken("before")
+	w.Provision(w.Launched("after"), "sim:///2") // up to date: changes of its claim wake nothing
+	w.Agent.OutdateMachines("default/a", "a newer template")
+	woken("after")
+	w.Agent.OutdateMachines("default/a", "")
+	woken("after", "before")
+	require.Zero(t, queue.Len())
+}
+
 type synced chan struct{}
 
 func (s synced) Synced() <-chan struct{} { return s }

@@ -1,5 +1,7 @@
-// Package driftcheck keeps core from reconciling all NodeClaims of a NodeClass whenever the status of the
-// NodeClass is written, which follows prices and availability of its node groups.
+// Package driftcheck decides when core looks for drift. Core reconciles all NodeClaims of a NodeClass
+// whenever the status of the NodeClass is written, which follows prices and availability of its node
+// groups; here it passes over most of these writes. A NodeClaim whose Machine is no longer up to date
+// is reconciled at once, for which core would take up to five minutes.
 package driftcheck
 
 import (
@@ -25,17 +27,18 @@ import (
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 )
 
 // disruption is the name of core's controller of the conditions Drifted and Consolidatable.
 const disruption = "nodeclaim.disruption"
 
-// Seldom returns core's controllers, with the one of the conditions Drifted and Consolidatable wrapped
-// so that it passes over writes of a NodeClass that cannot concern a NodeClaim: see [Concerns]. It fails
-// if core has no such controller.
-func Seldom(core []controller.Controller, cloudProvider cloudprovider.CloudProvider) ([]controller.Controller, error) {
-	wrapped, found := operator.Wrap(core, disruption, func(c ofNodeClaims) controller.Controller { return seldom{c, cloudProvider} })
+// Wrap returns core's controllers, with the one of the conditions Drifted and Consolidatable wrapped so
+// that it passes over writes of a NodeClass that cannot concern a NodeClaim, see [Concerns], and follows
+// whether the Machines of claims are up to date. It fails if core has no such controller.
+func Wrap(core []controller.Controller, cloudProvider cloudprovider.CloudProvider, claims claimsource.Claims) ([]controller.Controller, error) {
+	wrapped, found := operator.Wrap(core, disruption, func(c ofNodeClaims) controller.Controller { return wrapper{c, cloudProvider, claims} })
 	if !found {
 		return nil, fmt.Errorf("core has no controller %q of NodeClaims", disruption)
 	}
@@ -47,28 +50,30 @@ type ofNodeClaims interface {
 	reconcile.ObjectReconciler[*karpv1.NodeClaim]
 }
 
-type seldom struct {
+type wrapper struct {
 	ofNodeClaims
 
 	cloudProvider cloudprovider.CloudProvider
+	claims        claimsource.Claims
 }
 
 // Register adds the controller to the manager, as core's own does apart from the predicate of
-// NodeClasses. TestCoreStillWatchesTheSame fails if core's does anything else.
-func (s seldom) Register(ctx context.Context, m manager.Manager) error {
+// NodeClasses and the source of claims. TestCoreStillWatchesTheSame fails if core's does anything else.
+func (w wrapper) Register(ctx context.Context, m manager.Manager) error {
 	b := controllerruntime.NewControllerManagedBy(m).
-		Named(s.Name()).
-		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(s.cloudProvider))).
+		Named(w.Name()).
+		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(w.cloudProvider))).
 		WithOptions(runtimecontroller.Options{
 			MaxConcurrentReconciles: utilscontroller.LinearScaleReconciles(utilscontroller.CPUCount(ctx), 10, 1000),
 		}).
-		Watches(&karpv1.NodePool{}, nodeclaimutils.NodePoolEventHandler(m.GetClient(), s.cloudProvider)).
-		Watches(&corev1.Pod{}, nodeclaimutils.PodEventHandler(m.GetClient(), s.cloudProvider))
-	for _, nodeClass := range s.cloudProvider.GetSupportedNodeClasses() {
+		Watches(&karpv1.NodePool{}, nodeclaimutils.NodePoolEventHandler(m.GetClient(), w.cloudProvider)).
+		Watches(&corev1.Pod{}, nodeclaimutils.PodEventHandler(m.GetClient(), w.cloudProvider))
+	for _, nodeClass := range w.cloudProvider.GetSupportedNodeClasses() {
 		b.Watches(nodeClass, nodeclaimutils.NodeClassEventHandler(m.GetClient()),
 			builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool { return Concerns(e.ObjectOld, e.ObjectNew) }}))
 	}
-	return b.Complete(reconcile.AsReconciler(m.GetClient(), s))
+	b.WatchesRawSource(claimsource.Outdated(w.claims))
+	return b.Complete(reconcile.AsReconciler(m.GetClient(), w))
 }
 
 // Concerns reports whether a NodeClass changed in what may decide about drift: its spec, its
