@@ -96,7 +96,7 @@ func TestAPartHasItsOwnNodePool(t *testing.T) {
 // Specs that spread pods over zones need node groups that say where their machines are.
 func TestEveryNodeGroupSaysItsZone(t *testing.T) {
 	hub := fake.NewClientBuilder().WithScheme(testenv.Scheme()).Build()
-	require.NoError(t, coresuites.Prepare(t.Context(), hub, fake.NewClientBuilder().WithScheme(testenv.Scheme()).Build()))
+	require.NoError(t, coresuites.Prepare(t.Context(), hub, fake.NewClientBuilder().WithScheme(testenv.Scheme()).Build(), "regression"))
 	var templates simv1.SimMachineTemplateList
 	require.NoError(t, hub.List(t.Context(), &templates))
 	require.NotEmpty(t, templates.Items)

@@ -125,12 +125,20 @@ func (p Part) allowed(nodePool []byte) ([]byte, error) {
 	return yaml.Marshal(object)
 }
 
-// FeatureGates are the core feature gates that the suites require.
-var FeatureGates = []string{"NodeRepair", "NodeOverlay", "StaticCapacity", "CapacityBuffer", "TerminateFirstDrift", "TerminateFirstRepair"}
+// FeatureGates returns the feature gates of core with which a suite runs. Terminating first is only for
+// the suite whose specs of it enable it: with it, core disrupts more Nodes of a static NodePool at a time
+// than the specs of suite regression expect.
+func FeatureGates(suite string) []string {
+	gates := []string{"NodeRepair", "NodeOverlay", "StaticCapacity", "CapacityBuffer"}
+	if suite == "disruption" {
+		gates = append(gates, "TerminateFirstDrift", "TerminateFirstRepair")
+	}
+	return gates
+}
 
 // settings returns a Deployment that runs nothing. Suites read Karpenter's settings from it, and
 // change and restart it where they need others.
-func settings() *appsv1.Deployment {
+func settings(featureGates []string) *appsv1.Deployment {
 	labels := map[string]string{"app.kubernetes.io/name": "karpenter"}
 	return &appsv1.Deployment{
 		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "karpenter"},
@@ -140,16 +148,16 @@ func settings() *appsv1.Deployment {
 				ObjectMeta: metav1.ObjectMeta{Labels: labels},
 				Spec: corev1.PodSpec{Containers: []corev1.Container{{
 					Name: "controller", Image: "karpenter",
-					Env: []corev1.EnvVar{{Name: "FEATURE_GATES", Value: strings.Join(FeatureGates, "=true,") + "=true"}},
+					Env: []corev1.EnvVar{{Name: "FEATURE_GATES", Value: strings.Join(featureGates, "=true,") + "=true"}},
 				}}},
 			},
 		},
 	}
 }
 
-// Prepare creates the node groups, and the Deployment with the settings.
-func Prepare(ctx context.Context, hub, spoke client.Client) error {
-	if err := spoke.Create(ctx, settings()); err != nil {
+// Prepare creates the node groups, and the Deployment with the settings of a suite.
+func Prepare(ctx context.Context, hub, spoke client.Client, suite string) error {
+	if err := spoke.Create(ctx, settings(FeatureGates(suite))); err != nil {
 		return err
 	}
 	create := func(instanceType, architecture string, cpu, memory int64) error {

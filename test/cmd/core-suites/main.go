@@ -158,14 +158,14 @@ func runSuite(
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
 	w, err := testenv.Start(starting, sandbox.Options{
-		Name: s.name + "-" + suite, Agents: 2, FeatureGates: coresuites.FeatureGates,
+		Name: s.name + "-" + suite, Agents: 2, FeatureGates: coresuites.FeatureGates(suite),
 		ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
 	}, nil)
 	if err != nil {
 		return nil, nil, err
 	}
 	defer w.Stop()
-	if err := coresuites.Prepare(starting, w.Hub, w.Spoke); err != nil {
+	if err := coresuites.Prepare(starting, w.Hub, w.Spoke, suite); err != nil {
 		return nil, nil, err
 	}
 	var specs []coresuites.Spec
