@@ -274,7 +274,6 @@ func (a *Agent) renderGroup(g *group) *agentv1alpha1.NodeGroup {
 	object := proto.CloneOf(g.described)
 	object.Replicas = g.replicas()
 	object.FloorReplicas = int32(g.owned())
-	object.SpareReplicas = int32(max(0, g.spares()))
 	object.Availability, object.HolderAvailability = a.availability(g, ""), nil
 	if holder := g.described.GetHolder(); holder != "" {
 		object.HolderAvailability = a.availability(g, holder)

@@ -69,7 +69,6 @@ func TestPodsRunOnTheFloor(t *testing.T) {
 	require.Equal(t, before+pods, made("crowd"))
 	group := described(t, "crowd")
 	require.Equal(t, int32(floor), group.GetFloorReplicas())
-	require.Zero(t, group.GetSpareReplicas())
 	paths := w.Sandbox.State().Paths
 	response, err := agentAs(t, paths.ReaderCertificate, paths.ReaderKey).Machines.ListMachines(within(t, soon),
 		&agentv1alpha1.ListMachinesRequest{Cluster: theCluster(), NodeGroupId: group.GetId()})

@@ -37,9 +37,6 @@ type NodeGroup struct {
 	Limits eligibility.Group
 	// Floor is how many of the replicas are the user's. It is 0 if the ledger cannot be read.
 	Floor int32
-	// Spare is how many of the replicas belong neither to the user nor to a claim, as of the ledger's
-	// last write.
-	Spare int32
 	// Autoscaling are the options of the group for the cluster-autoscaler. They are only read where
 	// the group is held by it.
 	Autoscaling AutoscalingOptions
@@ -114,7 +111,7 @@ func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 		CreatedAt:         md.CreationTimestamp.Time,
 	}
 	if ledger, err := protocol.LedgerOf(md); err == nil && ledger != nil {
-		g.Floor, g.Spare = max(ledger.Floor, ledger.Min), ledger.Spare
+		g.Floor = max(ledger.Floor, ledger.Min)
 	} else if err == nil {
 		g.Floor = g.Limits.Replicas // there is no claim yet
 	}

@@ -98,7 +98,6 @@ func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 		MaxSize:           g.Limits.Max,
 		Replicas:          g.Limits.Replicas,
 		FloorReplicas:     g.Floor,
-		SpareReplicas:     g.Spare,
 		Holder:            text(g.Limits.Holder),
 		Availability:      availability(g.Limits, g.Limits.For(g.Key.Name, "")),
 		KubernetesVersion: text(g.KubernetesVersion),

@@ -71,7 +71,7 @@ func (a *Access) groups(cmd *cobra.Command) (*agentv1alpha1.ListNodeGroupsRespon
 }
 
 func writeGroups(to io.Writer, groups []*agentv1alpha1.NodeGroup, wide bool, now time.Time) error {
-	header := []string{"GROUP", "TYPE", "ZONE", "CAPACITY TYPE", "MACHINES", "MIN", "MAX", "FLOOR", "SPARE", "PRICE/H", "SOURCE", "AVAILABLE", "PROBLEMS"}
+	header := []string{"GROUP", "TYPE", "ZONE", "CAPACITY TYPE", "MACHINES", "MIN", "MAX", "FLOOR", "PRICE/H", "SOURCE", "AVAILABLE", "PROBLEMS"}
 	if wide {
 		header = append(header, "CAPACITY", "TAINTS", "VERSION", "ROLLOUT", "WHY NOT")
 	}
@@ -81,7 +81,7 @@ func writeGroups(to io.Writer, groups []*agentv1alpha1.NodeGroup, wide bool, now
 		available := lo.Ternary(availability.GetAvailable(), "yes", explain.Word(availability.GetReason()))
 		row := []string{
 			g.GetId(), g.GetInstanceType(), g.GetZone(), capacityType(g), strconv.Itoa(int(g.GetReplicas())), strconv.Itoa(int(g.GetMinSize())), most(g),
-			strconv.Itoa(int(g.GetFloorReplicas())), strconv.Itoa(int(g.GetSpareReplicas())), price(g), sourceKind(g.GetSources()["price"]), available, count(len(g.GetProblems())),
+			strconv.Itoa(int(g.GetFloorReplicas())), price(g), sourceKind(g.GetSources()["price"]), available, count(len(g.GetProblems())),
 		}
 		if wide {
 			row = append(row, capacity(g), taints(g), g.GetKubernetesVersion(), rollout(g), whyNot(g, now))

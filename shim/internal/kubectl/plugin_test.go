@@ -367,7 +367,7 @@ func TestThePlugin(t *testing.T) {
 
 	t.Run("node groups", func(t *testing.T) {
 		text := w.must("groups")
-		assert.Regexp(t, `default/workers +medium +a +on-demand +2 +0 +none +1 +0 +0\.2 EUR +- +yes +1`, text)
+		assert.Regexp(t, `default/workers +medium +a +on-demand +2 +0 +none +1 +0\.2 EUR +- +yes +1`, text)
 		assert.Contains(t, w.must("groups", "-o", "wide"), "cpu=4,memory=16Gi,pods=110")
 		one := w.must("groups", "workers")
 		assert.Regexp(t, `capacity\.cpu +4 +Annotation +capacity…/cpu`, one)

@@ -28,8 +28,7 @@ type MachineOwner int32
 
 const (
 	// Not decided: the machine belongs to the floor, or is a spare. The agent has not yet had to
-	// distinguish the two; `NodeGroup.floor_replicas` and `NodeGroup.spare_replicas` are how many there
-	// are of each.
+	// distinguish the two; `NodeGroup.floor_replicas` is the size of the floor.
 	MachineOwner_MACHINE_OWNER_UNSPECIFIED MachineOwner = 0
 	// The claim with claim_id.
 	MachineOwner_MACHINE_OWNER_CLAIM MachineOwner = 1

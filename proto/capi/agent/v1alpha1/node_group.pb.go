@@ -764,12 +764,8 @@ type NodeGroup struct {
 	Holder string `protobuf:"bytes,30,opt,name=holder,proto3" json:"holder,omitempty"`
 	// The availability for `holder`. Unset if `holder` is empty.
 	HolderAvailability *Availability `protobuf:"bytes,31,opt,name=holder_availability,json=holderAvailability,proto3" json:"holder_availability,omitempty"`
-	// How many of `replicas` are spare: they belong neither to the user nor to a claim, for example
-	// because a claim was released before its machine was created. The next claims get them; the agent
-	// removes those that no claim wants.
-	SpareReplicas int32 `protobuf:"varint,32,opt,name=spare_replicas,json=spareReplicas,proto3" json:"spare_replicas,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *NodeGroup) Reset() {
@@ -1017,13 +1013,6 @@ func (x *NodeGroup) GetHolderAvailability() *Availability {
 		return x.HolderAvailability
 	}
 	return nil
-}
-
-func (x *NodeGroup) GetSpareReplicas() int32 {
-	if x != nil {
-		return x.SpareReplicas
-	}
-	return 0
 }
 
 // DeviceCount is how many devices a machine offers through one driver for dynamic resource allocation.
@@ -1365,7 +1354,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\x8a\x10\n" +
+	"\x05event\"\xe3\x0f\n" +
 	"\tNodeGroup\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x129\n" +
 	"\acluster\x18\x02 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x12\n" +
@@ -1401,8 +1390,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"rollingOut\x12%\n" +
 	"\x0efloor_replicas\x18\x1d \x01(\x05R\rfloorReplicas\x12\x16\n" +
 	"\x06holder\x18\x1e \x01(\tR\x06holder\x12R\n" +
-	"\x13holder_availability\x18\x1f \x01(\v2!.capi.agent.v1alpha1.AvailabilityR\x12holderAvailability\x12%\n" +
-	"\x0espare_replicas\x18  \x01(\x05R\rspareReplicas\x1a9\n" +
+	"\x13holder_availability\x18\x1f \x01(\v2!.capi.agent.v1alpha1.AvailabilityR\x12holderAvailability\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +

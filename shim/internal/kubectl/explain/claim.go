@@ -236,9 +236,5 @@ func Size(group *agentv1alpha1.NodeGroup) string {
 	if group.MaxSize != nil {
 		most = fmt.Sprintf("at most %d", group.GetMaxSize())
 	}
-	size := fmt.Sprintf("machines: %d, at least %d, %s; floor: %d", group.GetReplicas(), group.GetMinSize(), most, group.GetFloorReplicas())
-	if n := group.GetSpareReplicas(); n > 0 {
-		size += fmt.Sprintf("; spare: %d", n)
-	}
-	return size
+	return fmt.Sprintf("machines: %d, at least %d, %s; floor: %d", group.GetReplicas(), group.GetMinSize(), most, group.GetFloorReplicas())
 }
