@@ -2,11 +2,11 @@
 package claimsource
 
 import (
+	"cmp"
 	"context"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -29,42 +29,40 @@ type Claims interface {
 // the mirror. A claim leaves it if the hub no longer has it: normally long after its NodeClaim, but also
 // when the hub has been restored from a backup.
 func NodeClaims(claims Claims) source.Source {
-	names := map[string]string{} // of the NodeClaims, by the claims that were seen
-	return changes(claims, func(id string, claim *agentv1alpha1.Claim) string {
-		if claim == nil {
-			defer delete(names, id)
-		} else {
-			names[id] = claim.GetDisplayName()
-		}
-		return names[id]
-	})
+	return changes(claims, func(seen, seen) bool { return true })
 }
 
-// Outdated returns a source that enqueues the NodeClaim of each claim whose Machine turns from being up
-// to date with its template to not being so, or back.
+// Outdated returns a source that enqueues the NodeClaim of each claim whose Machine stops or resumes
+// being up to date with its template, is replaced by another one that is not, or leaves the mirror
+// while it is not. Claims of Machines that are outdated when the source starts count. A Machine that is
+// being deleted does not.
 func Outdated(claims Claims) source.Source {
-	outdated := sets.New[string]() // ids of claims
-	return changes(claims, func(id string, claim *agentv1alpha1.Claim) string {
-		is := claim.GetMachine() != nil && !claim.GetMachine().GetUpToDate()
-		if is == outdated.Has(id) {
-			return ""
-		}
-		if is {
-			outdated.Insert(id)
-		} else {
-			outdated.Delete(id)
-		}
-		return claim.GetDisplayName()
-	})
+	return changes(claims, func(before, after seen) bool { return before.outdated != after.outdated })
 }
 
-// changes returns a source that enqueues the NodeClaims that affected names, from a single goroutine,
-// for each claim that appears, changes or, with nil, leaves the mirror. An empty name is none.
-func changes(claims Claims, affected func(id string, claim *agentv1alpha1.Claim) (nodeClaim string)) source.Source {
+// seen is what a source remembers of a claim. The zero value is that of a claim that is not there.
+type seen struct {
+	nodeClaim string
+	// outdated is the UID of its Machine if that is not up to date, and not being deleted; else empty.
+	outdated string
+}
+
+func seenOf(claim *agentv1alpha1.Claim) seen {
+	s := seen{nodeClaim: claim.GetDisplayName()}
+	if m := claim.GetMachine(); m != nil && !m.GetUpToDate() && m.GetDeletedAt() == nil {
+		s.outdated = m.GetUid()
+	}
+	return s
+}
+
+// changes returns a source that calls concerns for each claim that was added, changed or removed, and
+// enqueues its NodeClaim if the result is true.
+func changes(claims Claims, concerns func(before, after seen) bool) source.Source {
 	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		go func() {
 			subscription := claims.Subscribe()
 			defer subscription.Close()
+			known := map[string]seen{} // by the claim's id
 			for {
 				select {
 				case <-ctx.Done():
@@ -72,8 +70,14 @@ func changes(claims Claims, affected func(id string, claim *agentv1alpha1.Claim)
 				case <-subscription.Changed():
 				}
 				for _, id := range subscription.Take() {
-					claim, _ := claims.Get(id)
-					if name := affected(id, claim); name != "" {
+					before, after := known[id], seen{}
+					if claim, ok := claims.Get(id); ok {
+						after = seenOf(claim)
+						known[id] = after
+					} else {
+						delete(known, id)
+					}
+					if name := cmp.Or(after.nodeClaim, before.nodeClaim); name != "" && concerns(before, after) {
 						queue.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: name}})
 					}
 				}
