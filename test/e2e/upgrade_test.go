@@ -85,6 +85,27 @@ func TestWorkersAreUpgraded(t *testing.T) {
 	}
 }
 
+// areDrifted waits until all NodeClaims of a NodePool that exist now are drifted or gone, and returns
+// when that was. It takes core up to five minutes to look by itself.
+func areDrifted(t *testing.T, nodePool string) time.Time {
+	t.Helper()
+	var nodeClaims karpenterv1.NodeClaimList
+	list := func(ctx context.Context) error {
+		return w.Spoke.List(ctx, &nodeClaims, client.MatchingLabels{karpenterv1.NodePoolLabelKey: nodePool})
+	}
+	require.NoError(t, list(t.Context()))
+	old := lo.Map(nodeClaims.Items, func(c karpenterv1.NodeClaim, _ int) string { return c.Name })
+	require.NotEmpty(t, old)
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		err := list(ctx)
+		left := lo.CountBy(nodeClaims.Items, func(c karpenterv1.NodeClaim) bool {
+			return lo.Contains(old, c.Name) && !c.StatusConditions().Get(karpenterv1.ConditionTypeDrifted).IsTrue()
+		})
+		return lo.Ternary(left == 0, "", fmt.Sprintf("%d of %d NodeClaims to be drifted", left, len(old))), err
+	})
+	return time.Now()
+}
+
 // versions returns the number of a node group's Machines that are not being deleted, by Kubernetes
 // version.
 func versions(t *testing.T, group string) map[string]int {
@@ -148,7 +169,7 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	poll(t, 2*time.Minute, func(ctx context.Context) (string, error) {
 		var planes simv1.SimControlPlaneList
 		err := w.Hub.List(ctx, &planes, client.InNamespace(sandbox.ClusterNamespace))
-		upgraded := lo.EveryBy(planes.Items, func(p simv1.SimControlPlane) bool { return p.Spec.Version == versionAfter })
+		upgraded := lo.EveryBy(planes.Items, func(p simv1.SimControlPlane) bool { return p.Status.Version == versionAfter })
 		return lo.Ternary(len(planes.Items) == 1 && upgraded, "", "the control plane's new version"), err
 	})
 	for name := range strategies {
@@ -281,6 +302,7 @@ func TestAClusterWithoutAClassIsUpgraded(t *testing.T) {
 
 	began := time.Now()
 	workersGet(next)
+	found := areDrifted(t, "crowd")
 	poll(t, upgradeWithin, func(context.Context) (string, error) {
 		have := versions(t, "crowd")
 		done := have[next] == pods && len(have) == 1
@@ -289,5 +311,6 @@ func TestAClusterWithoutAClassIsUpgraded(t *testing.T) {
 	await(t, 2*time.Minute, running(pods))
 	await(t, 2*time.Minute, crowdRuns(pods))
 	require.Equal(t, 2*pods, launched(), "no node is replaced twice")
-	figure("%d waiting NodeClaims have the Nodes; the workers followed in %.0f s", pods, time.Since(began).Seconds())
+	figure("%d waiting NodeClaims have the Nodes; drift was found in %.0f s, the workers followed in %.0f s",
+		pods, found.Sub(began).Seconds(), time.Since(began).Seconds())
 }

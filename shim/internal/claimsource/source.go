@@ -29,15 +29,16 @@ type Claims interface {
 // the mirror. A claim leaves it if the hub no longer has it: normally long after its NodeClaim, but also
 // when the hub has been restored from a backup.
 func NodeClaims(claims Claims) source.Source {
-	return changes(claims, func(seen, seen) bool { return true })
+	return changes(claims, 0, func(seen, seen) bool { return true })
 }
 
 // Outdated returns a source that enqueues the NodeClaim of each claim whose Machine stops or resumes
 // being up to date with its template, is replaced by another one that is not, or leaves the mirror
 // while it is not. Claims of Machines that are outdated when the source starts count. A Machine that is
-// being deleted does not.
-func Outdated(claims Claims) source.Source {
-	return changes(claims, func(before, after seen) bool { return before.outdated != after.outdated })
+// being deleted does not. The NodeClaim is enqueued a second time after lag, for reconcilers that also
+// depend on what is known of the claim's node group, which comes in another stream.
+func Outdated(claims Claims, lag time.Duration) source.Source {
+	return changes(claims, lag, func(before, after seen) bool { return before.outdated != after.outdated })
 }
 
 // seen is what a source remembers of a claim. The zero value is that of a claim that is not there.
@@ -56,8 +57,8 @@ func seenOf(claim *agentv1alpha1.Claim) seen {
 }
 
 // changes returns a source that calls concerns for each claim that was added, changed or removed, and
-// enqueues its NodeClaim if the result is true.
-func changes(claims Claims, concerns func(before, after seen) bool) source.Source {
+// enqueues its NodeClaim if the result is true: at once, and again after lag unless that is 0.
+func changes(claims Claims, lag time.Duration, concerns func(before, after seen) bool) source.Source {
 	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		go func() {
 			subscription := claims.Subscribe()
@@ -77,8 +78,14 @@ func changes(claims Claims, concerns func(before, after seen) bool) source.Sourc
 					} else {
 						delete(known, id)
 					}
-					if name := cmp.Or(after.nodeClaim, before.nodeClaim); name != "" && concerns(before, after) {
-						queue.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: name}})
+					name := cmp.Or(after.nodeClaim, before.nodeClaim)
+					if name == "" || !concerns(before, after) {
+						continue
+					}
+					request := reconcile.Request{NamespacedName: types.NamespacedName{Name: name}}
+					queue.Add(request)
+					if lag > 0 {
+						queue.AddAfter(request, lag)
 					}
 				}
 			}

@@ -4,15 +4,19 @@ import (
 	"context"
 	"errors"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
@@ -74,30 +78,73 @@ func TestANodeClaimIsWokenWhenTheHubNoLongerHasItsClaim(t *testing.T) {
 }
 
 func TestNodeClaimsAreWokenWhenTheirMachinesBecomeOutdated(t *testing.T) {
-	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
-	w.Provision(w.Launched("before"), "sim:///1")
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}})
+	inGroup := func(name, group, providerID string) *karpv1.NodeClaim {
+		t.Helper()
+		nodeClaim := w.NodeClaim(name)
+		nodeClaim.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
+			{Key: corev1.LabelInstanceTypeStable, Operator: corev1.NodeSelectorOpIn, Values: []string{group}},
+		}
+		created, err := w.CloudProvider.Create(w.Context(), nodeClaim)
+		require.NoError(t, err)
+		require.Equal(t, "default/"+group, created.Annotations[v1alpha1.NodeGroupAnnotation])
+		w.Provision(nodeClaim, providerID)
+		w.Eventually(func() bool {
+			claim, _ := w.Claims.Get(string(nodeClaim.UID))
+			return claim.GetMachine().GetProviderId() == providerID
+		}, "the mirror has the machine of %s", name)
+		return nodeClaim
+	}
+	before := inGroup("before", "a", "sim:///1")
 	w.Agent.OutdateMachines("default/a", "a new template") // before the source starts
 	queue := workqueue.NewTypedRateLimitingQueue(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
+	second := workqueue.NewTypedRateLimitingQueue(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
 	t.Cleanup(queue.ShutDown)
-	require.NoError(t, claimsource.Outdated(w.Claims).Start(t.Context(), queue))
-	woken := func(want ...string) {
+	t.Cleanup(second.ShutDown)
+	source := claimsource.Outdated(w.Claims, 0)
+	require.NoError(t, source.Start(t.Context(), queue))
+	require.NoError(t, source.Start(t.Context(), second), "sources share nothing")
+	next := func(q workqueue.TypedRateLimitingInterface[reconcile.Request]) string {
 		t.Helper()
-		var names []string
-		for range want {
-			request, shutdown := queue.Get()
-			require.False(t, shutdown)
-			queue.Done(request)
-			names = append(names, request.Name)
-		}
-		require.ElementsMatch(t, want, names)
+		request, shutdown := q.Get()
+		require.False(t, shutdown)
+		q.Done(request)
+		return request.Name
 	}
-	woken("before")
-	w.Provision(w.Launched("after"), "sim:///2") // up to date: changes of its claim wake nothing
-	w.Agent.OutdateMachines("default/a", "a newer template")
-	woken("after")
-	w.Agent.OutdateMachines("default/a", "")
-	woken("after", "before")
+	require.Equal(t, "before", next(queue))
+	require.Equal(t, "before", next(second))
+
+	after := inGroup("after", "b", "sim:///2")                       // up to date, whatever else changes
+	w.Agent.OutdateMachines("default/a", "a newer template")         // it was outdated already
+	w.Agent.OutdateMachines("default/b", "a new template")           // the only one that concerns
+	require.Equal(t, "after", next(queue), "nothing woke the other") // changes come in their order
+	w.Agent.OutdateMachines("default/b", "")
+	require.Equal(t, "after", next(queue), "it is up to date again")
+
+	claim, _ := w.Claims.Get(string(before.UID))
+	w.Agent.HoldDeletion(w.Cluster, claim.GetMachine().GetName(), "WaitingForPreDrainHook", "another actor deletes it")
+	require.Equal(t, "before", next(queue), "it goes anyway")
+	w.Agent.OutdateMachines("default/b", "a new template")
+	require.Equal(t, "after", next(queue))
+	claim, _ = w.Claims.Get(string(after.UID))
+	w.Agent.LoseMachine(w.Cluster, claim.GetMachine().GetName())
+	require.Equal(t, "after", next(queue), "its claim has no machine any more")
 	require.Zero(t, queue.Len())
+}
+
+func TestANodeClaimIsWokenAgainAfterTheLag(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	w.Provision(w.Launched("one"), "sim:///1")
+	w.Agent.OutdateMachines("default/a", "a new template")
+	queue := workqueue.NewTypedRateLimitingQueue(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
+	t.Cleanup(queue.ShutDown)
+	require.NoError(t, claimsource.Outdated(w.Claims, 10*time.Millisecond).Start(t.Context(), queue))
+	for range 2 {
+		request, shutdown := queue.Get()
+		require.False(t, shutdown)
+		require.Equal(t, "one", request.Name)
+		queue.Done(request)
+	}
 }
 
 type synced chan struct{}

@@ -1,7 +1,7 @@
-// Package driftcheck decides when core looks for drift. Core reconciles all NodeClaims of a NodeClass
-// whenever the status of the NodeClass is written, which follows prices and availability of its node
-// groups; here it passes over most of these writes. A NodeClaim whose Machine is no longer up to date
-// is reconciled at once, for which core would take up to five minutes.
+// Package driftcheck decides when core looks for drift. By itself, core reconciles all NodeClaims of a
+// NodeClass whenever the status of the NodeClass is written, which follows prices and availability of its
+// node groups, and otherwise every five minutes. The wrapper drops the writes that cannot affect drift,
+// and reconciles a NodeClaim as soon as the mirror of claims reports that its Machine is not up to date.
 package driftcheck
 
 import (
@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"time"
 
 	"github.com/awslabs/operatorpkg/controller"
 	"github.com/awslabs/operatorpkg/status"
@@ -45,6 +46,10 @@ func Wrap(core []controller.Controller, cloudProvider cloudprovider.CloudProvide
 	return wrapped, nil
 }
 
+// catalogueLag is how far the catalogue may be behind the claims. Whether a Machine that is not up to date
+// has drifted also depends on its node group's strategy, which a user may change in the same write.
+const catalogueLag = 15 * time.Second
+
 type ofNodeClaims interface {
 	Name() string
 	reconcile.ObjectReconciler[*karpv1.NodeClaim]
@@ -72,7 +77,7 @@ func (w wrapper) Register(ctx context.Context, m manager.Manager) error {
 		b.Watches(nodeClass, nodeclaimutils.NodeClassEventHandler(m.GetClient()),
 			builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool { return Concerns(e.ObjectOld, e.ObjectNew) }}))
 	}
-	b.WatchesRawSource(claimsource.Outdated(w.claims))
+	b.WatchesRawSource(claimsource.Outdated(w.claims, catalogueLag))
 	return b.Complete(reconcile.AsReconciler(m.GetClient(), w))
 }
 

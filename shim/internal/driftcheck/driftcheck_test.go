@@ -18,11 +18,16 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/disruption"
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/expiration"
 
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/driftcheck"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
@@ -81,6 +86,35 @@ func TestCoresControllerIsReplacedOrMissed(t *testing.T) {
 	require.EqualError(t, err, `core has no controller "nodeclaim.disruption" of NodeClaims`)
 }
 
+// Core looks for drift when the source wakes it, and finds it, and finds its end.
+func TestAMachineThatIsNotUpToDateMakesItsNodeClaimDrifted(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE}})
+	w.Create(&karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "default"}})
+	nodeClaim := w.Launched("one", func(c *karpv1.NodeClaim) {
+		c.Labels = lo.Assign(c.Labels, map[string]string{karpv1.NodePoolLabelKey: "default"})
+	})
+	w.Provision(nodeClaim, "sim:///1")
+	queue := workqueue.NewTypedRateLimitingQueue(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
+	t.Cleanup(queue.ShutDown)
+	require.NoError(t, claimsource.Outdated(w.Claims, 0).Start(t.Context(), queue))
+	core := disruption.NewController(w.Clock, w.Kube, w.CloudProvider)
+	for _, why := range []string{"a new template", "", "another template"} {
+		w.Agent.OutdateMachines("default/a", why)
+		request, _ := queue.Get()
+		require.Equal(t, "one", request.Name)
+		queue.Done(request)
+		w.Get(nodeClaim)
+		_, err := core.Reconcile(w.Context(), nodeClaim)
+		require.NoError(t, err)
+		w.Get(nodeClaim)
+		drifted := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeDrifted)
+		require.Equal(t, why != "", drifted.IsTrue())
+		if why != "" {
+			require.EqualValues(t, cloudprovider.DriftMachineNotUpToDate, drifted.Reason)
+		}
+	}
+}
+
 // Register takes the place of core's, so it must watch what core's does.
 func TestCoreStillWatchesTheSame(t *testing.T) {
 	entry := reflect.ValueOf(disruption.NewController).Pointer()
@@ -88,7 +122,7 @@ func TestCoreStillWatchesTheSame(t *testing.T) {
 	require.Len(t, watched(t, theirs), 7)
 	same, ours := lo.FilterReject(watched(t, "driftcheck.go"), func(call string, _ int) bool { return !strings.HasPrefix(call, "WatchesRawSource, ") })
 	assert.Equal(t, watched(t, theirs), same)
-	assert.Equal(t, []string{"WatchesRawSource, claimsource.Outdated(c.claims)"}, ours)
+	assert.Equal(t, []string{"WatchesRawSource, claimsource.Outdated(c.claims, catalogueLag)"}, ours)
 }
 
 // watched returns what the method Register of a file does with its builder, in the words of core's.

@@ -7,8 +7,8 @@ import (
 
 // SimControlPlaneSpec describes a control plane that runs already.
 type SimControlPlaneSpec struct {
-	// version of Kubernetes that the control plane runs, such as v1.36.3. A change is reported as an upgrade; the API
-	// server that runs stays the same.
+	// version of Kubernetes that the control plane runs, such as v1.36.3. A change starts a
+	// simulated upgrade; the API server is not replaced.
 	//
 	// +required
 	// +kubebuilder:validation:MinLength=1
@@ -17,10 +17,11 @@ type SimControlPlaneSpec struct {
 	//
 	// +optional
 	ControlPlaneEndpoint clusterv1.APIEndpoint `json:"controlPlaneEndpoint,omitempty,omitzero"`
-	// upgradeDelay is how long an upgrade takes, from the change of the version to its end.
+	// upgradeDelay is how long an upgrade takes, to within a second, from when the provider first observes a new version.
+	// Another change during an upgrade does not restart it.
 	//
 	// +optional
-	// +kubebuilder:default="1s"
+	// +kubebuilder:default="2s"
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:Pattern=`^([0-9]+([.][0-9]+)?(ms|s|m|h))+$`
 	UpgradeDelay metav1.Duration `json:"upgradeDelay,omitempty,omitzero"`
@@ -44,7 +45,7 @@ type SimControlPlaneStatus struct {
 	//
 	// +optional
 	ExternalManagedControlPlane *bool `json:"externalManagedControlPlane,omitempty"`
-	// version that the control plane has: the one before, as long as an upgrade takes.
+	// version that the control plane reports: the previous one during an upgrade.
 	//
 	// +optional
 	Version string `json:"version,omitempty"`

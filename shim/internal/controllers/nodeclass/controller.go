@@ -54,8 +54,8 @@ const (
 	name        = "nodeclass"
 	concurrency = 10
 	// statusInterval is the minimum interval between writes of a status in which no condition
-	// turned: prices and availability may change many times a second. No NodeClaim is reconciled for
-	// such a write: see package driftcheck.
+	// turned: prices and availability may change many times a second. NodeClaims are reconciled for
+	// such a write only if it may decide about drift: see package driftcheck.
 	statusInterval = 5 * time.Second
 	// terminating is the interval for a NodeClass that is being deleted.
 	terminating = 5 * time.Second
