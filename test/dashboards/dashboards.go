@@ -90,20 +90,16 @@ func Digests(all []Dashboard) (string, error) {
 // DigestsFile is the name of the file in the pictures' folder that has their [Digests].
 const DigestsFile = "dashboards.sha256"
 
-// quiet holds, by dashboard, the panels about failures and mistakes that the demo's scenario need not
-// cause. test/monitoring checks that their queries name metrics that exist.
+// quiet holds, by dashboard, the panels about failures that `make dashboards` does not cause.
+// test/monitoring checks that their queries name metrics that exist.
 var quiet = map[string][]string{
-	"karpenter-capi-hub": {
-		"Claims ended as Failed in an hour, by node group and class", "Claims whose owner is missing", "Values that cannot be used", "Calls that fail",
-		"Writes to the hub that are refused",
-	},
-	"karpenter-capi-spoke": {"NodeClaims given up in an hour", "Errors of the agent"},
+	"karpenter-capi-hub": {"Claims whose owner is missing", "Writes to the hub that are refused"},
 }
 
-// still holds, by dashboard, the further panels whose counters may stay zero: about limits, clients that are
-// refused, claims without an owner, and certificates, which the sandbox issues before the recording.
+// still holds, by dashboard, the further panels whose counters may stay zero: about limits, claims without
+// an owner, and certificates, which the sandbox issues before the recording.
 var still = map[string][]string{
-	"karpenter-capi-hub":   {"Refused because of a limit", "Refused callers"},
+	"karpenter-capi-hub":   {"Refused because of a limit"},
 	"karpenter-capi-spoke": {"Claim sync", "Certificate requests in an hour"},
 }
 

@@ -1,6 +1,6 @@
 // Command dashboards makes pictures of the charts' Grafana dashboards: it runs the demo's scenario in
-// a sandbox of its own with two agents, records the metrics of agents and shim meanwhile, and plots
-// the panels' queries.
+// a sandbox of its own with two agents, and some mishaps after it, records the metrics of agents and shim
+// meanwhile, and plots the panels' queries.
 package main
 
 import (
@@ -80,7 +80,7 @@ func run(ctx context.Context, name, out string) (pictures int, err error) {
 	return len(all), os.WriteFile(filepath.Join(out, dashboards.DigestsFile), []byte(digests), 0o644)
 }
 
-// record records the metrics of agents and shim while the scenario runs.
+// record records the metrics of agents and shim while the scenario runs and the mishaps happen.
 func record(ctx context.Context, w *testenv.Env, recording *dashboards.Recording) error {
 	sources := []dashboards.Source{{Pod: sandbox.Shim, Job: "karpenter", URL: func() string { return w.Sandbox.State().ShimMetrics }}}
 	for name := range w.Sandbox.State().MetricsOfAgents {
@@ -93,6 +93,10 @@ func record(ctx context.Context, w *testenv.Env, recording *dashboards.Recording
 		Title: func(format string, args ...any) { fmt.Printf("dashboards: "+format+"\n", args...) },
 		Note:  func(string, ...any) {},
 	})
+	if err == nil {
+		fmt.Println("dashboards: a mistyped price, no capacity, a caller without a certificate, and a hub that hangs")
+		err = mishaps(ctx, w)
+	}
 	if err == nil {
 		select {
 		case <-ctx.Done():
