@@ -29,7 +29,7 @@ func main() {
 	if err := run(os.Args[1:], os.Stdout); errors.Is(err, flag.ErrHelp) {
 		os.Exit(2)
 	} else if err != nil {
-		fmt.Fprintln(os.Stderr, "claimmodel:", err)
+		fmt.Fprintln(os.Stderr, "model:", err)
 		os.Exit(1)
 	}
 }
@@ -154,6 +154,6 @@ func runTable(rows []row, match *regexp.Regexp, out io.Writer) error {
 	if failed > 0 {
 		return fmt.Errorf("FAIL %d of %d runs did not end as they must", failed, ran)
 	}
-	fmt.Fprintf(out, "claimmodel: PASS %d runs\n", ran)
+	fmt.Fprintf(out, "model: PASS %d runs\n", ran)
 	return nil
 }

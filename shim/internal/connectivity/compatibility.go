@@ -209,7 +209,7 @@ func (c *CompatibilityCheck) setResult(ctx context.Context, result Compatibility
 	if result.Compatible() {
 		logger.Info("the agent and this shim are compatible")
 	} else {
-		logger.Error(nil, "the agent and this shim are not compatible", "reason", result.Reason, "message", result.Message)
+		logger.Error(nil, "the agent and this shim are not compatible", "reason", result.Reason, "cause", result.Message)
 	}
 	select {
 	case c.changes <- struct{}{}:

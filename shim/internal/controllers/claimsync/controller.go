@@ -235,7 +235,7 @@ func (c *Controller) sync(ctx context.Context) error {
 func (c *Controller) announce(ctx context.Context, reason, message string) {
 	classes := &v1alpha1.ClusterAPINodeClassList{}
 	if err := c.Live.List(ctx, classes); err != nil {
-		log.FromContext(ctx).Error(err, "listing the NodeClasses for an event", "reason", reason, "message", message)
+		log.FromContext(ctx).Error(err, "listing the NodeClasses for an event", "reason", reason, "event", message)
 	}
 	for i := range classes.Items {
 		c.Recorder.Publish(events.Event{

@@ -329,7 +329,7 @@ func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, re
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("deleting the NodeClaim: %w", err))
 	}
 	c.forget(nodeClaim.Name)
-	log.FromContext(ctx).Info("gave up a NodeClaim", "reason", reason, "message", message)
+	log.FromContext(ctx).Info("gave up a NodeClaim", "reason", reason, "cause", message)
 	c.Recorder.Publish(events.Event{
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,

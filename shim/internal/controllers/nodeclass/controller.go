@@ -421,7 +421,7 @@ func (c *Controller) announce(ctx context.Context, before, after *v1alpha1.Clust
 		if !is.IsFalse() || (was.IsFalse() && was.Reason == is.Reason && was.Message == is.Message) {
 			continue
 		}
-		log.FromContext(ctx).Info("ClusterAPINodeClass condition is False", "condition", kind, "reason", is.Reason, "message", is.Message)
+		log.FromContext(ctx).Info("ClusterAPINodeClass condition is False", "condition", kind, "reason", is.Reason, "cause", is.Message)
 		c.Recorder.Publish(events.Event{
 			InvolvedObject: after,
 			Type:           corev1.EventTypeWarning,
