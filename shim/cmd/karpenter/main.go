@@ -255,6 +255,9 @@ func run(ctx context.Context) error {
 	if core, err = retries.Soon(core); err != nil {
 		return fmt.Errorf("having core try again soon: %w", err)
 	}
+	if core, err = retries.WhenBack(core, claims, op.GetClient()); err != nil {
+		return fmt.Errorf("having core try again when the hub is back: %w", err)
+	}
 	if core, err = outage.Patient(core, decorated, op.EventRecorder, op.Clock); err != nil {
 		return fmt.Errorf("having core wait for the hub: %w", err)
 	}

@@ -85,7 +85,7 @@ func changes(claims Claims, lag time.Duration, concerns func(before, after seen)
 					request := reconcile.Request{NamespacedName: types.NamespacedName{Name: name}}
 					queue.Add(request)
 					if lag > 0 {
-						queue.AddAfter(request, lag)
+						time.AfterFunc(lag, func() { queue.Add(request) }) // AddAfter would be dropped while it still is in the queue
 					}
 				}
 			}

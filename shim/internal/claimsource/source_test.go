@@ -12,6 +12,7 @@ import (
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/controller/priorityqueue"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
@@ -136,7 +137,7 @@ func TestANodeClaimIsWokenAgainAfterTheLag(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	w.Provision(w.Launched("one"), "sim:///1")
 	w.Agent.OutdateMachines("default/a", "a new template")
-	queue := workqueue.NewTypedRateLimitingQueue(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
+	queue := priorityqueue.New[reconcile.Request]("lag") // as controllers have it
 	t.Cleanup(queue.ShutDown)
 	require.NoError(t, claimsource.Outdated(w.Claims, 10*time.Millisecond).Start(t.Context(), queue))
 	for range 2 {

@@ -17,6 +17,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	runtimecontroller "sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -71,7 +72,8 @@ func (w wrapper) Register(ctx context.Context, m manager.Manager) error {
 		WithOptions(runtimecontroller.Options{
 			MaxConcurrentReconciles: utilscontroller.LinearScaleReconciles(utilscontroller.CPUCount(ctx), 10, 1000),
 		}).
-		Watches(&karpv1.NodePool{}, nodeclaimutils.NodePoolEventHandler(m.GetClient(), w.cloudProvider)).
+		Watches(&karpv1.NodePool{}, nodeclaimutils.NodePoolEventHandler(m.GetClient(), w.cloudProvider),
+			builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool { return NodePoolConcerns(e.ObjectOld, e.ObjectNew) }})).
 		Watches(&corev1.Pod{}, nodeclaimutils.PodEventHandler(m.GetClient(), w.cloudProvider))
 	for _, nodeClass := range w.cloudProvider.GetSupportedNodeClasses() {
 		b.Watches(nodeClass, nodeclaimutils.NodeClassEventHandler(m.GetClient()),
@@ -79,6 +81,13 @@ func (w wrapper) Register(ctx context.Context, m manager.Manager) error {
 	}
 	b.WatchesRawSource(claimsource.Outdated(w.claims, catalogueLag))
 	return b.Complete(reconcile.AsReconciler(m.GetClient(), w))
+}
+
+// NodePoolConcerns reports whether a NodePool changed in what may decide about drift or consolidation: its
+// spec, or its annotations, one of which is the hash of its template. Core writes its status, with the sum
+// of its Nodes' resources, every five seconds while Nodes come or go.
+func NodePoolConcerns(before, after client.Object) bool {
+	return before.GetGeneration() != after.GetGeneration() || !maps.Equal(before.GetAnnotations(), after.GetAnnotations())
 }
 
 // Concerns reports whether a NodeClass changed in what may decide about drift: its spec, its
@@ -90,10 +99,10 @@ func Concerns(before, after any) bool {
 	if !isClass || !still {
 		return true
 	}
-	// Of more than the status lists, it lists those that are unavailable, which may change many times a
+	// If the status may not list all, it lists those that are unavailable first, which may change many times a
 	// second. Core finds their drift when it next looks by itself, within five minutes.
 	selected := func(c *v1alpha1.ClusterAPINodeClass) []v1alpha1.SelectedNodeGroup {
-		if c.Status.NodeGroups > v1alpha1.MaxSelectedNodeGroups {
+		if c.Status.NodeGroups > v1alpha1.MaxSelectedNodeGroups || len(c.Status.Selected) >= v1alpha1.MaxSelectedNodeGroups {
 			return nil
 		}
 		return lo.Map(c.Status.Selected, func(g v1alpha1.SelectedNodeGroup, _ int) v1alpha1.SelectedNodeGroup {

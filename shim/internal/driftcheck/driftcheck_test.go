@@ -9,6 +9,7 @@ import (
 	"reflect"
 	"regexp"
 	"runtime"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -70,7 +71,26 @@ func TestNodeClaimsAreCheckedForWhatMayDecideAboutDrift(t *testing.T) {
 	others := many.DeepCopy()
 	others.Status.Selected[0].Name = "fleet/b"
 	assert.False(t, driftcheck.Concerns(many, others), "those of many that are listed depend on what is available")
+	many.Status.NodeGroups = 45 // and ten that cannot be used are listed as well
+	many.Status.Selected = lo.Times(v1alpha1.MaxSelectedNodeGroups, func(i int) v1alpha1.SelectedNodeGroup {
+		return v1alpha1.SelectedNodeGroup{Name: strconv.Itoa(i)}
+	})
+	others = many.DeepCopy()
+	others.Status.Selected[0].Name = "fleet/b"
+	assert.False(t, driftcheck.Concerns(many, others), "the list is full, and may lack some")
 	assert.True(t, driftcheck.Concerns(&karpv1.NodePool{}, &karpv1.NodePool{}), "of other kinds nothing is known")
+}
+
+func TestNodeClaimsAreCheckedForTheSpecOfTheirNodePoolOnly(t *testing.T) {
+	before := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Generation: 1, Annotations: map[string]string{karpv1.NodePoolHashAnnotationKey: "1"}}}
+	after := before.DeepCopy()
+	after.Status.Nodes = new(int64(5000))
+	assert.False(t, driftcheck.NodePoolConcerns(before, after), "core counts Nodes every five seconds")
+	after.Annotations[karpv1.NodePoolHashAnnotationKey] = "2"
+	assert.True(t, driftcheck.NodePoolConcerns(before, after), "core has computed the hash of the template")
+	after = before.DeepCopy()
+	after.Generation++
+	assert.True(t, driftcheck.NodePoolConcerns(before, after))
 }
 
 func TestCoresControllerIsReplacedOrMissed(t *testing.T) {

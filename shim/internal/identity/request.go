@@ -26,7 +26,7 @@ import (
 )
 
 const (
-	// refusedDelay is the wait after the agent has refused a certificate: it will refuse again
+	// refusedDelay is the wait after the agent has refused a certificate for good: it will refuse again
 	// until a user acts.
 	refusedDelay = 10 * time.Minute
 	// early is the maximum fraction by which a renewal precedes the time that the agent requested,
@@ -35,8 +35,12 @@ const (
 	early = 0.1
 )
 
-// retries defines the waits after failed requests.
-var retries = wait.Backoff{Duration: interval, Factor: 2, Jitter: jitter, Steps: 10, Cap: 5 * time.Minute}
+// Waits after failed requests. Without a first certificate, nothing tells the shim that the agent can be
+// reached.
+var (
+	enrollmentRetries = wait.Backoff{Duration: interval, Factor: 2, Jitter: jitter, Steps: 10, Cap: time.Minute}
+	renewalRetries    = wait.Backoff{Duration: interval, Factor: 2, Jitter: jitter, Steps: 10, Cap: 5 * time.Minute}
+)
 
 // attempts determines when the next attempt is due.
 type attempts struct {
@@ -46,8 +50,8 @@ type attempts struct {
 }
 
 // due reports whether an attempt may be made with a certificate. For a certificate that has not
-// been tried yet it is due at once.
-func (a *attempts) due(with *x509.Certificate, now time.Time) bool {
+// been tried yet it is due at once, and retries defines the waits after that.
+func (a *attempts) due(with *x509.Certificate, now time.Time, retries wait.Backoff) bool {
 	sum := sha256.Sum256(with.Raw)
 	if of := hex.EncodeToString(sum[:]); a.of != of {
 		*a = attempts{of: of, backoff: retries}
@@ -57,7 +61,7 @@ func (a *attempts) due(with *x509.Certificate, now time.Time) bool {
 
 func (a *attempts) failed(err error, now time.Time) {
 	delay := a.backoff.Step()
-	if refused(err) {
+	if refused(err) && !passes(err) {
 		delay = wait.Jitter(refusedDelay, jitter)
 	}
 	if asked, ok := agenterrors.RetryDelay(err); ok {
@@ -69,7 +73,13 @@ func (a *attempts) failed(err error, now time.Time) {
 // refused reports whether the agent will refuse again until a user acts.
 func refused(err error) bool {
 	return agenterrors.IsUnauthenticated(err) || agenterrors.IsPermissionDenied(err) || agenterrors.IsRefused(err) ||
-		agenterrors.IsInvalidArgument(err) || agenterrors.IsNotFound(err) || status.Code(err) == codes.Unimplemented
+		agenterrors.IsInvalidArgument(err) || passes(err)
+}
+
+// passes reports whether a refusal may end without a new bootstrap certificate: the hub lacks the Cluster, or the
+// agent is too old, or issues no certificates yet.
+func passes(err error) bool {
+	return agenterrors.IsNotFound(err) || agenterrors.IsCertificatesNotIssued(err) || status.Code(err) == codes.Unimplemented
 }
 
 // tryEnroll requests the first certificate of an onboarding if an attempt is due. done reports
@@ -79,7 +89,7 @@ func (k *Keeper) tryEnroll(ctx context.Context, s *stored, b *onboarding) (done 
 		k.tell(ctx, reasonInvalid, fmt.Sprintf("The secret %s cannot be used to get a client certificate: %v. %s", k.Bootstrap, b.unusable, k.remedy()))
 		return false, nil //nolint:nilerr // It is told.
 	}
-	if !k.enrollment.due(b.certificate, k.Clock.Now()) {
+	if !k.enrollment.due(b.certificate, k.Clock.Now(), enrollmentRetries) {
 		return false, nil
 	}
 	err = k.enroll(ctx, s, b)
@@ -129,7 +139,7 @@ func (k *Keeper) enrollmentKey(ctx context.Context, s *stored, onboarding string
 
 // tryRenew renews the present certificate if an attempt is due.
 func (k *Keeper) tryRenew(ctx context.Context, s *stored, present *x509.Certificate) error {
-	if !k.renewal.due(present, k.Clock.Now()) {
+	if !k.renewal.due(present, k.Clock.Now(), renewalRetries) {
 		return nil
 	}
 	return k.conclude(ctx, &k.renewal, renewing, "in place of the present one", k.renew(ctx, s))

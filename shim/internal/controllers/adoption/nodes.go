@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync"
@@ -21,6 +22,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -37,6 +39,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	provider "github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/driftcheck"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
@@ -86,13 +89,14 @@ type NodesConfig struct {
 type Nodes struct {
 	NodesConfig
 
-	mu    sync.Mutex
-	rates map[types.UID]*rate.Limiter // by NodeClass
+	mu      sync.Mutex
+	rates   map[types.UID]*rate.Limiter // by NodeClass
+	waiting map[types.UID]time.Time     // when each Node that waits for its turn was last looked at
 }
 
 // NewNodes returns the controller.
 func NewNodes(c NodesConfig) *Nodes {
-	return &Nodes{NodesConfig: c, rates: map[types.UID]*rate.Limiter{}}
+	return &Nodes{NodesConfig: c, rates: map[types.UID]*rate.Limiter{}, waiting: map[types.UID]time.Time{}}
 }
 
 // Reconcile checks one Node.
@@ -125,7 +129,8 @@ func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Res
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	if machine == nil || machine.GetDeletedAt() != nil || machine.GetNodeGroupId() == "" {
-		return reconcile.Result{RequeueAfter: longLook}, nil
+		// The machine of a new Node may not be listed yet.
+		return reconcile.Result{RequeueAfter: min(max(look, c.Clock.Since(node.CreationTimestamp.Time)/4), longLook)}, nil
 	}
 	waits, err := c.waitsFor(ctx, machine)
 	if err != nil || waits {
@@ -237,9 +242,13 @@ func (c *Nodes) adopt(
 		return reconcile.Result{RequeueAfter: longLook}, nil // no NodeClass selects its node group
 	}
 	now := c.Clock.Now()
-	turn := c.rate(class).ReserveN(now, 1)
-	if wait := turn.DelayFrom(now); wait > 0 {
+	limiter := c.rate(class)
+	turn := limiter.ReserveN(now, 1)
+	wait := turn.DelayFrom(now)
+	if wait > 0 {
 		turn.CancelAt(now)
+	}
+	if wait = c.again(node, now, wait, limiter.Limit()); wait > 0 {
 		return reconcile.Result{RequeueAfter: wait}, nil
 	}
 	if err := allowed(ctx, c.Agent, c.Cluster, machine, true); err != nil {
@@ -371,6 +380,22 @@ func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 	return limiter
 }
 
+// again returns after how long a Node is looked at again that has to wait for its turn; 0 if it has not. If many
+// wait, they come back one after the other, on average two for each turn, and not all for the next one.
+func (c *Nodes) again(node *corev1.Node, now time.Time, wait time.Duration, limit rate.Limit) time.Duration {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if wait == 0 {
+		delete(c.waiting, node.UID)
+		return 0
+	}
+	c.waiting[node.UID] = now
+	maps.DeleteFunc(c.waiting, func(_ types.UID, seen time.Time) bool { return now.Sub(seen) > 2*longLook }) // deleted Nodes, and those of other states
+	others := time.Duration(len(c.waiting) - 1)
+	spread := min(others*time.Duration(float64(time.Second)/float64(limit))/2, longLook)
+	return wait + rand.N(spread+1)
+}
+
 // forgetRates removes the rate limiters of NodeClasses that are not among those that exist.
 func (c *Nodes) forgetRates(existing []v1alpha1.ClusterAPINodeClass) {
 	c.mu.Lock()
@@ -407,10 +432,12 @@ func (c *Nodes) Register(_ context.Context, m manager.Manager) error {
 		})
 	})
 	changed := builder.WithPredicates(predicate.GenerationChangedPredicate{})
+	// Which node groups a NodeClass selects changes without its spec, and is known later than its spec.
+	concerned := builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool { return driftcheck.Concerns(e.ObjectOld, e.ObjectNew) }})
 	return controllerruntime.NewControllerManagedBy(m).
 		Named(nodesName).
 		For(&corev1.Node{}, builder.WithPredicates(predicate.NewPredicateFuncs(mayBeAdopted))).
-		Watches(&v1alpha1.ClusterAPINodeClass{}, every, changed).
+		Watches(&v1alpha1.ClusterAPINodeClass{}, every, concerned).
 		Watches(&karpv1.NodePool{}, every, changed).
 		WithOptions(controller.Options{MaxConcurrentReconciles: nodesConcurrency}).
 		Complete(reconcile.AsReconciler(m.GetClient(), c))

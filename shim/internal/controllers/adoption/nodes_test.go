@@ -1,9 +1,11 @@
 package adoption_test
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -397,6 +399,43 @@ func TestAdoptionsAreAsManyAMinuteAsTheNodeClassSays(t *testing.T) {
 	e.clock.Step(wait)
 	look()
 	assert.Contains(t, node.Labels, v1alpha1.AdoptedLabel)
+}
+
+// With thousands of Nodes, looking at all of them for each turn would be all that the shim does.
+func TestNodesThatWaitForTheirTurnComeBackOneAfterTheOther(t *testing.T) {
+	const many = 60
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll, NodesPerMinute: new(int32(60))})
+	require.NotNil(t, e.look())
+	e.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "b", Replicas: many, InstanceType: "large", NodeLabels: map[string]string{"team": "red"}})
+	e.clock.Step(6 * time.Second) // expire the listing
+	response, err := e.Client.Machines.ListMachines(e.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: e.Cluster})
+	require.NoError(t, err)
+	e.Eventually(func() bool { _, ok := e.Catalogue.Snapshot().Group("default/b"); return ok }, "the catalogue knows the group")
+	due := map[string]time.Time{} // of Nodes
+	for i, machine := range response.GetMachines()[1:] {
+		node := e.userNode(fmt.Sprintf("node-%d", i), machine.GetProviderId())
+		e.Create(node)
+		due[node.Name] = e.clock.Now()
+	}
+	require.Len(t, due, many)
+	looks, began := 0, e.clock.Now()
+	for len(due) > 0 {
+		name := lo.MinBy(lo.Keys(due), func(a, b string) bool { return due[a].Before(due[b]) })
+		if left := due[name].Sub(e.clock.Now()); left > 0 {
+			e.clock.Step(left)
+		}
+		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+		e.Get(node)
+		result, err := e.nodes.Reconcile(e.Context(), node)
+		require.NoError(t, err)
+		looks++
+		e.Get(node)
+		if due[name] = e.clock.Now().Add(result.RequeueAfter); node.Labels[v1alpha1.AdoptedLabel] != "" {
+			delete(due, name)
+		}
+	}
+	assert.Less(t, looks, 6*many, "looks at %d Nodes", many)
+	assert.Less(t, e.clock.Since(began), 2*many*time.Second, "at 60 a minute")
 }
 
 func TestANodeThatMayNotBeAdoptedTakesNoTurn(t *testing.T) {

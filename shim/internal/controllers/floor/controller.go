@@ -40,7 +40,7 @@ const (
 	// For a Node that is not registered, an early report to the agent is requested, and the Node is
 	// checked again after secondLook. A Node that keeps the taint is then checked whenever its age
 	// has grown by a quarter, and at least every longestLook.
-	look, secondLook, longestLook = 20 * time.Second, 10 * time.Second, 5 * time.Minute
+	look, secondLook, longestLook = 20 * time.Second, 10 * time.Second, time.Minute
 	// concurrency is low because all reconciles share one listing of the machines.
 	concurrency = 5
 )

@@ -78,10 +78,13 @@ func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconc
 	if err != nil {
 		return reconcile.Result{}, err
 	}
+	// Nothing tells when a NodePool without instance types gets some although no offering changes: before
+	// the Nodes of a restarted shim are adopted, for example, none has any.
+	look := reconcile.Result{RequeueAfter: lo.Ternary(skipped > 0, again, 0)}
 	second := offered == c.applied
 	if second {
 		if c.first.IsZero() {
-			return reconcile.Result{}, nil
+			return look, nil
 		}
 		if left := again - c.clock.Since(c.first); left > 0 {
 			return reconcile.Result{RequeueAfter: left}, nil
@@ -97,7 +100,7 @@ func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconc
 	log.FromContext(ctx).V(1).Info("applied node overlays to what the node groups offer now")
 	if second {
 		c.first = time.Time{}
-		return reconcile.Result{}, nil
+		return look, nil
 	}
 	c.applied, c.first = offered, c.clock.Now()
 	return reconcile.Result{RequeueAfter: again}, nil

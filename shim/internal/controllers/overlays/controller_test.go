@@ -138,7 +138,7 @@ func TestANodePoolWithoutInstanceTypesIsNoReasonToRepeatTheOthers(t *testing.T) 
 	w.clock.Step(time.Minute)
 	w.reconciled() // the second time
 	calls := w.core.calls
-	w.reconciled()
+	assert.Equal(t, 10*time.Second, w.reconciled().RequeueAfter, "nothing tells when it gets some")
 	assert.Equal(t, calls, w.core.calls)
 }
 
