@@ -5,6 +5,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -687,4 +688,35 @@ func TestClaimsThatAreMadeAtTheSameTimeAreEnteredInOneWrite(t *testing.T) {
 	md, l := small(t, e)
 	assert.Equal(t, int32(2), *md.Spec.Replicas)
 	assert.Len(t, l.Pending, 2)
+}
+
+// A webhook may take half a minute for one claim.
+func TestASlowCreateDelaysOneRunOnly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &group{}
+		made := g.beginMaking()
+		began := time.Now()
+		g.gather(t.Context())
+		assert.Equal(t, gathersFor, time.Since(began))
+		g.gather(t.Context())
+		assert.Equal(t, gathersFor, time.Since(began), "the next run has it waited for already")
+		assert.True(t, made())
+	})
+}
+
+// What a run gathers is entered by that run.
+func TestTheLastClaimOfABurstIsLeftToTheRunThatGathersIt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &group{}
+		made := g.beginMaking()
+		gathered := make(chan struct{})
+		go func() {
+			defer close(gathered)
+			g.gather(t.Context())
+		}()
+		synctest.Wait()
+		assert.False(t, made())
+		<-gathered
+		assert.True(t, g.beginMaking()())
+	})
 }

@@ -78,7 +78,7 @@ capi_agent_limit{limit="releases"} 3
 # HELP capi_agent_node_group_recent_creations Claims of a node group that were created within the last minute.
 # TYPE capi_agent_node_group_recent_creations gauge
 capi_agent_node_group_recent_creations{cluster="spoke",machine_deployment="workers",namespace="fleet"} 1
-# HELP capi_agent_ledger_machines Machines of a node group by owner, according to its ledger: floor (owned by the user), spare (not claimed), pending (admitted claims without an assigned Machine), assigned (to a claim, not bound yet), releasing (being removed, replica held), replica_removed (being removed, replica removed).
+# HELP capi_agent_ledger_machines Machines of a node group by owner, according to its ledger: floor (owned by the user), spare (without an owner when the ledger was last written), pending (admitted claims without an assigned Machine), assigned (to a claim, not bound yet), releasing (being removed, replica held), replica_removed (being removed, replica removed).
 # TYPE capi_agent_ledger_machines gauge
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="floor"} 2
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="replica_removed"} 1

@@ -70,6 +70,23 @@ func TestACallWaitsUntilTheLedgerHasRoomForItsClaim(t *testing.T) {
 	assert.Equal(t, int32(1), *md.Spec.Replicas, "it took the place of the one that went")
 }
 
+func TestACallThatWaitsForRoomIsNotAnsweredWithTheFailureOfAnotherWrite(t *testing.T) {
+	g := &group{engine: engineWith(t), queued: map[string]bool{"waits": true}}
+	refused := &failedActions{error: assert.AnError, of: map[string]bool{"begin-delete m": true}}
+	for name, test := range map[string]struct {
+		err   error
+		waits bool
+	}{
+		"nothing failed":         {nil, true},
+		"an action failed":       {fmt.Errorf("a step: %w", refused), true},
+		"the ledger was refused": {errors.Join(ErrWriteRefused, refused), false},
+		"it could not be read":   {assert.AnError, false},
+	} {
+		assert.Equal(t, test.waits, g.keepsWaiting("waits", test.err), name)
+		assert.False(t, g.keepsWaiting("other", test.err), name)
+	}
+}
+
 // A refusal is not a race that another attempt could win.
 func TestALedgerThatTheHubRefusesIsNotRetriedAsALostRace(t *testing.T) {
 	for name, refusal := range map[string]error{

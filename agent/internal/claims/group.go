@@ -62,7 +62,8 @@ type group struct {
 	// to start. busySince is when it last rose from zero.
 	busy      int
 	busySince time.Time
-	making    map[chan struct{}]bool // calls that are creating a claim's object; each is closed when it exists or failed
+	making    map[chan struct{}]time.Time // since when calls are creating a claim's object; each is closed when it exists or failed
+	gathering bool                        // a run waits for these calls
 	// traced are recorded spans of calls that ask for the next step.
 	traced []trace.Span
 	// cluster is the name of the Cluster, as read last; empty before that.
@@ -90,8 +91,10 @@ type group struct {
 	dueSeq                         int64
 	dueSince, dueWritten, dueFirst time.Time
 	takenOver                      int64
-	// skip is how many of a decision's actions move behind the others, because some of them failed.
-	skip int
+	// failed are the actions that failed when they were tried last, by their texts. skip is by how many
+	// their order has moved on.
+	failed map[string]bool
+	skip   int
 	// queued holds the ids of the claims that the last step found no room in the ledger for.
 	queued map[string]bool
 	// mislabelled are the Machines with an event about their label.
@@ -154,49 +157,51 @@ func (g *group) begin() (done func()) {
 }
 
 // beginMaking registers a call that creates a claim's object, until made is called, which reports
-// whether no other call does so by then. made may be called again.
+// whether by then no other call does so, and no run gathers the claims of such calls. made may be called
+// again.
 func (g *group) beginMaking() (made func() (alone bool)) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.making == nil {
-		g.making = map[chan struct{}]bool{}
+		g.making = map[chan struct{}]time.Time{}
 	}
 	done := make(chan struct{})
-	g.making[done] = true
+	g.making[done] = time.Now()
 	return func() bool {
 		g.mu.Lock()
 		defer g.mu.Unlock()
-		if g.making[done] {
+		if _, still := g.making[done]; still {
 			delete(g.making, done)
 			close(done)
 		}
-		return len(g.making) == 0
+		return len(g.making) == 0 && !g.gathering
 	}
 }
 
-// gather waits until the objects exist that calls are creating now, at most for [gathersFor], so that
-// the claims of a burst are entered in one write. Cluster API reconciles a MachineDeployment at most
+// gather waits until the objects exist that calls are creating now, for each at most until it has been created for
+// [gathersFor], so that the claims of a burst are entered in one write, and a slow one delays one run only. Cluster API reconciles a MachineDeployment at most
 // once a second, and then its MachineSet: what a second write adds may come two seconds later.
 //
 // It does not wait for those that begin meanwhile: a caller that makes one claim after the other must not
 // wait for its own next one.
 func (g *group) gather(ctx context.Context) {
 	g.mu.Lock()
-	others := slices.Collect(maps.Keys(g.making))
+	others := maps.Clone(g.making)
+	g.gathering = len(others) > 0
 	g.mu.Unlock()
-	if len(others) == 0 {
-		return
-	}
-	timer := time.NewTimer(gathersFor)
-	defer timer.Stop()
-	for _, made := range others {
+	defer func() {
+		g.mu.Lock()
+		g.gathering = false
+		g.mu.Unlock()
+	}()
+	for made, began := range others {
+		timer := time.NewTimer(gathersFor - time.Since(began))
 		select {
 		case <-made:
 		case <-timer.C:
-			return
 		case <-ctx.Done():
-			return
 		}
+		timer.Stop()
 	}
 }
 
@@ -205,7 +210,8 @@ func (g *group) gather(ctx context.Context) {
 func (g *group) occupied() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.busy > 0 && g.engine.Clock.Since(g.busySince) < longestOccupied
+	busyFor := g.engine.Clock.Since(g.busySince) // below zero if the clock was set back
+	return g.busy > 0 && busyFor >= 0 && busyFor < longestOccupied
 }
 
 const (
@@ -377,6 +383,9 @@ func (g *group) deferToOther(s *protocol.Snapshot, d *protocol.Decision) time.Du
 	if sum := due.Sum64(); g.due != sum {
 		g.due, g.dueSince = sum, now
 	}
+	if now.Before(g.dueSince) { // the clock was set back
+		g.dueSince, g.dueWritten, g.dueFirst = now, now, now
+	}
 	left := min(g.engine.deference-now.Sub(g.dueSince), silentDeference-now.Sub(g.dueWritten), longestDeference-now.Sub(g.dueFirst))
 	if left <= 0 {
 		g.due, g.takenOver = 0, s.Seq()+1
@@ -447,12 +456,19 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 		unanswered = ErrConflict // the claim moved elsewhere during the run
 	}
 	for id, waiters := range asked {
-		if err == nil && g.queued[id] {
+		if g.keepsWaiting(id, err) {
 			continue // the run that finds room for it answers
 		}
 		g.answerThese(id, waiters, outcome{err: unanswered})
 	}
 	return requeueAfter, err
+}
+
+// keepsWaiting reports whether a call about the claim waits on after a run that ended with err: the ledger has no room
+// for the claim yet, and at most other writes failed. lock is held.
+func (g *group) keepsWaiting(claimID string, err error) bool {
+	_, onlyActions := errors.AsType[*failedActions](err)
+	return g.queued[claimID] && (err == nil || onlyActions && !errors.Is(err, ErrWriteRefused))
 }
 
 // guardedSteps is [group.steps] with panics turned into an error that leaves this group alone for a
@@ -558,6 +574,10 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		keepClaimed(s, d)
 		g.noteSpare(s, d)
 		g.queued = d.Queued
+		if e.withdraws {
+			// A claim that moves on would have a ledger written in a group that may be withdrawn already.
+			d.Actions = slices.DeleteFunc(d.Actions, func(a protocol.Action) bool { return a.Kind == protocol.MoveOn })
+		}
 
 		wait := g.coalesce(s, d)
 		var refused error
@@ -598,9 +618,10 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		} else if !same {
 			continue
 		}
-		progress, err := e.perform(ctx, s, g.batch(d.Actions))
+		tried := g.batch(d.Actions)
+		progress, err := e.perform(ctx, s, tried)
+		g.noteFailures(d.Actions, tried, err)
 		if err != nil {
-			g.skip += maxActions
 			// Work that is due at its own time is not delayed by a write that may never succeed.
 			return g.retry(d, wait), errors.Join(refused, err)
 		}
@@ -651,14 +672,44 @@ func keepClaimed(s *protocol.Snapshot, d *protocol.Decision) {
 	}
 }
 
-// batch returns the actions that come next: as many as one step does, starting with other ones
-// after some failed.
+// batch returns the actions that come next: as many as one step does. Those that failed last time come
+// last, in turns, and so do those on which nothing else depends, which a policy may refuse for all
+// Machines.
 func (g *group) batch(actions []protocol.Action) []protocol.Action {
 	if len(actions) <= maxActions {
 		return actions
 	}
-	at := g.skip % len(actions)
-	return slices.Concat(actions[at:], actions[:at])[:maxActions]
+	first, last := lo.FilterReject(actions, func(a protocol.Action, _ int) bool { return a.Kind != protocol.MarkRepair && !g.failed[a.String()] })
+	if len(last) > 0 {
+		at := g.skip % len(last)
+		last = slices.Concat(last[at:], last[:at])
+	}
+	return slices.Concat(first, last)[:maxActions]
+}
+
+// noteFailures notes which of the decided actions failed when they were tried last.
+func (g *group) noteFailures(decided, tried []protocol.Action, err error) {
+	if err == nil && len(g.failed) == 0 {
+		return
+	}
+	failed := map[string]bool{}
+	for _, a := range decided {
+		if text := a.String(); g.failed[text] {
+			failed[text] = true
+		}
+	}
+	now, _ := errors.AsType[*failedActions](err)
+	for _, a := range tried {
+		if text := a.String(); now != nil && now.of[text] {
+			failed[text] = true
+		} else {
+			delete(failed, text)
+		}
+	}
+	g.failed = failed
+	if err != nil {
+		g.skip += maxActions
+	}
 }
 
 // longestRetry is the maximum delay of a run whose writes fail.

@@ -90,6 +90,13 @@ func TestAnAbandonedClaimMovesToTheNextCandidate(t *testing.T) {
 	assert.Equal(t, "open", got.Spec.NodeGroup)
 	assert.Equal(t, v1alpha1.PhasePending, got.Status.Phase, "it is entered there")
 
+	e = engineWith(t, groupOf("full", 0, full), groupOf("open", 0, nil), claim.DeepCopy())
+	e.spawn, e.withdraws = func(run func()) { run() }, true
+	e.group(namespace, "full").kick(t.Context())
+	got, err = e.Get(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
+	require.NoError(t, err)
+	assert.Equal(t, "full", got.Spec.NodeGroup, "the agent is uninstalled: a group that it was withdrawn from gets no ledger again")
+
 	last := claim.DeepCopy()
 	last.Spec.Candidates = []string{"open", "full"}
 	e = engineWith(t, groupOf("full", 0, full), last)

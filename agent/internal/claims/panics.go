@@ -18,7 +18,7 @@ func recovered(ctx context.Context, do func() error) error {
 // panicBackoff returns how much longer a group whose step panicked is left alone, and why; zero
 // when it is not. Calls are answered with the error meanwhile. lock is held.
 func (g *group) panicBackoff() (time.Duration, error) {
-	left := g.resting.Sub(g.engine.Clock.Now())
+	left := min(g.resting.Sub(g.engine.Clock.Now()), longestRetry) // more if the clock was set back
 	if left <= 0 {
 		return 0, nil
 	}

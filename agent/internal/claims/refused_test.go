@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -56,18 +57,61 @@ func releasing(t *testing.T, names ...string) *Engine {
 
 func TestWritesThatFailDoNotStarveTheOthers(t *testing.T) {
 	var names []string
-	for i := range maxActions + 10 {
+	for i := range 3 * maxActions {
 		names = append(names, fmt.Sprintf("protected-%03d", i))
 	}
 	e := releasing(t, append(names, "z")...)
-	denying(e, "protected")
-	for range 2 {
+	last := names[len(names)-1]
+	freed := false
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Delete: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.DeleteOption) error {
+			if strings.HasPrefix(o.GetName(), "protected") && !(freed && o.GetName() == last) {
+				return apierrors.NewForbidden(schema.GroupResource{Resource: "machines"}, o.GetName(), errors.New("protected by policy"))
+			}
+			return c.Delete(ctx, o, opts...)
+		},
+	})
+	run := func() {
+		t.Helper()
 		_, err := e.group(namespace, "small").run(t.Context())
 		require.ErrorContains(t, err, "protected by policy")
 	}
-	m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "z"}}
-	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
-	assert.False(t, protocol.Alive(m), "it came behind more of those than one step takes")
+	goes := func(name string) bool {
+		t.Helper()
+		m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
+		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+		return !protocol.Alive(m)
+	}
+	for range 4 {
+		run()
+	}
+	require.True(t, goes("z"), "it came behind more of those than one step takes")
+	freed = true
+	for range 4 {
+		run()
+	}
+	require.True(t, goes(last), "it had failed like the others, and is tried again as often as they are")
+}
+
+// A chart of an earlier version forbids the agent to mark any Machine, for example.
+func TestWhatNothingDependsOnComesLast(t *testing.T) {
+	marks := lo.Times(5*maxActions, func(i int) protocol.Action {
+		return protocol.Action{Kind: protocol.MarkRepair, Machine: machineOf(fmt.Sprintf("m%d", i))}
+	})
+	gone := protocol.Action{Kind: protocol.BeginDelete, Machine: machineOf("z")}
+	actions := append(marks, gone)
+	g := &group{skip: maxActions}
+	tried := g.batch(actions)
+	require.Len(t, tried, maxActions)
+	require.Contains(t, tried, gone)
+
+	other := protocol.Action{Kind: protocol.BeginDelete, Machine: machineOf("y")}
+	actions = append(actions, other)
+	g.noteFailures(actions, tried, &failedActions{error: errors.New("refused"), of: map[string]bool{gone.String(): true}})
+	require.Equal(t, other, g.batch(actions)[0])
+	require.NotEqual(t, gone, g.batch(actions)[1], "it waits for its turn among those that come last")
+	g.noteFailures(actions, []protocol.Action{gone}, nil)
+	require.Empty(t, g.failed)
 }
 
 // A policy engine's answer may have several lines, and may be longer than a claim's message.

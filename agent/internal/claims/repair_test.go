@@ -74,6 +74,28 @@ func TestMachinesFollowWhetherTheirHolderRepairs(t *testing.T) {
 	require.Empty(t, settles(false))
 }
 
+// Some webhooks keep only annotations that they know.
+func TestAMarkThatIsNotKeptIsNotWrittenWithoutAPause(t *testing.T) {
+	e, _ := syncing(t, nil, spoke)
+	claim := claimNamed(t, e, "a")
+	claim.Spec.HolderRepairs = true
+	require.NoError(t, e.Client.Update(t.Context(), claim))
+	patches := 0
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+			if _, is := o.(*clusterv1.Machine); !is {
+				return c.Patch(ctx, o, p, opts...)
+			}
+			patches++
+			return c.Get(ctx, client.ObjectKeyFromObject(o), o) // it answers with what it had
+		},
+	})
+	again, err := e.group(namespace, "small").run(t.Context())
+	require.ErrorContains(t, err, "a webhook of the hub reverts a change of the annotation cluster.x-k8s.io/skip-remediation")
+	require.Equal(t, 1, patches)
+	require.GreaterOrEqual(t, again, time.Second)
+}
+
 // The API server drops a field that an older CustomResourceDefinition does not have.
 func TestAnOlderDefinitionOfClaimsCostsNoWrites(t *testing.T) {
 	e, round := syncing(t, nil, spoke)

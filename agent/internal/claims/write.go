@@ -244,8 +244,26 @@ func (e *Engine) perform(ctx context.Context, s *protocol.Snapshot, actions []pr
 		}
 	}
 	_ = work.Wait() // the errors are in errs
-	return progress.Load(), errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		failed := map[string]bool{}
+		for i, a := range actions {
+			if errs[i] != nil {
+				failed[a.String()] = true
+			}
+		}
+		return progress.Load(), &failedActions{error: err, of: failed}
+	}
+	return progress.Load(), nil
 }
+
+// failedActions is the error of actions that failed for another reason than a lost race. Nothing else failed.
+type failedActions struct {
+	error
+
+	of map[string]bool // by the action's text
+}
+
+func (f *failedActions) Unwrap() error { return f.error }
 
 // waitAnew restarts a claim's wait for a Machine, also if another write of its status came first. A
 // claim that does not wait any more is left as it is.
@@ -382,7 +400,16 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 	case protocol.MarkRepair:
 		m := a.Machine.DeepCopy()
 		protocol.SetRepair(m, a.Claim != nil && a.Claim.Spec.HolderRepairs)
-		return e.patchMachine(ctx, a.Machine, m)
+		written, err := e.writeMachine(ctx, a.Machine, m)
+		if err != nil {
+			return err
+		}
+		_, wanted := m.Annotations[clusterv1.MachineSkipRemediationAnnotation]
+		if _, has := written.Annotations[clusterv1.MachineSkipRemediationAnnotation]; has != wanted {
+			// Otherwise it would be written again and again, without a pause.
+			return fmt.Errorf("a webhook of the hub reverts a change of the annotation %s", clusterv1.MachineSkipRemediationAnnotation)
+		}
+		return nil
 	case protocol.LowerSet:
 		return e.lowerSet(ctx, a)
 	case protocol.PauseMachineSet:
@@ -636,6 +663,12 @@ func (e *Engine) patchSet(ctx context.Context, before, after *clusterv1.MachineS
 // meanwhile, and no actor has begun to delete it. Other writes by Cluster API, which are frequent
 // while a Machine is new or being deleted, do not make it fail.
 func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Machine) error {
+	_, err := e.writeMachine(ctx, before, after)
+	return err
+}
+
+// writeMachine is [Engine.patchMachine], and returns the Machine as the API server has it then.
+func (e *Engine) writeMachine(ctx context.Context, before, after *clusterv1.Machine) (*clusterv1.Machine, error) {
 	ops := []operation{test("/metadata/uid", before.UID)}
 	if protocol.Alive(before) {
 		ops = append(ops, test("/metadata/deletionTimestamp", nil)) // nil: there is none
@@ -653,20 +686,20 @@ func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Mach
 	}
 	patch, err := json.Marshal(ops)
 	if err != nil {
-		return fmt.Errorf("encoding a Machine's patch: %w", err)
+		return nil, fmt.Errorf("encoding a Machine's patch: %w", err)
 	}
 	// Into an empty object: fields that the response omits would stay in one that is filled.
 	written := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: before.Namespace, Name: before.Name}}
 	err = e.Client.Patch(ctx, written, client.RawPatch(types.JSONPatchType, patch), fieldOwner)
 	switch {
 	case testFailed(err):
-		return apierrors.NewConflict(schema.GroupResource{Group: clusterv1.GroupVersion.Group, Resource: "machines"}, before.Name, err)
+		return nil, apierrors.NewConflict(schema.GroupResource{Group: clusterv1.GroupVersion.Group, Resource: "machines"}, before.Name, err)
 	case err != nil:
-		return err
+		return nil, err
 	}
 	e.written.note(written)
 	after.ResourceVersion = written.ResourceVersion
-	return nil
+	return written, nil
 }
 
 // change returns the operations that turn one map of an object's metadata into another. They first

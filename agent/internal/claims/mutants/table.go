@@ -91,7 +91,7 @@ var mutants = []mutant{
 		{"		if entered, err := e.entered(ctx, c); entered || err != nil {\n", "		if entered, err := e.entered(ctx, c); entered && false || err != nil {\n"},
 	}},
 	{name: "work that hangs keeps events from a node group", test: "TestEventsAreNotPutOffForLong", edits: []edit{
-		{"	return g.busy > 0 && g.engine.Clock.Since(g.busySince) < longestOccupied\n", "	return g.busy > 0\n"},
+		{"	return g.busy > 0 && busyFor >= 0 && busyFor < longestOccupied\n", "	return g.busy > 0 && busyFor >= 0\n"},
 	}},
 	{name: "two agents work on one node group", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
 		{"	left := min(g.engine.deference-now.Sub(g.dueSince), silentDeference-now.Sub(g.dueWritten), longestDeference-now.Sub(g.dueFirst))\n", "	left := time.Duration(0)\n"},
@@ -187,7 +187,7 @@ var mutants = []mutant{
 		{"	waits := (b.next.Unassigned() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0\n", "	waits := b.next.Unassigned() > 0 && b.d.Unmet == 0\n"},
 	}},
 	{name: "a call whose claim waits for room in the ledger is answered", test: "TestACallWaitsUntilTheLedgerHasRoomForItsClaim", edits: []edit{
-		{"		if err == nil && g.queued[id] {\n", "		if err != nil && g.queued[id] {\n"},
+		{"		if g.keepsWaiting(id, err) {\n", "		if err != nil && g.queued[id] {\n"},
 	}},
 	{name: "a refused write is a lost race", test: "TestALedgerThatTheHubRefusesIsNotRetriedAsALostRace", edits: []edit{
 		{"	return (details == nil || len(details.Causes) == 0) && !denied(status)\n", "	return details == nil || !denied(nil) || true\n"},
@@ -262,7 +262,7 @@ var mutants = []mutant{
 	{name: "R2: Machines are patched whatever became of them", edits: []edit{
 		{
 			"	ops := []operation{test(\"/metadata/uid\", before.UID)}\n",
-			"	if true {\n		return e.Client.Patch(ctx, after, client.MergeFrom(before), fieldOwner)\n	}\n" +
+			"	if true {\n		return after, e.Client.Patch(ctx, after, client.MergeFrom(before), fieldOwner)\n	}\n" +
 				"	ops := []operation{test(\"/metadata/uid\", before.UID)}\n",
 		},
 		{
@@ -952,7 +952,7 @@ var mutants = []mutant{
 		{"	default: // another explanation, which matters more\n		return\n", ""},
 	}},
 	{name: "writes that fail starve the others", test: "TestWritesThatFailDoNotStarveTheOthers", edits: []edit{
-		{"	at := g.skip % len(actions)\n", "	at := g.skip * 0\n"},
+		{"		at := g.skip % len(last)\n", "		at := g.skip * 0\n"},
 	}},
 	{name: "whether a Machine can be made is not looked at", test: "TestAGroupForWhichNoMachineCanBeMadeTakesClaimsForSparesOnly", edits: []edit{
 		{"		if e.NoMachines != nil {\n", "		if e.NoMachines == nil && md == nil {\n"},
