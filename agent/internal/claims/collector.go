@@ -42,8 +42,8 @@ const (
 var (
 	ledgerDescription = prometheus.NewDesc("capi_agent_ledger_machines",
 		"Machines of a node group by owner, according to its ledger: floor (owned by the user), spare (without an owner when the "+
-			"ledger was last written), pending (admitted claims without an assigned Machine), assigned (to a claim, not bound yet), releasing (being removed, replica held), "+
-			"replica_removed (being removed, replica removed).",
+			"ledger was last written), pending (admitted claims without an assigned Machine), assigned (to a claim, not bound yet), "+
+			"releasing (being removed, replica held), replica_removed (being removed, replica removed).",
 		[]string{namespaceLabel, deploymentLabel, "part"}, nil)
 	replicasDescription = prometheus.NewDesc("capi_agent_node_group_replicas",
 		"spec.replicas of the MachineDeployment of a node group that has a ledger.", []string{namespaceLabel, deploymentLabel}, nil)

@@ -72,7 +72,7 @@ func TestACallWaitsUntilTheLedgerHasRoomForItsClaim(t *testing.T) {
 
 func TestACallThatWaitsForRoomIsNotAnsweredWithTheFailureOfAnotherWrite(t *testing.T) {
 	g := &group{engine: engineWith(t), queued: map[string]bool{"waits": true}}
-	refused := &failedActions{error: assert.AnError, of: map[string]bool{"begin-delete m": true}}
+	refused := &actionsError{error: assert.AnError, of: map[string]bool{"begin-delete m": true}}
 	for name, test := range map[string]struct {
 		err   error
 		waits bool

@@ -178,9 +178,10 @@ func (g *group) beginMaking() (made func() (alone bool)) {
 	}
 }
 
-// gather waits until the objects exist that calls are creating now, for each at most until it has been created for
-// [gathersFor], so that the claims of a burst are entered in one write, and a slow one delays one run only. Cluster API reconciles a MachineDeployment at most
-// once a second, and then its MachineSet: what a second write adds may come two seconds later.
+// gather waits until the objects exist that calls are creating now, so that the claims of a burst are
+// entered in one write. Cluster API reconciles a MachineDeployment at most once a second, and then its
+// MachineSet: what a second write adds may come two seconds later. It waits for each call at most until
+// [gathersFor] after that began, so a slow one delays one run only.
 //
 // It does not wait for those that begin meanwhile: a caller that makes one claim after the other must not
 // wait for its own next one.
@@ -467,7 +468,7 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 // keepsWaiting reports whether a call about the claim waits on after a run that ended with err: the ledger has no room
 // for the claim yet, and at most other writes failed. lock is held.
 func (g *group) keepsWaiting(claimID string, err error) bool {
-	_, onlyActions := errors.AsType[*failedActions](err)
+	_, onlyActions := errors.AsType[*actionsError](err)
 	return g.queued[claimID] && (err == nil || onlyActions && !errors.Is(err, ErrWriteRefused))
 }
 
@@ -698,7 +699,7 @@ func (g *group) noteFailures(decided, tried []protocol.Action, err error) {
 			failed[text] = true
 		}
 	}
-	now, _ := errors.AsType[*failedActions](err)
+	now, _ := errors.AsType[*actionsError](err)
 	for _, a := range tried {
 		if text := a.String(); now != nil && now.of[text] {
 			failed[text] = true

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -25,9 +26,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// denying refuses to delete Machines whose name begins with prefix, as a policy engine does.
-func denying(e *Engine, prefix string) { denyingWith(e, prefix, "protected by policy") }
-
+// denyingWith refuses to delete Machines whose name begins with prefix, as a policy engine does.
 func denyingWith(e *Engine, prefix, answer string) {
 	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
 		Delete: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.DeleteOption) error {
@@ -65,7 +64,7 @@ func TestWritesThatFailDoNotStarveTheOthers(t *testing.T) {
 	freed := false
 	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
 		Delete: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.DeleteOption) error {
-			if strings.HasPrefix(o.GetName(), "protected") && !(freed && o.GetName() == last) {
+			if strings.HasPrefix(o.GetName(), "protected") && (!freed || o.GetName() != last) {
 				return apierrors.NewForbidden(schema.GroupResource{Resource: "machines"}, o.GetName(), errors.New("protected by policy"))
 			}
 			return c.Delete(ctx, o, opts...)
@@ -99,7 +98,7 @@ func TestWhatNothingDependsOnComesLast(t *testing.T) {
 		return protocol.Action{Kind: protocol.MarkRepair, Machine: machineOf(fmt.Sprintf("m%d", i))}
 	})
 	gone := protocol.Action{Kind: protocol.BeginDelete, Machine: machineOf("z")}
-	actions := append(marks, gone)
+	actions := slices.Concat(marks, []protocol.Action{gone})
 	g := &group{skip: maxActions}
 	tried := g.batch(actions)
 	require.Len(t, tried, maxActions)
@@ -107,7 +106,7 @@ func TestWhatNothingDependsOnComesLast(t *testing.T) {
 
 	other := protocol.Action{Kind: protocol.BeginDelete, Machine: machineOf("y")}
 	actions = append(actions, other)
-	g.noteFailures(actions, tried, &failedActions{error: errors.New("refused"), of: map[string]bool{gone.String(): true}})
+	g.noteFailures(actions, tried, &actionsError{error: errors.New("refused"), of: map[string]bool{gone.String(): true}})
 	require.Equal(t, other, g.batch(actions)[0])
 	require.NotEqual(t, gone, g.batch(actions)[1], "it waits for its turn among those that come last")
 	g.noteFailures(actions, []protocol.Action{gone}, nil)

@@ -251,19 +251,19 @@ func (e *Engine) perform(ctx context.Context, s *protocol.Snapshot, actions []pr
 				failed[a.String()] = true
 			}
 		}
-		return progress.Load(), &failedActions{error: err, of: failed}
+		return progress.Load(), &actionsError{error: err, of: failed}
 	}
 	return progress.Load(), nil
 }
 
-// failedActions is the error of actions that failed for another reason than a lost race. Nothing else failed.
-type failedActions struct {
+// actionsError is the error of actions that failed for another reason than a lost race. Nothing else failed.
+type actionsError struct {
 	error
 
 	of map[string]bool // by the action's text
 }
 
-func (f *failedActions) Unwrap() error { return f.error }
+func (f *actionsError) Unwrap() error { return f.error }
 
 // waitAnew restarts a claim's wait for a Machine, also if another write of its status came first. A
 // claim that does not wait any more is left as it is.

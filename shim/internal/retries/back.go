@@ -79,7 +79,9 @@ type watching struct {
 
 // Add implements [manager.Manager].
 func (w *watching) Add(runnable manager.Runnable) error {
-	if c, is := runnable.(interface{ Watch(source.Source) error }); is {
+	if c, is := runnable.(interface {
+		Watch(from source.Source) error
+	}); is {
 		w.added = true
 		return errors.Join(c.Watch(w.source), w.Manager.Add(runnable))
 	}

@@ -66,7 +66,7 @@ func noCapacity(ctx context.Context, w *testenv.Env) error {
 
 // noCertificate connects to the agent like a client that has no certificate yet.
 func noCertificate(ctx context.Context, w *testenv.Env) error {
-	dialer := tls.Dialer{Config: &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}}} //nolint:gosec // the agent is to refuse it
+	dialer := tls.Dialer{Config: &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}}}
 	conn, err := dialer.DialContext(ctx, "tcp", w.Sandbox.State().AgentAddress)
 	if err != nil {
 		return err

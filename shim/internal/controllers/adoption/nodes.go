@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync"
@@ -17,6 +16,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/utils/clock"
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
@@ -244,12 +244,12 @@ func (c *Nodes) adopt(
 	now := c.Clock.Now()
 	limiter := c.rate(class)
 	turn := limiter.ReserveN(now, 1)
-	wait := turn.DelayFrom(now)
-	if wait > 0 {
+	left := turn.DelayFrom(now)
+	if left > 0 {
 		turn.CancelAt(now)
 	}
-	if wait = c.again(node, now, wait, limiter.Limit()); wait > 0 {
-		return reconcile.Result{RequeueAfter: wait}, nil
+	if again := c.again(node, now, left, limiter.Limit()); again > 0 {
+		return reconcile.Result{RequeueAfter: again}, nil
 	}
 	if err := allowed(ctx, c.Agent, c.Cluster, machine, true); err != nil {
 		turn.CancelAt(now) // leave the turn to another Node
@@ -382,18 +382,22 @@ func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 
 // again returns after how long a Node is looked at again that has to wait for its turn; 0 if it has not. If many
 // wait, they come back one after the other, on average two for each turn, and not all for the next one.
-func (c *Nodes) again(node *corev1.Node, now time.Time, wait time.Duration, limit rate.Limit) time.Duration {
+func (c *Nodes) again(node *corev1.Node, now time.Time, left time.Duration, limit rate.Limit) time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if wait == 0 {
+	if left == 0 {
 		delete(c.waiting, node.UID)
 		return 0
 	}
 	c.waiting[node.UID] = now
-	maps.DeleteFunc(c.waiting, func(_ types.UID, seen time.Time) bool { return now.Sub(seen) > 2*longLook }) // deleted Nodes, and those of other states
-	others := time.Duration(len(c.waiting) - 1)
-	spread := min(others*time.Duration(float64(time.Second)/float64(limit))/2, longLook)
-	return wait + rand.N(spread+1)
+	// Deleted Nodes, and those that no longer wait for a turn, are not looked at here again.
+	maps.DeleteFunc(c.waiting, func(_ types.UID, seen time.Time) bool { return now.Sub(seen) > 2*longLook })
+	others := len(c.waiting) - 1
+	if others == 0 {
+		return left
+	}
+	spread := min(float64(others)/float64(limit)/2, longLook.Seconds())
+	return wait.Jitter(left, spread/left.Seconds())
 }
 
 // forgetRates removes the rate limiters of NodeClasses that are not among those that exist.
@@ -433,7 +437,9 @@ func (c *Nodes) Register(_ context.Context, m manager.Manager) error {
 	})
 	changed := builder.WithPredicates(predicate.GenerationChangedPredicate{})
 	// Which node groups a NodeClass selects changes without its spec, and is known later than its spec.
-	concerned := builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool { return driftcheck.Concerns(e.ObjectOld, e.ObjectNew) }})
+	concerned := builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+		return driftcheck.Concerns(e.ObjectOld, e.ObjectNew)
+	}})
 	return controllerruntime.NewControllerManagedBy(m).
 		Named(nodesName).
 		For(&corev1.Node{}, builder.WithPredicates(predicate.NewPredicateFuncs(mayBeAdopted))).
