@@ -720,3 +720,31 @@ func TestTheLastClaimOfABurstIsLeftToTheRunThatGathersIt(t *testing.T) {
 		assert.True(t, g.beginMaking()())
 	})
 }
+
+func TestACallDoesNotOutlastItsDeadlineBecauseAWriteHangs(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
+	hangs, writes := make(chan struct{}), make(chan struct{})
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+			if _, is := o.(*clusterv1.MachineDeployment); is {
+				close(writes)
+				<-hangs
+			}
+			return c.Patch(ctx, o, p, opts...)
+		},
+	})
+	call, over := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := e.Create(call, requestOf("a"))
+		ended <- err
+	}()
+	<-writes
+	over()
+	require.ErrorIs(t, <-ended, context.Canceled)
+	close(hangs)
+	require.Eventually(t, func() bool { // what it had begun is completed
+		_, l := small(t, e)
+		return len(l.Pending) == 1 && len(e.group(namespace, "small").lock) == 0
+	}, 10*time.Second, time.Millisecond)
+}

@@ -232,7 +232,8 @@ const (
 // MachineDeployment is unchanged, or only this process has written it since, no ledger can have had
 // the claim meanwhile. Rule R1 asks no more of a write that only raises replicas for a claim. What
 // the caches show of everything else only decides whether there is something else to do, which is
-// then left to a run. The caller has called begin, and done ends that.
+// then left to a run. It does not wait for longer than the call. The caller has called begin, and done ends
+// that.
 func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim, done func()) bool {
 	// Not the call's context: others wait for the lock, and must not depend on this call's deadline
 	// or its identity's rate limit.
@@ -255,10 +256,31 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 		end()
 		return false
 	}
-	var (
-		in bool
-		s  *protocol.Snapshot // what the write that entered it was decided from
-	)
+	entered := make(chan bool, 1)
+	copied := c.DeepCopy() // the call uses the original
+	g.engine.spawn(func() {
+		defer end()
+		s, in := g.tryToEnter(ctx, md, copied)
+		entered <- in
+		if s == nil {
+			return
+		}
+		// The call is answered meanwhile. If this fails, a run does it. Until then only the ledger
+		// knows of the claim.
+		if _, err := g.engine.perform(ctx, s, []protocol.Action{s.Admitted(copied)}); err != nil {
+			log.FromContext(ctx).V(1).Info("the claim is marked as admitted by a step", "claim", c.Spec.ClaimID, "cause", err.Error())
+		}
+	})
+	select {
+	case in := <-entered:
+		return in
+	case <-call.Done(): // a request of the agent hangs
+		return false
+	}
+}
+
+// tryToEnter is [group.admitOnly], and leaves the claim to a run where that fails or panics.
+func (g *group) tryToEnter(ctx context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) (s *protocol.Snapshot, in bool) {
 	err := recovered(ctx, func() (err error) {
 		s, in, err = g.admitOnly(ctx, md, c)
 		return err
@@ -269,20 +291,7 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 	if err != nil {
 		log.FromContext(ctx).V(1).Info("the claim is left to a step", "claim", c.Spec.ClaimID, "cause", err.Error())
 	}
-	if s == nil {
-		end()
-		return in
-	}
-	entered := s.Admitted(c.DeepCopy()) // the call uses the original
-	// The call is answered meanwhile. If this fails, a run does it. Until then only the ledger
-	// knows of the claim.
-	g.engine.spawn(func() {
-		defer end()
-		if _, err := g.engine.perform(ctx, s, []protocol.Action{entered}); err != nil {
-			log.FromContext(ctx).V(1).Info("the claim is marked as admitted by a step", "claim", c.Spec.ClaimID, "cause", err.Error())
-		}
-	})
-	return true
+	return s, in
 }
 
 // admitOnly enters a claim if that is all there is to do, and reports whether the ledger has the
