@@ -93,7 +93,7 @@ const DigestsFile = "dashboards.sha256"
 // quiet holds, by dashboard, the panels about failures that `make dashboards` does not cause.
 // test/monitoring checks that their queries name metrics that exist.
 var quiet = map[string][]string{
-	"karpenter-capi-hub": {"Claims whose owner is missing", "Writes to the hub that are refused"},
+	"karpenter-capi-hub": {"Claims whose owner is missing", "Writes to the hub that are refused or fail"},
 }
 
 // still holds, by dashboard, the further panels whose counters may stay zero: about limits, claims without

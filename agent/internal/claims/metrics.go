@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
@@ -53,7 +54,7 @@ var (
 	}, []string{namespaceLabel, clusterLabel, "limit"})
 	writesTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_ledger_writes_total",
-		Help: "Writes of ledgers, by kind (replicas: with a change of replicas; ledger: without) and result.",
+		Help: "Writes of ledgers, by kind (replicas: with a change of replicas; ledger: without) and " + results,
 	}, []string{"kind", "result"})
 	loweringsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_replicas_lowered_total",
@@ -66,7 +67,7 @@ var (
 	})
 	actionsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claim_actions_total",
-		Help: "Writes of the claim protocol on claims, Machines and MachineSets, by kind and result.",
+		Help: "Writes of the claim protocol on claims, Machines and MachineSets, by kind and " + results,
 	}, []string{"kind", "result"})
 )
 
@@ -76,11 +77,19 @@ func init() { //nolint:gochecknoinits // the metrics registry is a global of con
 }
 
 func result(err error) string {
-	if err != nil {
+	switch {
+	case err == nil:
+		return "ok"
+	case errors.Is(err, ErrConflict), testFailed(err), apierrors.IsConflict(err), apierrors.IsNotFound(err), apierrors.IsAlreadyExists(err):
+		return "lost_race"
+	case errors.Is(err, ErrWriteRefused), refusedForGood(err):
 		return "refused"
 	}
-	return "ok"
+	return "failed"
 }
+
+// results is what the metrics' texts say about their label.
+const results = "result (ok; lost_race: another writer came first, and it is repeated; refused: by the API server, a webhook or a policy; failed)."
 
 // startSeries creates the series of a Cluster before anything is counted. A counter or a histogram that appears with
 // its first increment has no increase that a rule could see.

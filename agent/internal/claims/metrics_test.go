@@ -3,13 +3,16 @@ package claims
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	clocktesting "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -196,4 +199,18 @@ func TestWhatWaitsForAPersonIsShown(t *testing.T) {
 	e := engineWith(t, kept, groupOf("frozen", 0, map[string]string{v1alpha1.LedgerAnnotation: frozen.Encode()}), groupOf("a", 0, nil))
 	assert.InDelta(t, 1, measured(t, "capi_agent_node_group_frozen", prometheus.Labels{"machine_deployment": "frozen"}, e.Collector()), 0)
 	assert.InDelta(t, 1, measured(t, "capi_agent_claims_owner_missing", prometheus.Labels{"cluster": clusterName}, e.Collector()), 0)
+}
+
+func TestWritesAreCountedByTheirResult(t *testing.T) {
+	machines := schema.GroupResource{Resource: "machines"}
+	for want, errs := range map[string][]error{
+		"ok":        {nil},
+		"lost_race": {fmt.Errorf("writing: %w", ErrConflict), apierrors.NewConflict(machines, "m", nil), apierrors.NewNotFound(machines, "m")},
+		"refused":   {apierrors.NewForbidden(machines, "m", nil), fmt.Errorf("writing: %w", ErrWriteRefused)},
+		"failed":    {context.DeadlineExceeded, apierrors.NewInternalError(errors.New("etcd")), apierrors.NewTooManyRequests("later", 1)},
+	} {
+		for _, err := range errs {
+			assert.Equal(t, want, result(err), "%v", err)
+		}
+	}
 }
