@@ -27,7 +27,7 @@ type NodePoolSet struct {
 	// spec is what is published, and to which Clusters.
 	// +required
 	Spec NodePoolSetSpec `json:"spec,omitzero"`
-	// status is what became of it in the spokes.
+	// status reports whether the spokes have applied it.
 	// +optional
 	Status NodePoolSetStatus `json:"status,omitzero"`
 }

@@ -1,9 +1,9 @@
-// Package batchread lets reads of one kind that wait at the same time share requests.
+// Package batchread answers several waiting calls with one request to the API server.
 //
-// It is for reads of the API server that must be consistent, so that no cache can answer them: a request
-// begins after every call that it answers, as if each call had made its own. It saves what each request
-// costs the server whatever it returns: a list with a selector, for example, examines every object of the
-// namespace. How many calls share one depends on how many are let in: see package limits.
+// It is for consistent reads, which no cache can answer. A request begins after every call that it
+// answers has begun, as if each call had made its own. This saves the fixed cost of a request: a list with
+// a selector, for example, examines every object of the namespace. Package limits determines how many
+// calls are admitted, and so how many can share one request.
 //
 // Packages for this purpose, such as dataloaders, delay each read in order to gather others. Here a read
 // that finds a free place is never delayed.

@@ -1,5 +1,5 @@
-// Package nodepools publishes what NodePoolSets hold to the Clusters that they select, and shows in
-// their status what became of it in the spokes.
+// Package nodepools publishes the objects of NodePoolSets to the Clusters that they select, and reports in
+// their status whether the spokes have applied them.
 package nodepools
 
 import (

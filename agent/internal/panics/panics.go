@@ -1,6 +1,6 @@
-// Package panics turns panics into errors: the process serves all Clusters, so what one object or call
-// makes panic must cost that object or call alone. Each panic is logged and counted. Its stack, which may
-// be long, is logged as well, once a minute for each place that panics.
+// Package panics turns panics into errors. The process serves all Clusters, so a panic on one object or call must
+// not affect any other. Each panic is logged and counted. Its stack, which may be long, is logged as well,
+// once a minute for each place that panics.
 //
 // Reconcilers do not need it: controller-runtime does the same for them.
 package panics
