@@ -71,7 +71,7 @@ var nodeGroupCases = []testCase{
 	}},
 
 	{"nodegroups.price", fault(), "has the price that the user wrote, and an estimate beside one that cannot be used", func(s *suite) {
-		group := s.nodeGroup(s.group(deployment("priced", annotated(priceAnnotation, "0.25"))))
+		group := s.nodeGroup(s.group(deployment("priced", annotated(priceAnnotation, " 0.25 "))))
 		require.InDelta(s, 0.25, group.GetPrice().GetPerHour(), 0)
 		require.Equal(s, agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, group.GetSources()["price"].GetKind())
 

@@ -1,6 +1,7 @@
 package fakeagent
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"math"
@@ -146,8 +147,8 @@ func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
 			}
 		case key == annotationPrice, isCapacity && name == "price":
 			var perHour float64
-			if perHour, err = strconv.ParseFloat(value, 64); err != nil || !(perHour >= 0) || math.IsInf(perHour, 1) {
-				err = fmt.Errorf("%.64q is not a price: write a number, 0 or more", value)
+			if perHour, err = strconv.ParseFloat(strings.TrimSpace(value), 64); err != nil || !(perHour >= 0) || math.IsInf(perHour, 1) {
+				err = errors.New("is not a price; write a number, 0 or more, for example 0.096")
 				break
 			}
 			if group.GetPrice() != nil && group.GetPrice().GetPerHour() != perHour {

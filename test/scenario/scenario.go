@@ -158,7 +158,12 @@ func (r *run) prepare(ctx context.Context) error {
 	}
 	ready, cancel := context.WithTimeout(ctx, readyWithin)
 	defer cancel()
-	if err := errors.Join(r.AwaitNodePool(ready, "default"), testenv.Poll(ready, r.ownTakePods)); err != nil {
+	stop := r.whileWaiting(func() string {
+		return "the NodePool to be ready, and the user's own node to take pods: the shim first makes sure that no claim owns its machine"
+	})
+	err = errors.Join(r.AwaitNodePool(ready, "default"), testenv.Poll(ready, r.ownTakePods))
+	stop()
+	if err != nil {
 		return err
 	}
 	r.Note("NodePool and ClusterAPINodeClass are ready, and so is the user's own node; replicas: %s", Replicas(r.start))

@@ -131,7 +131,8 @@ func show(ctx context.Context, c config, began time.Time) (result scenario.Resul
 		w.Stop()
 	}()
 	s.follow(w.Recorder)
-	s.note("the sandbox is up; kubectl --kubeconfig %s get nodeclaims -w", relative(state.Paths.SpokeKubeconfig))
+	s.note("the sandbox is up; to look into the spoke: kubectl --kubeconfig %s get nodeclaims -w (make bin/kubectl if you have none)",
+		relative(state.Paths.SpokeKubeconfig))
 
 	if c.picture != "" {
 		p := photograph(w.Recorder, began)
