@@ -237,10 +237,12 @@ func (h *hub) warnings(ctx context.Context, kind, namespace, name string) ([]str
 	var warnings []string
 	for i := range list.Items {
 		event := &list.Items[i]
-		if len(warnings) == mostWarnings || time.Since(explain.When(event)) > newWarnings {
+		age := time.Since(explain.When(event))
+		if len(warnings) == mostWarnings || age > newWarnings {
 			break
 		}
-		warnings = append(warnings, event.Reason+": "+event.Message)
+		// With its age: the cause may have been removed since.
+		warnings = append(warnings, fmt.Sprintf("%s (%s ago): %s", event.Reason, explain.Age(age), event.Message))
 	}
 	return warnings, nil
 }
