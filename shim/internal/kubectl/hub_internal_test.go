@@ -20,7 +20,8 @@ func TestWarningsOfTheHubHaveTheirAge(t *testing.T) {
 			Type:           corev1.EventTypeWarning, Reason: reason, Message: "it was wrong", LastTimestamp: metav1.NewTime(time.Now().Add(-age)),
 		}
 	}
-	builder := fake.NewClientBuilder().WithObjects(event("a", "Older", 5*time.Minute), event("b", "Newer", 10*time.Second), event("c", "Old", 24*time.Hour))
+	builder := fake.NewClientBuilder().WithObjects(
+		event("a", "Older", 5*time.Minute), event("b", "Newer", 10*time.Second), event("c", "Old", 24*time.Hour))
 	for field, value := range map[string]func(*corev1.Event) string{
 		"involvedObject.kind": func(e *corev1.Event) string { return e.InvolvedObject.Kind },
 		"involvedObject.name": func(e *corev1.Event) string { return e.InvolvedObject.Name },
