@@ -74,7 +74,7 @@ func (r *Recording) Record(ctx context.Context, sources ...Source) error {
 // Scrape records the sources once, as of the given time.
 func (r *Recording) Scrape(ctx context.Context, at time.Time, sources ...Source) error {
 	for _, source := range sources {
-		body, err := get(ctx, source.URL())
+		body, err := Metrics(ctx, source.URL())
 		if err != nil {
 			continue
 		}
@@ -89,7 +89,8 @@ func (r *Recording) Scrape(ctx context.Context, at time.Time, sources ...Source)
 	return nil
 }
 
-func get(ctx context.Context, url string) (body []byte, err error) {
+// Metrics returns what a component serves at the address. It waits for at most [Interval].
+func Metrics(ctx context.Context, url string) (body []byte, err error) {
 	ctx, cancel := context.WithTimeout(ctx, Interval)
 	defer cancel()
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)

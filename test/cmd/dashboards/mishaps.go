@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net/http"
 	"strings"
 	"time"
 
@@ -19,17 +18,18 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/dashboards"
 	"github.com/karpenter-capi/karpenter-capi/test/testenv"
 )
 
-// happensWithin bounds each mishap.
-const happensWithin = 3 * time.Minute
+// mishapsWithin bounds all mishaps together.
+const mishapsWithin = 9 * time.Minute
 
 // mishaps causes, one after the other, what the dashboards show of failures: a value of a node group that
 // cannot be used, an infrastructure without capacity, a caller without a certificate, and a hub whose API
 // server hangs while pods need a node.
 func mishaps(ctx context.Context, w *testenv.Env) error {
-	ctx, cancel := context.WithTimeout(ctx, 3*happensWithin)
+	ctx, cancel := context.WithTimeout(ctx, mishapsWithin)
 	defer cancel()
 	for _, mishap := range []func(context.Context, *testenv.Env) error{mistypedPrice, noCapacity, noCertificate, hubHangs} {
 		if err := mishap(ctx, w); err != nil {
@@ -101,16 +101,7 @@ func hubHangs(ctx context.Context, w *testenv.Env) error {
 // failedCall reports whether a call of Karpenter to its provider has failed, according to the shim's
 // metrics.
 func failedCall(ctx context.Context, url string) (missing string, err error) {
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
-	if err != nil {
-		return "", err
-	}
-	response, err := http.DefaultClient.Do(request)
-	if err != nil {
-		return "", err
-	}
-	defer func() { _ = response.Body.Close() }()
-	text, err := io.ReadAll(response.Body)
+	text, err := dashboards.Metrics(ctx, url)
 	counted := lo.SomeBy(strings.Split(string(text), "\n"), func(line string) bool {
 		return strings.HasPrefix(line, "karpenter_cloudprovider_errors_total{") && strings.Contains(line, `method="Create"`)
 	})
