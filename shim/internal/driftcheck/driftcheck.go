@@ -63,8 +63,8 @@ type wrapper struct {
 	claims        claimsource.Claims
 }
 
-// Register adds the controller to the manager, as core's own does apart from the predicate of
-// NodeClasses and the source of claims. TestCoreStillWatchesTheSame fails if core's does anything else.
+// Register adds the controller to the manager, as core's own does apart from the predicates of
+// NodePools and NodeClasses, and the source of claims. TestCoreStillWatchesTheSame fails if core's does anything else.
 func (w wrapper) Register(ctx context.Context, m manager.Manager) error {
 	b := controllerruntime.NewControllerManagedBy(m).
 		Named(w.Name()).
@@ -73,7 +73,7 @@ func (w wrapper) Register(ctx context.Context, m manager.Manager) error {
 			MaxConcurrentReconciles: utilscontroller.LinearScaleReconciles(utilscontroller.CPUCount(ctx), 10, 1000),
 		}).
 		Watches(&karpv1.NodePool{}, nodeclaimutils.NodePoolEventHandler(m.GetClient(), w.cloudProvider),
-			builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool { return NodePoolConcerns(e.ObjectOld, e.ObjectNew) }})).
+			builder.WithPredicates(NodePoolChanged)).
 		Watches(&corev1.Pod{}, nodeclaimutils.PodEventHandler(m.GetClient(), w.cloudProvider))
 	for _, nodeClass := range w.cloudProvider.GetSupportedNodeClasses() {
 		b.Watches(nodeClass, nodeclaimutils.NodeClassEventHandler(m.GetClient()),
@@ -83,12 +83,9 @@ func (w wrapper) Register(ctx context.Context, m manager.Manager) error {
 	return b.Complete(reconcile.AsReconciler(m.GetClient(), w))
 }
 
-// NodePoolConcerns reports whether a NodePool changed in what may decide about drift or consolidation: its
-// spec, or its annotations, one of which is the hash of its template. Core writes its status, with the sum
-// of its Nodes' resources, every five seconds while Nodes come or go.
-func NodePoolConcerns(before, after client.Object) bool {
-	return before.GetGeneration() != after.GetGeneration() || !maps.Equal(before.GetAnnotations(), after.GetAnnotations())
-}
+// NodePoolChanged drops updates of a NodePool's status, which cannot affect drift or consolidation. Core updates it
+// every five seconds while Nodes come or go. The annotations include the hash of the NodePool's template.
+var NodePoolChanged = predicate.Or[client.Object](predicate.GenerationChangedPredicate{}, predicate.AnnotationChangedPredicate{})
 
 // Concerns reports whether a NodeClass changed in what may decide about drift: its spec, its
 // annotations, which node groups it selects and how they roll out, or a condition in anything but its message. What core

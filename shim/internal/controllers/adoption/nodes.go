@@ -380,8 +380,8 @@ func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 	return limiter
 }
 
-// again returns after how long a Node is looked at again that has to wait for its turn; 0 if it has not. If many
-// wait, they come back one after the other, on average two for each turn, and not all for the next one.
+// again returns when to look again at a Node whose turn comes after left; 0 if it is its turn. If many wait, their looks
+// are spread: on average two Nodes come back for each turn, instead of all for the next one.
 func (c *Nodes) again(node *corev1.Node, now time.Time, left time.Duration, limit rate.Limit) time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
