@@ -748,3 +748,19 @@ func TestACallDoesNotOutlastItsDeadlineBecauseAWriteHangs(t *testing.T) {
 		return len(l.Pending) == 1 && len(e.group(namespace, "small").lock) == 0
 	}, 10*time.Second, time.Millisecond)
 }
+
+// The agent's clock follows the API server's, which may be set back, or be another one's.
+func TestNoBoundGrowsWhenTheClockIsSetBack(t *testing.T) {
+	clock := testclock.NewFakeClock(newTestTime())
+	e := engineWith(t)
+	e.Clock = clock
+	g := e.group(namespace, "small")
+	g.notePanic(nil)
+	done := g.begin()
+	defer done()
+	require.True(t, g.occupied())
+	clock.SetTime(newTestTime().Add(-time.Hour))
+	assert.False(t, g.occupied())
+	left, _ := g.panicBackoff()
+	assert.Equal(t, longestRetry, left)
+}

@@ -268,7 +268,7 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 		// The call is answered meanwhile. If this fails, a run does it. Until then only the ledger
 		// knows of the claim.
 		if _, err := g.engine.perform(ctx, s, []protocol.Action{s.Admitted(copied)}); err != nil {
-			log.FromContext(ctx).V(1).Info("the claim is marked as admitted by a step", "claim", c.Spec.ClaimID, "cause", err.Error())
+			log.FromContext(ctx).V(1).Info("the claim is marked as admitted by a step", "claim", copied.Spec.ClaimID, "cause", err.Error())
 		}
 	})
 	select {
@@ -708,9 +708,9 @@ func (g *group) noteFailures(decided, tried []protocol.Action, err error) {
 			failed[text] = true
 		}
 	}
-	now, _ := errors.AsType[*actionsError](err)
+	refused, _ := errors.AsType[*actionsError](err)
 	for _, a := range tried {
-		if text := a.String(); now != nil && now.of[text] {
+		if text := a.String(); refused != nil && refused.of[text] {
 			failed[text] = true
 		} else {
 			delete(failed, text)

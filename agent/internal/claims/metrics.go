@@ -80,7 +80,7 @@ func result(err error) string {
 	switch {
 	case err == nil:
 		return "ok"
-	case errors.Is(err, ErrConflict), testFailed(err), apierrors.IsConflict(err), apierrors.IsNotFound(err), apierrors.IsAlreadyExists(err):
+	case errors.Is(err, ErrConflict), testFailed(err), lostRace(err), apierrors.IsAlreadyExists(err):
 		return "lost_race"
 	case errors.Is(err, ErrWriteRefused), refusedForGood(err):
 		return "refused"

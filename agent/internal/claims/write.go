@@ -223,7 +223,7 @@ func (e *Engine) perform(ctx context.Context, s *protocol.Snapshot, actions []pr
 			case err == nil:
 				progress.Store(true)
 				return nil
-			case apierrors.IsConflict(err), apierrors.IsNotFound(err), apierrors.IsAlreadyExists(err):
+			case lostRace(err), apierrors.IsAlreadyExists(err):
 				log.FromContext(ctx).V(1).Info("lost a race; the next step looks again", "action", a.Kind, "cause", err.Error())
 				return nil
 			default:
