@@ -90,7 +90,7 @@ func TestUpdatesOfANodePoolsStatusAreDropped(t *testing.T) {
 		return driftcheck.NodePoolChanged.Update(event.UpdateEvent{ObjectOld: before, ObjectNew: after})
 	}
 	assert.False(t, passes(func(p *karpv1.NodePool) { p.Status.Nodes = new(int64(5000)) }))
-	assert.True(t, passes(func(p *karpv1.NodePool) { p.Annotations[karpv1.NodePoolHashAnnotationKey] = "2" }), "core has computed the hash of the template")
+	assert.True(t, passes(func(p *karpv1.NodePool) { p.Annotations[karpv1.NodePoolHashAnnotationKey] = "2" }), "a new hash of the template")
 	assert.True(t, passes(func(p *karpv1.NodePool) { p.Generation++ }))
 }
 
