@@ -509,6 +509,23 @@ func TestAPauseThatIsDueIsTheSameWorkAtEachLook(t *testing.T) {
 	assert.Zero(t, look())
 }
 
+// A clock that is set back does not make the wait longer by what it was set back.
+func TestAClockSetBackDoesNotProlongTheDeference(t *testing.T) {
+	clock := testclock.NewFakeClock(time.Now())
+	e := engineWith(t, groupOf("small", 0, nil))
+	e.Clock = clock
+	g := e.group(namespace, "small")
+	md, _ := small(t, e)
+	s := &protocol.Snapshot{Deployment: md, Ledger: restingLedger(0)}
+	s.Ledger.By = "another"
+	d := &protocol.Decision{Ledger: s.Ledger.Clone()}
+	assert.Equal(t, deference, g.deferToOther(s, d))
+	clock.SetTime(clock.Now().Add(-time.Hour))
+	assert.Equal(t, deference, g.deferToOther(s, d))
+	clock.Step(deference)
+	assert.Zero(t, g.deferToOther(s, d))
+}
+
 // An agent that only watches sees another agent give a spare to a claim, and then a new spare
 // appear.
 func TestASpareHasAGracePeriodOfItsOwn(t *testing.T) {

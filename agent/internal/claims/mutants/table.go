@@ -96,6 +96,9 @@ var mutants = []mutant{
 	{name: "two agents work on one node group", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
 		{"	left := min(g.engine.deference-now.Sub(g.dueSince), silentDeference-now.Sub(g.dueWritten), longestDeference-now.Sub(g.dueFirst))\n", "	left := time.Duration(0)\n"},
 	}},
+	{name: "a clock that is set back prolongs the deference", test: "TestAClockSetBackDoesNotProlongTheDeference", edits: []edit{
+		{"		g.dueSince, g.dueWritten, g.dueFirst = now, now, now\n", ""},
+	}},
 	{name: "a node group is left to an agent that does nothing", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
 		{"	left := min(g.engine.deference-now.Sub(g.dueSince), silentDeference-now.Sub(g.dueWritten), longestDeference-now.Sub(g.dueFirst))\n", "	left := time.Second\n"},
 	}},

@@ -3,7 +3,6 @@ package adoption_test
 import (
 	"context"
 	"errors"
-	"net/http"
 	"strings"
 	"sync"
 	"testing"
@@ -16,19 +15,13 @@ import (
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/record"
 	clocktesting "k8s.io/utils/clock/testing"
 	controllerruntime "sigs.k8s.io/controller-runtime"
-	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/cache/informertest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
-	"sigs.k8s.io/controller-runtime/pkg/config"
-	"sigs.k8s.io/controller-runtime/pkg/manager"
-	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
 	"sigs.k8s.io/karpenter/pkg/controllers/state"
@@ -435,14 +428,7 @@ func TestAllNodeClaimsAreHandledOnceTheClaimsAreKnown(t *testing.T) {
 	require.NoError(t, err)
 	require.Zero(t, result, "or each of thousands is handled once a second for as long as the agent is away")
 
-	m, err := manager.New(&rest.Config{}, manager.Options{
-		Metrics:        metricsserver.Options{BindAddress: "0"},
-		Controller:     config.Controller{SkipNameValidation: new(true)},
-		NewCache:       func(*rest.Config, cache.Options) (cache.Cache, error) { return &informertest.FakeInformers{}, nil },
-		NewClient:      func(*rest.Config, client.Options) (client.Client, error) { return e.Kube, nil },
-		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return e.Kube.RESTMapper(), nil },
-	})
-	require.NoError(t, err)
+	m := e.Manager(&informertest.FakeInformers{Scheme: e.Kube.Scheme()})
 	require.NoError(t, controller.Register(e.Context(), m))
 	ctx, cancel := context.WithCancel(e.Context())
 	var running sync.WaitGroup

@@ -1,7 +1,10 @@
 package adoption_test
 
 import (
+	"context"
 	"fmt"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -18,6 +21,7 @@ import (
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/adoption"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
@@ -43,16 +47,20 @@ func setUpNodes(t *testing.T, policy v1alpha1.AdoptionPolicy, disturbances ...in
 	for _, disturbance := range disturbances {
 		e.kube = interceptor.NewClient(e.kube, disturbance)
 	}
-	e.nodes = adoption.NewNodes(adoption.NodesConfig{
-		Kube: e.kube, Provider: e.CloudProvider, Unclaimed: e.Unclaimed, Catalogue: e.Catalogue, Agent: e.Client, Cluster: e.Cluster,
-		Recorder: e.Recorder, Settled: e.isSettled, Clock: e.clock,
-	})
+	e.nodes = adoption.NewNodes(e.nodesConfig())
 	e.node = e.userNode("node", e.machine.GetProviderId())
 	e.Create(e.node)
 	e.pool = e.nodePool(shimtest.NodePoolName)
 	e.Create(e.pool)
 	e.setPolicy(policy)
 	return e
+}
+
+func (e *nodesEnv) nodesConfig() adoption.NodesConfig {
+	return adoption.NodesConfig{
+		Kube: e.kube, Provider: e.CloudProvider, Unclaimed: e.Unclaimed, Catalogue: e.Catalogue, Agent: e.Client, Cluster: e.Cluster,
+		Recorder: e.Recorder, Settled: e.isSettled, Clock: e.clock,
+	}
 }
 
 // userNode returns a Node that is Ready and not managed by Karpenter.
@@ -131,6 +139,54 @@ func TestANodeOfTheUsersGetsANodeClaimThatAdoptsItsMachine(t *testing.T) {
 	_, err = e.CloudProvider.Create(e.Context(), nodeClaim)
 	require.NoError(t, err, "and once more, as after a lost answer")
 	require.NotNil(t, e.look(), "and there is one NodeClaim")
+}
+
+// counting counts how often the node groups are looked at.
+type counting struct {
+	adoption.Catalogue
+	looks *atomic.Int32
+}
+
+func (c counting) Snapshot() *catalogue.Snapshot {
+	snapshot := c.Catalogue.Snapshot()
+	c.looks.Add(1)
+	return snapshot
+}
+
+// Which node groups a NodeClass selects also changes without its spec: when a label of a node group does.
+func TestNodesAreAdoptedWhenTheirNodeGroupBecomesSelected(t *testing.T) {
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+	class := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
+	e.Get(class)
+	class.Spec.ScalableResourceSelector = &metav1.LabelSelector{MatchLabels: map[string]string{"for": "karpenter"}}
+	e.Update(class)
+	selected := func() bool {
+		e.Catalogue.Refresh()
+		known, _ := e.Catalogue.Snapshot().Class(class.Name)
+		return len(known.Groups) > 0
+	}
+	e.Eventually(func() bool { return !selected() }, "the node group is not selected")
+
+	c := e.nodesConfig()
+	looks := &atomic.Int32{}
+	c.Catalogue = counting{c.Catalogue, looks}
+	m := e.Manager(e.Cache(class))
+	require.NoError(t, adoption.NewNodes(c).Register(e.Context(), m))
+	ctx, cancel := context.WithCancel(e.Context())
+	var running sync.WaitGroup
+	t.Cleanup(func() { cancel(); running.Wait() })
+	running.Go(func() { assert.NoError(t, m.Start(ctx)) })
+	e.Eventually(func() bool { return looks.Load() == 1 }, "the Node is looked at")
+
+	e.Agent.UpdateNodeGroup(e.machine.GetNodeGroupId(), func(g *agentv1alpha1.NodeGroup) {
+		g.Labels = map[string]string{"for": "karpenter"}
+	})
+	e.Eventually(selected, "the node group is selected")
+	class.Status.NodeGroups, class.Status.Selected = 1, []v1alpha1.SelectedNodeGroup{{Name: "a"}}
+	require.NoError(t, e.Kube.Status().Update(e.Context(), class))
+	e.Eventually(func() bool {
+		return e.Exists(&karpv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: e.machine.GetName()}})
+	}, "the Node has a NodeClaim")
 }
 
 func TestOnlyWhatTheNodeClassAsksForIsAdopted(t *testing.T) {
