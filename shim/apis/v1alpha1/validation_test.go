@@ -1,42 +1,21 @@
 package v1alpha1_test
 
 import (
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/envtest"
 
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/apiservertest"
 )
 
 func TestTheAPIServerRefusesWhatCannotBe(t *testing.T) {
-	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
-	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
-		assets, err := filepath.Abs("../../../bin")
-		require.NoError(t, err)
-		t.Setenv("KUBEBUILDER_ASSETS", assets)
-	}
-	if _, err := os.Stat(filepath.Join(os.Getenv("KUBEBUILDER_ASSETS"), "kube-apiserver")); err != nil {
-		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
-	}
-	env := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
-		Paths: []string{"../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true,
-		MaxTime: time.Minute, // the machine may be busy with other tests
-	}}
-	config, err := env.Start()
-	require.NoError(t, err)
-	t.Cleanup(func() { assert.NoError(t, env.Stop()) })
-	kube, err := client.New(config, client.Options{})
-	require.NoError(t, err)
+	kube := apiservertest.Start(t, "shim").Client
 
 	for name, test := range map[string]struct {
 		spec string

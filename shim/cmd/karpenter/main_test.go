@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/apiservertest"
+
 	"github.com/awslabs/operatorpkg/status"
 	"github.com/go-logr/logr"
 	"github.com/samber/lo"
@@ -27,11 +29,9 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/util/retry"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/envtest"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
@@ -56,7 +56,6 @@ func TestMain(m *testing.M) {
 		main()
 		os.Exit(0)
 	}
-	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
 	log.SetLogger(logr.Discard())
 	os.Exit(m.Run())
 }
@@ -80,32 +79,16 @@ type spoke struct {
 
 func newSpoke(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *spoke {
 	t.Helper()
-	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
-		assets, err := filepath.Abs("../../../bin")
-		require.NoError(t, err)
-		t.Setenv("KUBEBUILDER_ASSETS", assets)
-	}
-	if _, err := os.Stat(filepath.Join(os.Getenv("KUBEBUILDER_ASSETS"), "kube-apiserver")); err != nil {
-		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
-	}
-	env := &envtest.Environment{CRDDirectoryPaths: []string{"../../../deploy/charts/shim/files/crds"}, ErrorIfCRDPathMissing: true}
-	config, err := env.Start()
-	require.NoError(t, err)
-	t.Cleanup(func() { assert.NoError(t, env.Stop()) })
-	user, err := env.AddUser(envtest.User{Name: "karpenter", Groups: []string{"system:masters"}}, nil)
-	require.NoError(t, err)
-	kubeconfig, err := user.KubeConfig()
-	require.NoError(t, err)
+	server := apiservertest.Start(t, "shim")
 	s := &spoke{
+		Client:     server.Client,
 		t:          t,
 		kubeconfig: filepath.Join(t.TempDir(), "kubeconfig"),
 		metrics:    freeAddress(t),
 		health:     freeAddress(t),
 		address:    freeAddress(t),
 	}
-	require.NoError(t, os.WriteFile(s.kubeconfig, kubeconfig, 0o600))
-	s.Client, err = client.New(config, client.Options{Scheme: scheme.Scheme})
-	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(s.kubeconfig, server.KubeconfigOf(t, "karpenter", "system:masters"), 0o600))
 
 	s.agent = fakeagent.New()
 	t.Cleanup(s.agent.Close)

@@ -1,12 +1,11 @@
 package identity
 
 import (
-	"os"
-	"path/filepath"
 	"testing"
 	"time"
 
-	"github.com/stretchr/testify/assert"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/apiservertest"
+
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -19,21 +18,9 @@ import (
 // The rights are those of the chart's role, and the identity secret exists and is empty, as the
 // chart creates it.
 func TestTheRightsOfTheChartSuffice(t *testing.T) {
-	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
-		assets, err := filepath.Abs("../../../bin")
-		require.NoError(t, err)
-		t.Setenv("KUBEBUILDER_ASSETS", assets)
-	}
-	if _, err := os.Stat(filepath.Join(os.Getenv("KUBEBUILDER_ASSETS"), "kube-apiserver")); err != nil {
-		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
-	}
-	env := &envtest.Environment{}
-	config, err := env.Start()
-	require.NoError(t, err)
-	t.Cleanup(func() { assert.NoError(t, env.Stop()) })
-	admin, err := client.NewWithWatch(config, client.Options{Scheme: scheme.Scheme})
-	require.NoError(t, err)
-	user, err := env.AddUser(envtest.User{Name: "shim"}, nil)
+	server := apiservertest.Start(t)
+	admin := server.Client
+	user, err := server.AddUser(envtest.User{Name: "shim"}, nil)
 	require.NoError(t, err)
 	limited, err := client.New(user.Config(), client.Options{Scheme: scheme.Scheme})
 	require.NoError(t, err)

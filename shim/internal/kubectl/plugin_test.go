@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/apiservertest"
+
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
@@ -23,9 +25,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/yaml"
-	"k8s.io/client-go/kubernetes/scheme"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/envtest"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
@@ -58,15 +58,6 @@ var cluster = fakeagent.DefaultCluster()
 
 func newEnvironment(t *testing.T) *environment {
 	t.Helper()
-	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
-	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
-		assets, err := filepath.Abs("../../../bin")
-		require.NoError(t, err)
-		t.Setenv("KUBEBUILDER_ASSETS", assets)
-	}
-	if _, err := os.Stat(filepath.Join(os.Getenv("KUBEBUILDER_ASSETS"), "kube-apiserver")); err != nil {
-		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
-	}
 	w := &environment{t: t}
 	var limited []byte
 	w.spoke, w.spokeFile, limited = w.serve("shim")
@@ -101,28 +92,12 @@ func newEnvironment(t *testing.T) *environment {
 	return w
 }
 
-// serve starts an API server with the CRDs of a chart. It returns a client and a kubeconfig of an
+// serve runs an API server with the CRDs of a chart. It returns a client and a kubeconfig of an
 // administrator, and the kubeconfig of a user who may only read pods.
 func (w *environment) serve(chart string) (kube client.Client, admin string, limited []byte) {
 	w.t.Helper()
-	env := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
-		Paths: []string{filepath.Join("../../../deploy/charts", chart, "files/crds")}, ErrorIfPathMissing: true,
-		MaxTime: time.Minute, // the machine may be busy with other tests
-	}}
-	config, err := env.Start()
-	require.NoError(w.t, err)
-	w.t.Cleanup(func() { assert.NoError(w.t, env.Stop()) })
-	kube, err = client.New(config, client.Options{Scheme: scheme.Scheme})
-	require.NoError(w.t, err)
-	user, err := env.AddUser(envtest.User{Name: "admin", Groups: []string{"system:masters"}}, nil)
-	require.NoError(w.t, err)
-	data, err := user.KubeConfig()
-	require.NoError(w.t, err)
-	other, err := env.AddUser(envtest.User{Name: "limited"}, nil)
-	require.NoError(w.t, err)
-	limited, err = other.KubeConfig()
-	require.NoError(w.t, err)
-	return kube, w.file(chart, data), limited
+	server := apiservertest.Start(w.t, chart)
+	return server.Client, w.file(chart, server.KubeconfigOf(w.t, "admin", "system:masters")), server.KubeconfigOf(w.t, "limited")
 }
 
 func (w *environment) file(name string, data []byte) string {

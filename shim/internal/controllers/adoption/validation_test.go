@@ -2,20 +2,17 @@ package adoption_test
 
 import (
 	"context"
-	"os"
-	"path/filepath"
 	"testing"
-	"time"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/apiservertest"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/client-go/kubernetes/scheme"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
-	"sigs.k8s.io/controller-runtime/pkg/envtest"
 	"sigs.k8s.io/karpenter/pkg/apis"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
@@ -23,30 +20,6 @@ import (
 )
 
 var nodeClaims = schema.GroupResource{Group: apis.Group, Resource: "nodeclaims"}
-
-// apiServer returns a client of an API server that validates NodeClaims as in production.
-func apiServer(t *testing.T) client.Client {
-	t.Helper()
-	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
-	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
-		assets, err := filepath.Abs("../../../../bin")
-		require.NoError(t, err)
-		t.Setenv("KUBEBUILDER_ASSETS", assets)
-	}
-	if _, err := os.Stat(filepath.Join(os.Getenv("KUBEBUILDER_ASSETS"), "kube-apiserver")); err != nil {
-		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
-	}
-	env := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
-		Paths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true,
-		MaxTime: time.Minute, // the machine may be busy with other tests
-	}}
-	config, err := env.Start()
-	require.NoError(t, err)
-	t.Cleanup(func() { assert.NoError(t, env.Stop()) })
-	kube, err := client.New(config, client.Options{Scheme: scheme.Scheme})
-	require.NoError(t, err)
-	return kube
-}
 
 // refusing makes the fake API server refuse the NodeClaims for which admit returns an error.
 func refusing(admit func(context.Context, *karpv1.NodeClaim) error) interceptor.Funcs {
@@ -63,7 +36,7 @@ func refusing(admit func(context.Context, *karpv1.NodeClaim) error) interceptor.
 }
 
 func TestTheAPIServerAcceptsTheNodeClaimOfANode(t *testing.T) {
-	server := apiServer(t)
+	server := apiservertest.Start(t, "shim").Client
 	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll}, refusing(func(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 		return server.Create(ctx, nodeClaim, client.DryRunAll)
 	}))

@@ -5,12 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/apiservertest"
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
@@ -20,12 +21,10 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/utils/clock"
 	testclock "k8s.io/utils/clock/testing"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
-	"sigs.k8s.io/controller-runtime/pkg/envtest"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
@@ -45,27 +44,13 @@ var kube client.WithWatch
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
-	_ = os.Getenv("TESTED_CHARTS") // declares the charts' CRDs as inputs of the test cache
-	assets := os.Getenv("KUBEBUILDER_ASSETS")
-	if assets == "" {
-		assets = filepath.Join("..", "..", "..", "..", "bin")
-	}
-	env := &envtest.Environment{
-		CRDInstallOptions: envtest.CRDInstallOptions{
-			Paths: []string{"../../../../deploy/charts/shim/files/crds"}, ErrorIfPathMissing: true,
-			MaxTime: time.Minute, // the machine may be busy with other tests
-		},
-		BinaryAssetsDirectory: assets,
-	}
-	config, err := env.Start()
-	if err == nil {
-		kube, err = client.NewWithWatch(config, client.Options{Scheme: scheme.Scheme})
-	}
+	server, err := apiservertest.Run("shim")
 	if err != nil {
-		fmt.Fprintln(os.Stderr, "needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them:", err)
+		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
-	defer func() { _ = env.Stop() }()
+	defer func() { _ = server.Stop() }()
+	kube = server.Client
 	return m.Run()
 }
 
