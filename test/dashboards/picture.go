@@ -17,7 +17,6 @@ import (
 	"gonum.org/v1/plot"
 	"gonum.org/v1/plot/font"
 	"gonum.org/v1/plot/plotter"
-	"gonum.org/v1/plot/plotutil"
 	"gonum.org/v1/plot/text"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
@@ -42,6 +41,17 @@ var (
 	ink   = color.Gray{Y: 40}
 	faint = color.Gray{Y: 215}
 	mild  = color.Gray{Y: 120}
+	// hues are Okabe and Ito's colours, which people with any colour vision can tell apart. They are at
+	// least as many as a legend names.
+	hues = [...]color.RGBA{
+		{R: 213, G: 94, A: 255},
+		{G: 114, B: 178, A: 255},
+		{G: 158, B: 115, A: 255},
+		{R: 204, G: 121, B: 167, A: 255},
+		{R: 230, G: 159, A: 255},
+		{R: 86, G: 180, B: 233, A: 255},
+		{A: 255},
+	}
 )
 
 // Draw plots a dashboard during the recording as PNG. It returns the titles of the panels without a
@@ -160,7 +170,7 @@ func (r *Recording) lines(p Panel, all []named, area draw.Canvas) error {
 			if err != nil {
 				return err
 			}
-			drawn.Color, drawn.Width = plotutil.Color(i), 1
+			drawn.Color, drawn.Width = hues[i%len(hues)], 1
 			plotted.Add(drawn)
 			if j == 0 && i < names {
 				plotted.Legend.Add(s.name, drawn)
