@@ -45,7 +45,8 @@ publish-images: $(RELEASER) ## Push the images that `make images` has built, wit
 release: $(RELEASER) $(HELM) ## Build all parts of a release in bin/release, and publish nothing (VERSION=v0.1.0 REGISTRY=… RELEASE_KEY=key.pem)
 	@start=$$(date +%s); rm -rf $(RELEASE) && mkdir -p $(RELEASE) && $(MAKE) images krew sbom && \
 	host=$(RELEASE_BINARIES)/$$(go env GOHOSTOS)-$$(go env GOHOSTARCH) && if [ -d "$$host" ]; then \
-		for command in "$$host"/*; do "$$command" --version | grep -qF -- '$(VERSION)' || { echo "release: FAIL $$command does not report $(VERSION)"; exit 1; }; done; \
+		RELEASE_IMAGES=$(abspath $(RELEASE_LAYOUTS)) RELEASE_VERSION='$(VERSION)' go test -count=1 ./test/images -run '^TestImagesRun$$/^versions$$' || \
+			{ echo "release: FAIL the commands of the images do not run, or do not report $(VERSION)"; exit 1; }; \
 	fi && \
 	for platform in $(RELEASE_PLATFORMS); do for command in $(RELEASE_ARCHIVES); do \
 		name=$${platform//\//-}; dir=$$(mktemp -d); cp LICENSE $(RELEASE_BINARIES)/$$name/$$command "$$dir"; \

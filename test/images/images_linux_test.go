@@ -37,7 +37,7 @@ import (
 
 const (
 	patience = time.Minute
-	// version is what the images' labels say. The binaries have a version of their own.
+	// version is in the labels of images of what is in bin. These binaries have a version of their own.
 	version = "v0.0.1"
 )
 
@@ -58,6 +58,9 @@ func TestImagesRun(t *testing.T) {
 			for _, command := range commands {
 				output := image.output(t, "/usr/local/bin/"+command, "--version")
 				require.Regexp(t, `^(devel|v[0-9])`, output)
+				if images.version != version {
+					require.Contains(t, output, images.version)
+				}
 			}
 		}
 	})
@@ -97,16 +100,19 @@ func TestImagesRun(t *testing.T) {
 	})
 }
 
-// layouts are the images of this machine's platform, as OCI layouts.
-type layouts struct{ root, dir string }
+// layouts are the images of this machine's platform, as OCI layouts, and the version of their labels.
+type layouts struct{ root, dir, version string }
 
-// build makes the images of what is in bin.
+// build makes the images of what is in bin. `make release` names the images of the release instead.
 func build(t *testing.T) layouts {
 	t.Helper()
 	_ = os.Getenv("TESTED_BINARIES") // declares the sources of the binaries as inputs of the test cache
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
-	binaries, l := t.TempDir(), layouts{root: root, dir: t.TempDir()}
+	if released := os.Getenv("RELEASE_IMAGES"); released != "" {
+		return layouts{root: root, dir: released, version: os.Getenv("RELEASE_VERSION")}
+	}
+	binaries, l := t.TempDir(), layouts{root: root, dir: t.TempDir(), version: version}
 	folder := filepath.Join(binaries, "linux-"+runtime.GOARCH)
 	require.NoError(t, os.Mkdir(folder, 0o755))
 	for _, command := range []string{"capi-agent", "karpenter", "fake-agent", "capi-agent-conformance"} {
@@ -148,7 +154,7 @@ func (l layouts) unpack(t *testing.T, name string) *container {
 		} `json:"config"`
 	}
 	require.NoError(t, json.Unmarshal(l.releaser(t, "unpack", "--layout", filepath.Join(l.dir, name), "--into", files), &image))
-	require.Equal(t, version, image.Config.Labels["org.opencontainers.image.version"])
+	require.Equal(t, l.version, image.Config.Labels["org.opencontainers.image.version"])
 	user, group, found := strings.Cut(image.Config.User, ":")
 	require.True(t, found && user == group, image.Config.User)
 	id, err := strconv.ParseUint(user, 10, 32)

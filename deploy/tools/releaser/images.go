@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"compress/gzip"
 	"context"
+	"debug/elf"
 	"encoding/pem"
 	"errors"
 	"flag"
@@ -147,6 +148,9 @@ func (d definition) image(r release, platform v1.Platform, folder string) (v1.Im
 		if err != nil {
 			return nil, err
 		}
+		if err := runsOn(platform, content); err != nil {
+			return nil, fmt.Errorf("%s: %w", command, err)
+		}
 		files = append(files, file{name: path.Join(commandsFolder, command), mode: 0o755, content: content})
 	}
 	binaries, err := r.layer(files)
@@ -176,6 +180,31 @@ func (d definition) image(r release, platform v1.Platform, folder string) (v1.Im
 		Labels:     d.labels(r),
 	}
 	return mutate.ConfigFile(image, config)
+}
+
+// machines are the architectures of platforms, by the names that Go gives them.
+var machines = map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}
+
+// runsOn returns an error unless the content is a program for the platform, and needs no other files:
+// the images have no libraries.
+func runsOn(platform v1.Platform, content []byte) error {
+	machine, known := machines[platform.Architecture]
+	if platform.OS != "linux" || !known {
+		return fmt.Errorf("there are no images for the platform %s", platform)
+	}
+	program, err := elf.NewFile(bytes.NewReader(content))
+	if err != nil {
+		return fmt.Errorf("not a program for linux: %w", err)
+	}
+	if program.Machine != machine {
+		return fmt.Errorf("a program for %s instead of %s", program.Machine, machine)
+	}
+	for _, part := range program.Progs {
+		if part.Type == elf.PT_INTERP {
+			return errors.New("not linked statically; build it with CGO_ENABLED=0")
+		}
+	}
+	return nil
 }
 
 // labels returns the labels of the image's configuration, which are the annotations of its index

@@ -6,7 +6,9 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"crypto/x509"
+	"debug/elf"
 	"encoding/base64"
+	"encoding/binary"
 	"encoding/pem"
 	"net/http/httptest"
 	"os"
@@ -302,14 +304,57 @@ func TestAReleaseIsVerifiedAsThePageSays(t *testing.T) {
 	}
 }
 
+// An image has no libraries, and of each platform only its own programs.
+func TestProgramsThatDoNotRunInTheImageAreRefused(t *testing.T) {
+	d, r := definition{Name: "capi-agent", Commands: []string{"capi-agent"}}, release{Version: "v0.1.0"}
+	dynamic := program(elf.EM_X86_64)
+	binary.LittleEndian.PutUint16(dynamic[56:], 1) // one program header, right behind the file's
+	dynamic = append(dynamic, make([]byte, 56)...)
+	binary.LittleEndian.PutUint32(dynamic[64:], uint32(elf.PT_INTERP))
+	for says, c := range map[string]struct {
+		platform string
+		content  []byte
+	}{
+		"":                    {"linux/amd64", program(elf.EM_X86_64)},
+		"EM_AARCH64":          {"linux/amd64", program(elf.EM_AARCH64)},
+		"EM_X86_64":           {"linux/arm64", program(elf.EM_X86_64)},
+		"not linked static":   {"linux/amd64", dynamic},
+		"not a program":       {"linux/amd64", []byte("#!/bin/sh\n")},
+		"the platform linux/": {"linux/riscv64", program(elf.EM_X86_64)},
+	} {
+		dir := t.TempDir()
+		folder := filepath.Join(dir, strings.ReplaceAll(c.platform, "/", "-"))
+		must(t, os.Mkdir(folder, 0o755))
+		must(t, os.WriteFile(filepath.Join(folder, "capi-agent"), c.content, 0o755))
+		_, err := d.build(r, dir, []string{c.platform})
+		if says == "" && err != nil || says != "" && (err == nil || !strings.Contains(err.Error(), says)) {
+			t.Errorf("%s: %v instead of %q", c.platform, err, says)
+		}
+	}
+}
+
+// program returns the header of a program for a machine, and no more.
+func program(machine elf.Machine) []byte {
+	header := make([]byte, 64)
+	copy(header, elf.ELFMAG)
+	header[elf.EI_CLASS], header[elf.EI_DATA], header[elf.EI_VERSION] = byte(elf.ELFCLASS64), byte(elf.ELFDATA2LSB), byte(elf.EV_CURRENT)
+	binary.LittleEndian.PutUint16(header[16:], uint16(elf.ET_EXEC))
+	binary.LittleEndian.PutUint16(header[18:], uint16(machine))
+	binary.LittleEndian.PutUint32(header[20:], uint32(elf.EV_CURRENT))
+	binary.LittleEndian.PutUint64(header[32:], 64) // where the program headers are
+	binary.LittleEndian.PutUint16(header[52:], 64)
+	binary.LittleEndian.PutUint16(header[54:], 56)
+	return header
+}
+
 // binaries returns a folder with a file in place of each binary of each platform.
 func binaries(t *testing.T, content string) string {
 	t.Helper()
 	dir := t.TempDir()
-	for _, platform := range []string{"linux-amd64", "linux-arm64"} {
+	for platform, machine := range map[string]elf.Machine{"linux-amd64": elf.EM_X86_64, "linux-arm64": elf.EM_AARCH64} {
 		must(t, os.Mkdir(filepath.Join(dir, platform), 0o755))
 		for _, command := range []string{"capi-agent", "karpenter", "fake-agent", "capi-agent-conformance"} {
-			must(t, os.WriteFile(filepath.Join(dir, platform, command), []byte(content+command+platform), 0o755))
+			must(t, os.WriteFile(filepath.Join(dir, platform, command), append(program(machine), content+command+platform...), 0o755))
 		}
 	}
 	return dir
