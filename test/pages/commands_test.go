@@ -18,7 +18,7 @@ import (
 
 // ran has, by page, the tests that run its blocks marked sh, and the sections of these blocks.
 var ran = map[string]struct {
-	test     string // file:function, and further functions of the file after commas
+	test     string // file:function, with further functions of the file after commas, and further files after spaces
 	sections []string
 }{
 	"README.md": {"test/docstest/grpcurl_test.go:TestCookbook", []string{"Talk to the agent"}},
@@ -26,7 +26,8 @@ var ran = map[string]struct {
 		"test/pages/autoscaler_test.go:TestTheClusterAutoscalersPageCanBeFollowed", []string{"Run it"},
 	},
 	"docs/disaster-recovery.md": {
-		"test/pages/recovery_test.go:TestTheRecoveryFindsWhatOnlyOneSideHas", []string{"Restoring the hub", "Restoring a spoke"},
+		"test/pages/recovery_test.go:TestUpgradesAndRecoveryAreFollowedAsThePagesSay",
+		[]string{"", "Moving to another hub", "Restoring the hub", "Restoring a spoke"},
 	},
 	"docs/first-fifteen-minutes.md": {"test/docstest/sandbox_test.go:TestTheSandboxIsUsedAsThePagesSay", []string{"A node of your own"}},
 	"docs/fleet.md":                 {"test/pages/fleet_test.go:TestFleetExamples", []string{"ClusterResourceSet"}},
@@ -35,9 +36,15 @@ var ran = map[string]struct {
 		"", "What is served", "Who am I, and is the agent ready?", "The fleet", "Node groups", "Claiming a machine", "Releasing the machine",
 		"Adopting an existing machine", "Mistakes",
 	}},
-	"docs/install.md": {"test/pages/install_test.go:TestTheInstallationCanBeFollowedInItsOrder", []string{
-		"Before you begin", "The agent", "Hub and spoke", "Joined", "Hub-hosted", "Sidecar", "What Karpenter may use", "Access for others",
-	}},
+	"docs/install.md": {
+		"test/pages/install_test.go:TestTheInstallationCanBeFollowedInItsOrder " +
+			"test/pages/operations_test.go:TestASpokeCanBeOnboardedAsThePageSays " +
+			"test/pages/uninstall_test.go:TestTheHubIsClearedAsThePageSays",
+		[]string{
+			"Before you begin", "The agent", "Hub and spoke", "Joined", "Hub-hosted", "Sidecar", "Node groups", "What Karpenter may use",
+			"Access for others", "Metrics", "Upgrading", "CRDs",
+		},
+	},
 	"docs/kubectl-plugin.md": {"test/pages/plugin_test.go:TestThePluginsPageCanBeFollowed", []string{
 		"What it needs", "Why is my pod pending", "Node groups and claims", "The fleet", "Before an adoption",
 	}},
@@ -57,9 +64,16 @@ var ran = map[string]struct {
 	"docs/sandbox.md": {"test/docstest/sandbox_test.go:TestTheSandboxIsUsedAsThePagesSay", []string{
 		"", "A pod becomes a node", "How machines behave", "What machines cost", "A second spoke",
 	}},
-	"docs/uninstall.md": {"test/pages/uninstall_test.go:TestTheRemovalTouchesOnlyWhatIsOurs,TestTheHubIsClearedAsThePageSays", []string{
-		"1. In each spoke", "2. In the hub: stop the agents", "3. Remove what the agents wrote", "4. Remove the agent and its CRDs",
-	}},
+	"docs/uninstall.md": {
+		"test/pages/uninstall_test.go:TestTheRemovalTouchesOnlyWhatIsOurs,TestTheHubIsClearedAsThePageSays " +
+			"test/pages/operations_test.go:TestASpokeCanBeOnboardedAsThePageSays",
+		[]string{
+			"1. In each spoke", "2. In the hub: stop the agents", "3. Remove what the agents wrote", "4. Remove the agent and its CRDs",
+		},
+	},
+	"docs/upgrades.md": {
+		"test/pages/recovery_test.go:TestUpgradesAndRecoveryAreFollowedAsThePagesSay", []string{"Upgrade a workload cluster", "Unhealthy nodes"},
+	},
 }
 
 func TestEveryCommandWithoutAPromptIsRun(t *testing.T) {
@@ -85,14 +99,76 @@ func TestEveryCommandWithoutAPromptIsRun(t *testing.T) {
 		return e.sections
 	}), found)
 	for page, e := range ran {
-		file, functions, _ := strings.Cut(e.test, ":")
-		content, err := os.ReadFile(filepath.Join(root(t), file))
-		require.NoError(t, err)
-		for function := range strings.SplitSeq(functions, ",") {
-			require.Contains(t, string(content), "\nfunc "+function+"(t *testing.T) {")
+		for test := range strings.FieldsSeq(e.test) {
+			file, functions, _ := strings.Cut(test, ":")
+			content, err := os.ReadFile(filepath.Join(root(t), file))
+			require.NoError(t, err)
+			for function := range strings.SplitSeq(functions, ",") {
+				require.Contains(t, string(content), "\nfunc "+function+"(t *testing.T) {")
+			}
+			require.Contains(t, string(content), filepath.Base(page), "%s reads %s", file, page)
 		}
-		require.Contains(t, string(content), filepath.Base(page), "%s reads %s", file, page)
 	}
+}
+
+// notRun has the pages on which the paragraph above each command after a prompt says why no test runs it,
+// with the sections of these commands.
+var notRun = map[string][]string{
+	"docs/disaster-recovery.md": {"Moving to another hub", "Restoring the hub", "Restoring the hub"},
+	"docs/install.md":           {"Before you begin", "Sidecar", "Metrics", "Upgrading"},
+	"docs/uninstall.md":         nil,
+	"docs/upgrades.md":          nil,
+}
+
+// reason is what such a paragraph has.
+var reason = regexp.MustCompile("(?:No test runs|`make test` does not run) (?:this|these), because \\S+(?: \\S+){2,}")
+
+func TestACommandThatIsNotRunHasItsReason(t *testing.T) {
+	for path, sections := range notRun {
+		page, err := pages.Read(root(t), path)
+		require.NoError(t, err)
+		var found []string
+		for _, block := range page.Blocks() {
+			if prompt.MatchString(block.Code) {
+				found = append(found, block.Section)
+				require.Regexp(t, reason, above(page, block), "%s: No test runs this, because …", at(page, block))
+			}
+		}
+		require.Equal(t, sections, found, path)
+	}
+}
+
+func TestTheParagraphAboveACommandIsFound(t *testing.T) {
+	page := pages.Page{Text: "No test runs this, because it needs a cloud:\n\n```console\n$ a\n```\n\n" +
+		"No test runs\nthis,\nbecause it may be slow.\n```console\n$ b\n```\n\nOther.\n\n```console\n$ c\n```\n" +
+		"- No test runs this, because it needs a cloud.\n- Other\n  item.\n\n  ```console\n  $ d\n  ```\n"}
+	blocks := page.Blocks()
+	require.Len(t, blocks, 4)
+	require.Equal(t, "No test runs this, because it needs a cloud:", above(page, blocks[0]))
+	require.Equal(t, "No test runs this, because it may be slow.", above(page, blocks[1]))
+	require.Equal(t, "Other.", above(page, blocks[2]))
+	require.Equal(t, "- Other item.", above(page, blocks[3]))
+	require.Regexp(t, reason, above(page, blocks[1]))
+	require.NotRegexp(t, reason, above(page, blocks[2]))
+	require.NotRegexp(t, reason, "No test runs this, because of.")
+}
+
+// item is the first line of a list's item.
+var item = regexp.MustCompile(`^ *(?:-|\d+\.) `)
+
+// above returns the paragraph or the list's item above a block, in one line.
+func above(page pages.Page, block pages.Block) string {
+	lines := strings.Split(page.Text, "\n")[:block.Line-2]
+	for len(lines) > 0 && strings.TrimSpace(lines[len(lines)-1]) == "" {
+		lines = lines[:len(lines)-1]
+	}
+	begin := len(lines)
+	for begin > 0 && strings.TrimSpace(lines[begin-1]) != "" {
+		if begin--; item.MatchString(lines[begin]) {
+			break
+		}
+	}
+	return strings.Join(strings.Fields(strings.Join(lines[begin:], " ")), " ")
 }
 
 // said has, by page, the sentence that says which commands no test runs, if it is another than the usual one.
@@ -201,7 +277,7 @@ var foreignFlags = []string{
 	"--skip-nodes-with-system-pods", "--startup-taint", // cluster-autoscaler
 	"--exclude-resources",                                            // Velero
 	"--cascade", "--force-conflicts", "--overwrite", "--server-side", // kubectl
-	"--create-namespace", "--kube-context", "--reset-then-reuse-values", "--reuse-values", "--set",
+	"--create-namespace", "--kube-context", "--reset-then-reuse-values", "--reuse-values", "--set", "--set-string",
 	"--show-only", "--take-ownership", "--values", // Helm
 	"--node-labels", "--register-with-taints", // kubelet
 	"--node-provisioner",      // KAITO

@@ -2,13 +2,16 @@ package pages_test
 
 import (
 	"context"
+	"crypto/sha256"
 	"fmt"
 	"path"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	appsv1 "k8s.io/api/apps/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
@@ -28,11 +31,15 @@ import (
 func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 	for _, way := range []struct {
 		sections []string
-		joined   bool // the spoke is the hub
+		joined   bool  // the spoke is the hub
+		upgrades []int // the steps below "Upgrading" that apply
+		others   bool  // others have access
 		accounts []account
 	}{
 		{
-			sections: []string{"The agent", "Hub and spoke", "What Karpenter may use", "Access for others"},
+			sections: []string{"The agent", "Hub and spoke", "What Karpenter may use"},
+			upgrades: []int{0, 1},
+			others:   true,
 			accounts: []account{
 				{"hub", "capi-agent-system", "capi-agent", "team-b", true},
 				{"spoke", "karpenter", "karpenter", "", true},
@@ -41,6 +48,7 @@ func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 		{
 			sections: []string{"The agent", "Joined", "What Karpenter may use"},
 			joined:   true,
+			upgrades: []int{0, 1},
 			accounts: []account{
 				{"hub", "capi-agent-system", "capi-agent", "team-b", true},
 				{"hub", "karpenter", "karpenter", "team-a", false},
@@ -48,6 +56,7 @@ func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 		},
 		{
 			sections: []string{"The agent", "Hub-hosted", "What Karpenter may use"},
+			upgrades: []int{0, 2},
 			accounts: []account{
 				{"hub", "capi-agent-system", "capi-agent", "team-a", true},
 				{"hub", "team-a", "karpenter-production", "team-a", false},
@@ -62,7 +71,7 @@ func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 			},
 		},
 	} {
-		t.Run(strings.Join(way.sections, ", "), func(t *testing.T) {
+		t.Run(strings.Join(way.sections, "; "), func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 			defer cancel()
 			page, err := pages.Read(root(t), "docs/install.md")
@@ -76,12 +85,29 @@ func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 			if !way.joined {
 				servers["spoke"] = start(t)
 			}
-			playHub(ctx, t, servers["hub"].client)
-			run(ctx, t, servers, page.Script(slices.Concat([]string{"Before you begin"}, way.sections)...))
-
-			for name, server := range servers {
-				everythingMountedIsThere(t, name, server.client)
+			home := t.TempDir()
+			do := func(commands string) string {
+				t.Helper()
+				return runAt(ctx, t, home, servers, page.Script("Before you begin")+commands)
 			}
+			authority := playHub(ctx, t, servers["hub"].client)
+			do(page.Script(way.sections...))
+			complete := func() {
+				t.Helper()
+				for name, server := range servers {
+					everythingMountedIsThere(t, name, server.client)
+				}
+			}
+			complete()
+			if way.others {
+				othersHaveAccess(ctx, t, page, servers["hub"].client, authority, do)
+			}
+
+			before := pods(ctx, t, servers)
+			do("TAG=" + tag + "\n" + upgrade(t, page, way.upgrades))
+			complete()
+			require.Equal(t, tagged(before, tag), pods(ctx, t, servers), "only the images' tags have changed")
+
 			for _, account := range way.accounts {
 				require.Equal(t, account.may, account.allowed(ctx, t, servers[account.in].client), "%+v", account)
 			}
@@ -96,6 +122,79 @@ func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 			}
 		})
 	}
+}
+
+// tag is what the command that builds images for an upgrade names them.
+const tag = "0a1b2c3"
+
+// upgrade returns the steps of an upgrade; without any, those that the page describes for a sidecar.
+func upgrade(t *testing.T, page pages.Page, steps []int) string {
+	t.Helper()
+	all := page.Steps("Upgrading")
+	require.Len(t, all, 3)
+	if len(steps) > 0 {
+		return strings.Join(lo.Map(steps, func(step, _ int) string { return all[step] }), "")
+	}
+	commands := page.Script("Sidecar")
+	for _, change := range [][2]string{
+		{"hub install capi-agent ", "hub upgrade capi-agent "},
+		{"hub install karpenter ", "hub upgrade karpenter --set-string image.tag=$TAG "},
+		{" --create-namespace", ""},
+		{"image: $AGENT_IMAGE:devel\n", "image: $AGENT_IMAGE:$TAG\n"},
+	} {
+		require.Equal(t, 1, strings.Count(commands, change[0]), change[0])
+		commands = strings.Replace(commands, change[0], change[1], 1)
+	}
+	return commands
+}
+
+// pods returns what runs in each container of the Deployments with replicas, by server, namespace and name.
+func pods(ctx context.Context, t *testing.T, servers map[string]*server) map[string][]corev1.Container {
+	t.Helper()
+	found := map[string][]corev1.Container{}
+	for name, server := range servers {
+		deployments := &appsv1.DeploymentList{}
+		require.NoError(t, server.client.List(ctx, deployments))
+		for _, d := range deployments.Items {
+			if *d.Spec.Replicas > 0 {
+				found[name+" "+d.Namespace+"/"+d.Name] = d.Spec.Template.Spec.Containers
+			}
+		}
+	}
+	return found
+}
+
+// tagged returns the containers with another tag of their images.
+func tagged(all map[string][]corev1.Container, tag string) map[string][]corev1.Container {
+	return lo.MapValues(all, func(containers []corev1.Container, _ string) []corev1.Container {
+		return lo.Map(containers, func(c corev1.Container, _ int) corev1.Container {
+			repository, _, _ := strings.Cut(c.Image, ":")
+			c.Image = repository + ":" + tag
+			return c
+		})
+	})
+}
+
+// othersHaveAccess follows what the page says about the certificates of others, and compares what it shows.
+func othersHaveAccess(ctx context.Context, t *testing.T, page pages.Page, hub client.Client, authority *certAuthority, do func(string) string) {
+	t.Helper()
+	const section = "Access for others"
+	steps, shown := page.Steps(section), page.Outputs(section)
+	require.Len(t, steps, 4)
+	require.Len(t, shown, 2)
+	do(steps[0])
+	require.Equal(t, shown[0], do(steps[1]), "the policy in force")
+
+	spoke := create(ctx, t, hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: Spoke, "+
+		"metadata: {namespace: team-a, name: production}, spec: {}}")
+	do(steps[2])
+	require.True(t, apierrors.IsNotFound(hub.Get(ctx, client.ObjectKeyFromObject(spoke), spoke)))
+
+	digest := sha256.Sum256(authority.certificate.Raw)
+	fingerprint := strings.ReplaceAll(fmt.Sprintf("% X", digest), " ", ":")
+	printed := strings.TrimSpace(do(steps[3]))
+	require.Equal(t, fingerprint, printed[strings.Index(printed, "=")+1:])
+	require.Equal(t, strings.TrimSpace(shown[1]), regexp.MustCompile(`[0-9A-F]{2}(:[0-9A-F]{2}){31}`).ReplaceAllString(printed, "6A:1E:…"))
 }
 
 // account is the account of a pod. With a namespace, it must have the rights of an agent there;
@@ -124,8 +223,8 @@ func (a account) allowed(ctx context.Context, t *testing.T, server client.Client
 	return review.Status.Allowed
 }
 
-// playHub creates what a hub has beforehand, and issues certificates like cert-manager.
-func playHub(ctx context.Context, t *testing.T, hub client.Client) {
+// playHub creates what a hub has beforehand, and issues certificates like cert-manager, of the returned authority.
+func playHub(ctx context.Context, t *testing.T, hub client.Client) *certAuthority {
 	t.Helper()
 	for _, object := range []client.Object{
 		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "team-a"}},
@@ -138,26 +237,35 @@ func playHub(ctx context.Context, t *testing.T, hub client.Client) {
 			t.Fatal(err)
 		}
 	}
-	placeholder := map[string][]byte{"tls.crt": []byte("-"), "tls.key": []byte("-"), "ca.crt": []byte("-")}
-	playCertManager(ctx, t, hub, func(*unstructured.Unstructured) (map[string][]byte, error) { return placeholder, nil })
+	authority := newAuthority(t)
+	playCertManager(ctx, t, hub, authority.issue)
+	return authority
 }
 
 // playCertManager issues certificates like cert-manager, with this content.
 func playCertManager(ctx context.Context, t *testing.T, hub client.Client, content func(*unstructured.Unstructured) (map[string][]byte, error)) {
 	t.Helper()
-	ctx, stop := context.WithCancel(ctx)
+	play(ctx, t, "issuing certificates", func(ctx context.Context) error { return issue(ctx, hub, content) })
+}
+
+// play repeatedly does the work of a controller, until the returned function is called or the test ends.
+func play(ctx context.Context, t *testing.T, what string, do func(context.Context) error) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(ctx)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		_ = wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-			if err := issue(ctx, hub, content); err != nil && ctx.Err() == nil {
-				t.Errorf("issuing certificates: %v", err)
+			if err := do(ctx); err != nil && ctx.Err() == nil {
+				t.Errorf("%s: %v", what, err)
 				return true, nil
 			}
 			return false, nil
 		})
 	}()
-	t.Cleanup(func() { stop(); <-done })
+	stop = func() { cancel(); <-done }
+	t.Cleanup(stop)
+	return stop
 }
 
 // issue creates the secret of each certificate, and marks the certificate as ready.

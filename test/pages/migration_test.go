@@ -20,7 +20,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -204,19 +203,8 @@ func (m *migration) deployment(of *server, namespace, name, argument string) {
 
 // play repeatedly does the work of a controller.
 func (m *migration) play(do func(context.Context) error) {
-	ctx, stop := context.WithCancel(m.ctx)
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		_ = wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-			if err := do(ctx); err != nil && ctx.Err() == nil {
-				m.t.Errorf("playing a controller: %v", err)
-				return true, nil
-			}
-			return false, nil
-		})
-	}()
-	m.t.Cleanup(func() { stop(); <-done })
+	m.t.Helper()
+	play(m.ctx, m.t, "playing a controller", do)
 }
 
 // completeJobs simulates the Job controller, with pods that succeed at once.

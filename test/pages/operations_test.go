@@ -84,7 +84,7 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 	authority := newAuthority(t)
 	playCertManager(ctx, t, hub.client, authority.issue)
 
-	do(installation.Script("The agent"))
+	do(installation.Steps("The agent")[0])
 	onboard := steps("Onboard a spoke", 5)
 	do(onboard[0])
 	agent := runPod(ctx, t, hub, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}, "capi-agent", nil,
@@ -128,6 +128,9 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 		renewed = shimsIdentity(ctx, t, spoke.client)
 		require.NoError(c, renewed.call(ctx, t, agentAddress))
 	}, soon, 100*time.Millisecond)
+
+	// docs/uninstall.md, from here to the end of the shim.
+	karpenterRemovesItsNodes(ctx, t, installation, hub, spoke, do, agent, shim)
 
 	require.Contains(t, do(steps("Shut a spoke out", 1)[0]), "team-a/production is offboarded")
 	require.EventuallyWithT(t, func(c *assert.CollectT) {

@@ -100,6 +100,17 @@ func (p Page) Steps(section string) []string {
 	return steps
 }
 
+// Outputs returns the outputs that a section shows, one for each of its blocks without a language.
+func (p Page) Outputs(section string) []string {
+	var outputs []string
+	for _, block := range p.Blocks() {
+		if block.Language == "" && block.Section == section {
+			outputs = append(outputs, block.Code)
+		}
+	}
+	return outputs
+}
+
 // Script returns all commands of the page that the tests run, from its blocks marked sh. If
 // sections are given, it only includes their blocks, in the order of the sections. It is empty if
 // there are none.

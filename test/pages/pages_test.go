@@ -25,7 +25,7 @@ func TestBlocksHaveTheirSectionAndNoIndentation(t *testing.T) {
 	page := pages.Page{Text: strings.Join([]string{
 		"# Title", "```sh", "a", "```",
 		"## One", "1. text", "", "   ```sh", "   b", "     c", "   ```", "### Below", "```yaml", "d: 1", "```",
-		"## Two", "```sh", "e", "```", "",
+		"## Two", "```sh", "e", "```", "", "```", "output", "```", "",
 	}, "\n")}
 
 	require.Equal(t, []pages.Block{
@@ -33,10 +33,12 @@ func TestBlocksHaveTheirSectionAndNoIndentation(t *testing.T) {
 		{Language: "sh", Code: "b\n  c\n", Section: "One", Line: 9},
 		{Language: "yaml", Code: "d: 1\n", Section: "One", Line: 14},
 		{Language: "sh", Code: "e\n", Section: "Two", Line: 18},
+		{Code: "output\n", Section: "Two", Line: 22},
 	}, page.Blocks())
 	require.Equal(t, "a\nb\n  c\ne\n", page.Script())
 	require.Equal(t, "e\nb\n  c\n", page.Script("Two", "One"))
 	require.Equal(t, []string{"b\n  c\n"}, page.Steps("One"))
+	require.Equal(t, []string{"output\n"}, page.Outputs("Two"))
 }
 
 func at(page pages.Page, block pages.Block) string {
