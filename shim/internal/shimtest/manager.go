@@ -4,6 +4,7 @@ import (
 	"context"
 	"net/http"
 	"reflect"
+	"sync"
 
 	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -43,6 +44,7 @@ type reporting struct {
 
 	kind      client.Object
 	informers *informers
+	mu        sync.Mutex // controllers ask for informers at the same time, for which the fake is not made
 }
 
 // GetInformer returns an informer that runs until the test ends.
@@ -50,5 +52,7 @@ func (r *reporting) GetInformer(ctx context.Context, object client.Object, optio
 	if reflect.TypeOf(object) == reflect.TypeOf(r.kind) {
 		return r.informers.GetInformer(ctx, object, options...)
 	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	return r.FakeInformers.GetInformer(ctx, object, options...)
 }
