@@ -90,25 +90,19 @@ func (p Page) Blocks() []Block {
 }
 
 // Steps returns the commands of a section that the tests run, one for each of its blocks marked sh.
-func (p Page) Steps(section string) []string {
-	var steps []string
-	for _, block := range p.Blocks() {
-		if block.Language == "sh" && block.Section == section {
-			steps = append(steps, block.Code)
-		}
-	}
-	return steps
-}
+func (p Page) Steps(section string) []string { return p.codes(section, "sh") }
 
 // Outputs returns the outputs that a section shows, one for each of its blocks without a language.
-func (p Page) Outputs(section string) []string {
-	var outputs []string
+func (p Page) Outputs(section string) []string { return p.codes(section, "") }
+
+func (p Page) codes(section, language string) []string {
+	var codes []string
 	for _, block := range p.Blocks() {
-		if block.Language == "" && block.Section == section {
-			outputs = append(outputs, block.Code)
+		if block.Language == language && block.Section == section {
+			codes = append(codes, block.Code)
 		}
 	}
-	return outputs
+	return codes
 }
 
 // Script returns all commands of the page that the tests run, from its blocks marked sh. If

@@ -456,6 +456,19 @@ func TestAGroupIsLeftToTheAgentThatWorksOnIt(t *testing.T) {
 	assert.Equal(t, deference, reconcile(first).RequeueAfter)
 }
 
+// groupOfAnother returns a group of an engine with a fake clock, and its snapshot, whose ledger another agent has
+// written.
+func groupOfAnother(t *testing.T) (*testclock.FakeClock, *group, *protocol.Snapshot) {
+	t.Helper()
+	clock := testclock.NewFakeClock(time.Now())
+	e := engineWith(t, groupOf("small", 0, nil))
+	e.Clock = clock
+	md, _ := small(t, e)
+	s := &protocol.Snapshot{Deployment: md, Ledger: restingLedger(0)}
+	s.Ledger.By = "another"
+	return clock, e.group(namespace, "small"), s
+}
+
 // An agent that writes ledgers is at work, however long that takes. An agent that writes none, or
 // only ledgers for minutes, is not waited for.
 func TestAGroupIsLeftForAsLongAsLedgersAreWritten(t *testing.T) {
@@ -467,13 +480,7 @@ func TestAGroupIsLeftForAsLongAsLedgersAreWritten(t *testing.T) {
 		"all the time": {writes: true, bound: longestDeference},
 	} {
 		t.Run(name, func(t *testing.T) {
-			clock := testclock.NewFakeClock(time.Now())
-			e := engineWith(t, groupOf("small", 0, nil))
-			e.Clock = clock
-			g := e.group(namespace, "small")
-			md, _ := small(t, e)
-			s := &protocol.Snapshot{Deployment: md, Ledger: restingLedger(0)}
-			s.Ledger.By = "another"
+			clock, g, s := groupOfAnother(t)
 			var left time.Duration
 			for range c.bound / time.Second {
 				d := &protocol.Decision{Ledger: s.Ledger.Clone()} // a different one each time
@@ -492,13 +499,7 @@ func TestAGroupIsLeftForAsLongAsLedgersAreWritten(t *testing.T) {
 
 // The time at which the agent would pause the MachineDeployment is a later one at each look.
 func TestAPauseThatIsDueIsTheSameWorkAtEachLook(t *testing.T) {
-	clock := testclock.NewFakeClock(time.Now())
-	e := engineWith(t, groupOf("small", 0, nil))
-	e.Clock = clock
-	g := e.group(namespace, "small")
-	md, _ := small(t, e)
-	s := &protocol.Snapshot{Deployment: md, Ledger: restingLedger(0)}
-	s.Ledger.By = "another"
+	clock, g, s := groupOfAnother(t)
 	look := func() time.Duration {
 		d := &protocol.Decision{Ledger: s.Ledger.Clone(), Pause: protocol.PauseSet}
 		d.Ledger.Paused = &protocol.Paused{At: clock.Now().Unix()}
@@ -511,13 +512,7 @@ func TestAPauseThatIsDueIsTheSameWorkAtEachLook(t *testing.T) {
 
 // A clock that is set back does not make the wait longer by what it was set back.
 func TestAClockSetBackDoesNotProlongTheDeference(t *testing.T) {
-	clock := testclock.NewFakeClock(time.Now())
-	e := engineWith(t, groupOf("small", 0, nil))
-	e.Clock = clock
-	g := e.group(namespace, "small")
-	md, _ := small(t, e)
-	s := &protocol.Snapshot{Deployment: md, Ledger: restingLedger(0)}
-	s.Ledger.By = "another"
+	clock, g, s := groupOfAnother(t)
 	d := &protocol.Decision{Ledger: s.Ledger.Clone()}
 	assert.Equal(t, deference, g.deferToOther(s, d))
 	clock.SetTime(clock.Now().Add(-time.Hour))
