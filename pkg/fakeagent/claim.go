@@ -157,8 +157,8 @@ func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *c
 	return c
 }
 
-// remember stores the claim.
-func (a *Agent) remember(c *claim) {
+// store adds the claim to the Cluster's.
+func (a *Agent) store(c *claim) {
 	if a.claims[c.cluster] == nil {
 		a.claims[c.cluster] = map[string]*claim{}
 	}
@@ -168,15 +168,15 @@ func (a *Agent) remember(c *claim) {
 	a.touchClaim(c)
 }
 
-// bury stores a tombstone for a claim that was released before it was made.
-func (a *Agent) bury(cluster clusterKey, id string) *claim {
+// createTombstone stores a tombstone for a claim that was released before it was made.
+func (a *Agent) createTombstone(cluster clusterKey, id string) *claim {
 	now := a.now()
 	c := &claim{
 		cluster: cluster, id: id, holder: unknownHolder, phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED,
 		reason: claimreasons.NeverMade, message: "it was released before it was made", createdAt: now, releasedAt: now, endedAt: now,
 	}
 	c.happened(now, c.reason, c.message)
-	a.remember(c)
+	a.store(c)
 	return c
 }
 
@@ -214,7 +214,7 @@ func (a *Agent) adoptable(g *group, name string, aboveMin bool) (*machine, error
 
 // adopt stores the claim and binds it to the machine.
 func (a *Agent) adopt(c *claim, m *machine) {
-	a.remember(c)
+	a.store(c)
 	g := m.group
 	if m.owned && g.owned() <= int(g.described.GetMinSize()) {
 		a.addOwned(g) // the user keeps the min size
@@ -226,7 +226,7 @@ func (a *Agent) adopt(c *claim, m *machine) {
 
 // make stores the claim. It adds a machine to the group if there is no spare for the claim.
 func (a *Agent) make(c *claim, g *group) {
-	a.remember(c)
+	a.store(c)
 	spare := g.spares() > 0
 	g.pending++
 	a.touch(g)

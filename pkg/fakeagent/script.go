@@ -102,9 +102,9 @@ func (s *script) change(method string, f func(*methodScript)) {
 	f(m)
 }
 
-// enter counts the call and applies its script. The returned function returns the error that
+// begin counts the call and applies its script. The returned function returns the error that
 // replaces the response, if any.
-func (s *script) enter(ctx context.Context, fullMethod string, request any) (leave func() error, err error) {
+func (s *script) begin(ctx context.Context, fullMethod string, request any) (leave func() error, err error) {
 	method := path.Base(fullMethod)
 	var delay time.Duration
 	s.change(method, func(m *methodScript) {
@@ -184,7 +184,7 @@ func appendBounded[T any](to []T, one T) []T {
 
 func (s *script) unary() grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-		leave, err := s.enter(ctx, info.FullMethod, request)
+		leave, err := s.begin(ctx, info.FullMethod, request)
 		if err != nil {
 			return nil, err
 		}
@@ -201,7 +201,7 @@ func (s *script) unary() grpc.UnaryServerInterceptor {
 
 func (s *script) stream() grpc.StreamServerInterceptor {
 	return func(server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-		if _, err := s.enter(stream.Context(), info.FullMethod, nil); err != nil {
+		if _, err := s.begin(stream.Context(), info.FullMethod, nil); err != nil {
 			return err
 		}
 		return handler(server, stream)

@@ -141,7 +141,7 @@ func (s claimService) ReleaseClaim(
 		if err := a.whole(cluster); err != nil {
 			return nil, err
 		}
-		c = a.bury(cluster, request.GetClaimId())
+		c = a.createTombstone(cluster, request.GetClaimId())
 		a.publish()
 	}
 	if c.live() {

@@ -40,7 +40,7 @@ func (f *view[T]) put(cluster clusterKey, key string, object T) bool {
 	}
 	objects[key] = object
 	f.generation++
-	f.tell(cluster, change[T]{key: key, object: object})
+	f.send(cluster, change[T]{key: key, object: object})
 	return true
 }
 
@@ -52,7 +52,7 @@ func (f *view[T]) remove(cluster clusterKey, key string) bool {
 	}
 	delete(f.objects[cluster], key)
 	f.generation++
-	f.tell(cluster, change[T]{key: key, object: object, removed: true})
+	f.send(cluster, change[T]{key: key, object: object, removed: true})
 	return true
 }
 
@@ -73,7 +73,7 @@ func (f *view[T]) list(cluster clusterKey, keep func(T) bool) []T {
 	return kept
 }
 
-func (f *view[T]) tell(cluster clusterKey, c change[T]) {
+func (f *view[T]) send(cluster clusterKey, c change[T]) {
 	for w := range f.watchers {
 		if w.cluster == cluster && w.keep(c.object) {
 			w.add(c)

@@ -48,11 +48,11 @@ const maxDepth = 16
 func (c *counts) of(message protoreflect.MessageDescriptor) messageCounts {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.learn(message)
+	return c.countsOf(message)
 }
 
-// learn must be called with c.mu held.
-func (c *counts) learn(message protoreflect.MessageDescriptor) messageCounts {
+// countsOf must be called with c.mu held.
+func (c *counts) countsOf(message protoreflect.MessageDescriptor) messageCounts {
 	if known, ok := c.messages[message.FullName()]; ok {
 		return known
 	}
@@ -63,7 +63,7 @@ func (c *counts) learn(message protoreflect.MessageDescriptor) messageCounts {
 		field := message.Fields().Get(i)
 		counted := fieldCounts{name: string(field.Name()), list: field.IsList(), most: mostOf(field)}
 		if field.Message() != nil && !field.IsMap() {
-			counted.element = c.learn(field.Message())
+			counted.element = c.countsOf(field.Message())
 		}
 		if counted.most > 0 || counted.element != nil {
 			fields[field.Number()] = counted

@@ -338,7 +338,7 @@ func (s *Scaler) read(name types.NamespacedName, use func(*cluster) error) error
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !c.view.current(s.config, name) {
-		fresh, err := look(s.config, name)
+		fresh, err := viewOf(s.config, name)
 		if err != nil {
 			return err
 		}

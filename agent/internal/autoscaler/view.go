@@ -54,8 +54,8 @@ func closed(c Config) bool {
 	return err != nil
 }
 
-// look reads the caches.
-func look(c Config, name types.NamespacedName) (*view, error) {
+// viewOf reads the caches.
+func viewOf(c Config, name types.NamespacedName) (*view, error) {
 	// Read first: a change in between makes the view outdated, and it is made again.
 	v := &view{
 		generations: generations(c, name), groups: map[string]*group{}, claims: map[string]*agentv1alpha1.Claim{},

@@ -34,7 +34,7 @@ type Reports struct {
 	clock  clock.Clock
 	known  *cache.Expiring // reportKey to readReport
 	kinds  *cache.Expiring // schema.GroupKind to schema.GroupVersionKind
-	told   *cache.Expiring // group kinds with a recently logged read error
+	logged *cache.Expiring // group kinds with a recently logged read error
 	calls  singleflight.Group
 	turns  *semaphore.Weighted
 }
@@ -42,7 +42,7 @@ type Reports struct {
 // NewReports returns reports that are read from the API server.
 func NewReports(reader client.Reader, clk clock.Clock) *Reports {
 	fresh := func() *cache.Expiring { return cache.NewExpiringWithClock(clk) }
-	return &Reports{reader: reader, clock: clk, known: fresh(), kinds: fresh(), told: fresh(), turns: semaphore.NewWeighted(readsAtOnce)}
+	return &Reports{reader: reader, clock: clk, known: fresh(), kinds: fresh(), logged: fresh(), turns: semaphore.NewWeighted(readsAtOnce)}
 }
 
 type reportKey struct {
@@ -85,20 +85,20 @@ func (r *Reports) begin(ctx context.Context, namespace string, ref clusterv1.Con
 		defer cancel()
 		report, err := r.read(ctx, namespace, ref, key.condition)
 		if err != nil {
-			r.tell(ctx, ref, err)
+			r.logUnreadable(ctx, ref, err)
 		}
 		r.known.Set(key, readReport{report, r.clock.Now()}, 10*protocol.ReportLife)
 		return nil, nil //nolint:nilnil // it is in known
 	})
 }
 
-// tell logs that a kind cannot be read, at most once an hour.
-func (r *Reports) tell(ctx context.Context, ref clusterv1.ContractVersionedObjectReference, cause error) {
+// logUnreadable logs that a kind cannot be read, at most once an hour.
+func (r *Reports) logUnreadable(ctx context.Context, ref clusterv1.ContractVersionedObjectReference, cause error) {
 	kind := schema.GroupKind{Group: ref.APIGroup, Kind: ref.Kind}
-	if _, told := r.told.Get(kind); told {
+	if _, logged := r.logged.Get(kind); logged {
 		return
 	}
-	r.told.Set(kind, true, time.Hour)
+	r.logged.Set(kind, true, time.Hour)
 	log.FromContext(ctx).Info("infrastructure objects of a kind cannot be read, so only deadlines detect failures of their Machines",
 		"kind", ref.Kind, "name", ref.Name, "cause", cause.Error())
 }

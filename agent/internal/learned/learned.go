@@ -72,8 +72,8 @@ type Nodes struct {
 
 	mu     sync.Mutex
 	groups map[types.NamespacedName]shown
-	// untold are the groups that have changed and are not in changes yet.
-	untold sets.Set[types.NamespacedName]
+	// unsent are the groups that have changed and are not in changes yet.
+	unsent sets.Set[types.NamespacedName]
 	// These describe unregistered Nodes. By Cluster: waiting is since when each has been reported
 	// as unregistered, reportedAt is the time of the last report, strandedOf are the groups with
 	// stranded Machines. By group: stranded are these Machines.
@@ -109,7 +109,7 @@ func New(c Config) (*Nodes, error) {
 		Config:     c,
 		changes:    make(chan event.TypedGenericEvent[types.NamespacedName], 1024),
 		groups:     map[types.NamespacedName]shown{},
-		untold:     sets.Set[types.NamespacedName]{},
+		unsent:     sets.Set[types.NamespacedName]{},
 		waiting:    map[types.NamespacedName]waiting{},
 		reportedAt: map[types.NamespacedName]time.Time{},
 		stranded:   map[types.NamespacedName]strandedMachines{},
@@ -176,8 +176,8 @@ func (n *Nodes) ForgetCluster(cluster types.NamespacedName) {
 // capacity are not learned from. Neither are Nodes whose Machine is not known, belongs to another
 // Cluster, or was created from another infrastructure template than that of its group.
 func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes []Node) {
-	for _, group := range n.takeUntold() {
-		n.tell(ctx, group)
+	for _, group := range n.takeUnsent() {
+		n.notify(ctx, group)
 	}
 	report := report{n: n, cluster: cluster, templates: map[types.NamespacedName]revisions{}, groups: map[types.NamespacedName]*member{}}
 	for i := range nodes {
@@ -190,16 +190,16 @@ func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes 
 		}
 	}
 	for key, group := range report.groups {
-		if n.learn(key, group) {
-			n.tell(ctx, key)
+		if n.update(key, group) {
+			n.notify(ctx, key)
 		}
 	}
 	n.reportStranded(ctx, &report, nodes)
 }
 
-// tell publishes that the observations of a group have changed. If the call has ended and the channel is
+// notify publishes that the observations of a group have changed. If the call has ended and the channel is
 // full, the next report does so.
-func (n *Nodes) tell(ctx context.Context, group types.NamespacedName) {
+func (n *Nodes) notify(ctx context.Context, group types.NamespacedName) {
 	change := event.TypedGenericEvent[types.NamespacedName]{Object: group}
 	select { // with both cases below ready, one would be chosen at random
 	case n.changes <- change:
@@ -211,16 +211,16 @@ func (n *Nodes) tell(ctx context.Context, group types.NamespacedName) {
 	case <-ctx.Done():
 		n.mu.Lock()
 		defer n.mu.Unlock()
-		n.untold.Insert(group)
+		n.unsent.Insert(group)
 	}
 }
 
-// takeUntold returns the groups whose changes could not be published.
-func (n *Nodes) takeUntold() []types.NamespacedName {
+// takeUnsent returns the groups whose changes could not be published.
+func (n *Nodes) takeUnsent() []types.NamespacedName {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	groups := n.untold.UnsortedList()
-	n.untold.Clear()
+	groups := n.unsent.UnsortedList()
+	n.unsent.Clear()
 	return groups
 }
 
@@ -305,9 +305,9 @@ func (r *report) template(ctx context.Context, name string) (revisions, error) {
 	return of, nil
 }
 
-// learn replaces the observation of a group by that of its reported Nodes, and reports whether it
+// update replaces the observation of a group by that of its reported Nodes, and reports whether it
 // changed.
-func (n *Nodes) learn(key types.NamespacedName, group *member) bool {
+func (n *Nodes) update(key types.NamespacedName, group *member) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	known := n.groups[key]

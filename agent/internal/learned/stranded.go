@@ -109,7 +109,7 @@ func (n *Nodes) reportStranded(ctx context.Context, r *report, nodes []Node) {
 		}
 	}
 	for _, key := range n.replaceStranded(r.cluster, next, found) {
-		n.tell(ctx, key)
+		n.notify(ctx, key)
 	}
 }
 

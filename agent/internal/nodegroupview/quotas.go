@@ -73,7 +73,7 @@ func (q *quotas) Start(ctx context.Context) error {
 		wait := askAgain
 		switch {
 		case err == nil && missing == "":
-			if err = q.follow(ctx); err == nil {
+			if err = q.watch(ctx); err == nil {
 				close(q.readable)
 				decide()
 				<-ctx.Done()
@@ -125,8 +125,8 @@ func (q *quotas) missing(ctx context.Context) (string, error) {
 	return strings.Join(missing, ", "), nil
 }
 
-// follow starts the informer of the quotas, and returns once they are in the cache.
-func (q *quotas) follow(ctx context.Context) error {
+// watch starts the informer of the quotas, and returns once they are in the cache.
+func (q *quotas) watch(ctx context.Context) error {
 	informer, err := q.cache.GetInformer(ctx, &corev1.ResourceQuota{})
 	if err != nil {
 		return fmt.Errorf("watching ResourceQuotas: %w", err)

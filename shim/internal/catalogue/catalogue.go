@@ -369,7 +369,7 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 	c.mu.Lock()
 	snapshot.untainted = c.untainted.Clone()
 	c.mu.Unlock()
-	c.remember(snapshot, remembered)
+	c.addRemembered(snapshot, remembered)
 	built, views := instancetype.Built{}, make(map[string]view, len(classes.Items))
 	for i := range classes.Items {
 		class := &classes.Items[i]

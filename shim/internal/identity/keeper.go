@@ -107,7 +107,7 @@ type Keeper struct {
 	// The fields below belong to the leader's goroutine.
 
 	enrollment, renewal attempts
-	told                map[string]string // last message, by reason
+	reported            map[string]string // last message, by reason
 }
 
 // NewHeld returns an empty source, whose error states what the shim is waiting for.
@@ -121,7 +121,7 @@ func waiting(bootstrap types.NamespacedName, cluster *agentv1alpha1.ClusterRef) 
 
 // New returns a keeper.
 func New(c Config) *Keeper {
-	return &Keeper{Config: c, told: map[string]string{}}
+	return &Keeper{Config: c, reported: map[string]string{}}
 }
 
 // Follow returns the runnable that reads the identity secret in every replica.
@@ -169,7 +169,7 @@ func (k *Keeper) Obtain(ctx context.Context) error {
 		if obtained {
 			return false
 		}
-		if act := cmp.Or(k.told[reasonRefused], k.told[reasonInvalid], k.told[reasonEnded]); act != "" {
+		if act := cmp.Or(k.reported[reasonRefused], k.reported[reasonInvalid], k.reported[reasonEnded]); act != "" {
 			waitsFor = errors.New(act)
 			return false
 		}
@@ -255,12 +255,12 @@ func (k *Keeper) logUnread(ctx context.Context, err error) {
 // round checks once, and requests a certificate if one is due. It starts over if another replica
 // has written the secret meanwhile.
 func (k *Keeper) round(ctx context.Context) error {
-	return retry.OnError(retry.DefaultRetry, raced, func() error { return k.look(ctx) })
+	return retry.OnError(retry.DefaultRetry, raced, func() error { return k.reconcile(ctx) })
 }
 
 func raced(err error) bool { return apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) }
 
-func (k *Keeper) look(ctx context.Context) error {
+func (k *Keeper) reconcile(ctx context.Context) error {
 	s, err := k.read(ctx)
 	if err != nil {
 		return err
@@ -279,12 +279,12 @@ func (k *Keeper) look(ctx context.Context) error {
 	switch now := k.Clock.Now(); {
 	case present == nil:
 		if b == nil {
-			k.tell(ctx, "", waiting(k.Bootstrap, k.Cluster))
+			k.report(ctx, "", waiting(k.Bootstrap, k.Cluster))
 		}
 		return nil
 	case !now.Before(present.NotAfter):
 		if !enrolls || b.unusable != nil {
-			k.tell(ctx, reasonEnded, fmt.Sprintf("The shim's client certificate expired at %s. %s",
+			k.report(ctx, reasonEnded, fmt.Sprintf("The shim's client certificate expired at %s. %s",
 				present.NotAfter.UTC().Format(time.RFC3339), k.remedy()))
 		}
 		return nil
@@ -299,13 +299,13 @@ func (k *Keeper) remedy() string {
 	return fmt.Sprintf("Run `capi-agent onboard` for the Cluster %s again.", nameOf(k.Cluster))
 }
 
-// tell logs a message, and announces it if it has a reason. It ignores a repetition of the last
+// report logs a message, and announces it if it has a reason. It ignores a repetition of the last
 // message with the same reason.
-func (k *Keeper) tell(ctx context.Context, reason, message string) {
-	if k.told[reason] == message {
+func (k *Keeper) report(ctx context.Context, reason, message string) {
+	if k.reported[reason] == message {
 		return
 	}
-	k.told[reason] = message
+	k.reported[reason] = message
 	if reason == "" {
 		log.FromContext(ctx).Info(message)
 		return

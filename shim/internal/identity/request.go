@@ -86,8 +86,8 @@ func passes(err error) bool {
 // whether it was obtained.
 func (k *Keeper) tryEnroll(ctx context.Context, s *stored, b *onboarding) (done bool, err error) {
 	if b.unusable != nil {
-		k.tell(ctx, reasonInvalid, fmt.Sprintf("The secret %s cannot be used to get a client certificate: %v. %s", k.Bootstrap, b.unusable, k.remedy()))
-		return false, nil //nolint:nilerr // It is told.
+		k.report(ctx, reasonInvalid, fmt.Sprintf("The secret %s cannot be used to get a client certificate: %v. %s", k.Bootstrap, b.unusable, k.remedy()))
+		return false, nil //nolint:nilerr // It is reported.
 	}
 	if !k.enrollment.due(b.certificate, k.Clock.Now(), enrollmentRetries) {
 		return false, nil
@@ -167,7 +167,7 @@ func (k *Keeper) renew(ctx context.Context, s *stored) error {
 func (k *Keeper) conclude(ctx context.Context, a *attempts, purpose, what string, err error) error {
 	switch {
 	case err == nil:
-		clear(k.told)
+		clear(k.reported)
 		count(purpose, resultIssued)
 		return nil
 	case raced(err):
@@ -182,7 +182,7 @@ func (k *Keeper) conclude(ctx context.Context, a *attempts, purpose, what string
 		return fmt.Errorf("getting a client certificate %s: %w", what, err)
 	}
 	count(purpose, resultRefused)
-	k.tell(ctx, reasonRefused, fmt.Sprintf("The agent issues no client certificate %s: %s. %s", what, agenterrors.Describe(err), k.remedy()))
+	k.report(ctx, reasonRefused, fmt.Sprintf("The agent issues no client certificate %s: %s. %s", what, agenterrors.Describe(err), k.remedy()))
 	return nil
 }
 

@@ -101,12 +101,12 @@ func (f *File) Follow(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-ticker.C():
-			f.look(ctx)
+			f.reload(ctx)
 		}
 	}
 }
 
-func (f *File) look(ctx context.Context) {
+func (f *File) reload(ctx context.Context) {
 	logger := log.FromContext(ctx).WithName("kubeconfig").WithValues("file", f.path)
 	content, err := os.ReadFile(f.path)
 	if err == nil && bytes.Equal(content, f.content) {

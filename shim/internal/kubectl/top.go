@@ -180,11 +180,11 @@ type shown struct {
 func (s *shown) see(changes func() []change) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.tell(changes())
+	s.write(changes())
 }
 
-// tell writes changes, unless the screen shows them. s.mu must be held.
-func (s *shown) tell(changes []change) {
+// write writes changes, unless the screen shows them. s.mu must be held.
+func (s *shown) write(changes []change) {
 	if s.screen {
 		return
 	}
@@ -197,9 +197,9 @@ func (s *shown) tell(changes []change) {
 func (s *shown) tick(agent string, spoke error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.tell(s.board.seeAgent(agent))
-	s.tell(s.board.seeSpoke(spoke))
-	s.tell(s.board.podCounts())
+	s.write(s.board.seeAgent(agent))
+	s.write(s.board.seeSpoke(spoke))
+	s.write(s.board.podCounts())
 	s.board.forget()
 	if !s.screen {
 		return

@@ -85,12 +85,12 @@ func (c *controlled) EndEnvironment(_ context.Context, cluster control.Cluster) 
 	for _, id := range c.ids(cluster) {
 		delete(c.grants, id)
 	}
-	return told(func() { c.agent.RemoveCluster(refOf(cluster)) })
+	return recovered(func() { c.agent.RemoveCluster(refOf(cluster)) })
 }
 
 // CreateNodeGroup adds the node group. Its machines wait to be provisioned and joined.
 func (c *controlled) CreateNodeGroup(_ context.Context, cluster control.Cluster, d conformance.MachineDeployment) (id string, err error) {
-	err = told(func() {
+	err = recovered(func() {
 		id = c.agent.AddMachineDeployment(deploymentOf(cluster, d))
 		c.agent.SetGroupInfrastructure(id, waiting(false))
 	})
@@ -99,17 +99,17 @@ func (c *controlled) CreateNodeGroup(_ context.Context, cluster control.Cluster,
 
 // UpdateNodeGroup replaces the node group's description.
 func (c *controlled) UpdateNodeGroup(_ context.Context, cluster control.Cluster, d conformance.MachineDeployment) error {
-	return told(func() { c.agent.UpdateMachineDeployment(deploymentOf(cluster, d)) })
+	return recovered(func() { c.agent.UpdateMachineDeployment(deploymentOf(cluster, d)) })
 }
 
 // DeleteNodeGroup removes the node group.
 func (c *controlled) DeleteNodeGroup(_ context.Context, cluster control.Cluster, name string) error {
-	return told(func() { c.agent.RemoveNodeGroup(cluster.Namespace + "/" + name) })
+	return recovered(func() { c.agent.RemoveNodeGroup(cluster.Namespace + "/" + name) })
 }
 
 // HoldMachines prevents Machine objects from appearing. If hold is false, held ones appear.
 func (c *controlled) HoldMachines(_ context.Context, cluster control.Cluster, name string, hold bool) error {
-	return told(func() {
+	return recovered(func() {
 		id := cluster.Namespace + "/" + name
 		c.agent.SetGroupInfrastructure(id, waiting(hold))
 		if !hold {
@@ -130,27 +130,27 @@ func waiting(held bool) *fakeagent.Infrastructure {
 
 // ProvisionMachine assigns the claim's machine its provider ID.
 func (c *controlled) ProvisionMachine(_ context.Context, cluster control.Cluster, claimID string) error {
-	return told(func() { c.agent.Provision(refOf(cluster), claimID, "") })
+	return recovered(func() { c.agent.Provision(refOf(cluster), claimID, "") })
 }
 
 // JoinNode makes the machine's Node join.
 func (c *controlled) JoinNode(_ context.Context, cluster control.Cluster, machine string) error {
-	return told(func() { c.agent.Join(refOf(cluster), machine, "node-of-"+machine) })
+	return recovered(func() { c.agent.Join(refOf(cluster), machine, "node-of-"+machine) })
 }
 
 // LoseMachine removes the machine.
 func (c *controlled) LoseMachine(_ context.Context, cluster control.Cluster, machine string) error {
-	return told(func() { c.agent.LoseMachine(refOf(cluster), machine) })
+	return recovered(func() { c.agent.LoseMachine(refOf(cluster), machine) })
 }
 
 // ExpireTokens makes the Cluster's tokens too old.
 func (c *controlled) ExpireTokens(_ context.Context, cluster control.Cluster) error {
-	return told(func() { c.agent.ExpireTokens(refOf(cluster)) })
+	return recovered(func() { c.agent.ExpireTokens(refOf(cluster)) })
 }
 
 // ApplyNodePoolSet applies the NodePoolSet.
 func (c *controlled) ApplyNodePoolSet(_ context.Context, cluster control.Cluster, set conformance.NodePoolSet) error {
-	return told(func() {
+	return recovered(func() {
 		c.agent.ApplyNodePoolSet(fakeagent.NodePoolSet{
 			Name: set.Name, Cluster: refOf(cluster), DeletionPolicy: fakeagent.DeletionPolicy(set.DeletionPolicy),
 			NodePools: set.NodePools, NodeClasses: set.NodeClasses,
@@ -160,12 +160,12 @@ func (c *controlled) ApplyNodePoolSet(_ context.Context, cluster control.Cluster
 
 // DeleteNodePoolSet deletes the NodePoolSet.
 func (c *controlled) DeleteNodePoolSet(_ context.Context, cluster control.Cluster, name string) error {
-	return told(func() { c.agent.DeleteNodePoolSet(refOf(cluster), name) })
+	return recovered(func() { c.agent.DeleteNodePoolSet(refOf(cluster), name) })
 }
 
-// told applies a request to the fake agent. The fake panics if a test names an object that does not
+// recovered applies a request to the fake agent. The fake panics if a test names an object that does not
 // exist. Here, that is an error of the request.
-func told(f func()) (err error) {
+func recovered(f func()) (err error) {
 	defer func() {
 		if cause := recover(); cause != nil {
 			text, ok := cause.(string)

@@ -171,7 +171,7 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return c.keep(ctx, nodeClaim)
 	case isPassing(ctx, err):
 		log.FromContext(ctx).V(1).Info("not known whether the NodeClaim's machine is to be adopted", "reason", err.Error())
-		return reconcile.Result{RequeueAfter: c.again(err)}, nil
+		return reconcile.Result{RequeueAfter: c.retryAfter(err)}, nil
 	case err != nil: // the NodeClaim still keeps core from planning: its Node may have to be protected
 		log.FromContext(ctx).Error(err, "not known whether the NodeClaim's machine is to be adopted")
 		c.Recorder.Publish(incomplete(nodeClaim, err))
@@ -216,7 +216,7 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	case err == nil:
 	case isPassing(ctx, err):
 		log.FromContext(ctx).V(1).Info("not known whether the Machine can be adopted", "machine", machine.GetName(), "reason", err.Error())
-		return reconcile.Result{RequeueAfter: c.again(err)}, nil
+		return reconcile.Result{RequeueAfter: c.retryAfter(err)}, nil
 	default: // the Node is protected, so that other NodeClaims need not wait for this one
 		log.FromContext(ctx).Error(err, "a Machine cannot be adopted", "machine", machine.GetName())
 		c.Recorder.Publish(lo.Ternary(provider.IsAdoptionRefused(err), c.Unclaimed.Event(nodeClaim, machine, err), incomplete(nodeClaim, err)))
@@ -239,9 +239,9 @@ func isPassing(ctx context.Context, err error) bool {
 	return err != nil && (ctx.Err() != nil || agenterrors.IsUnavailable(err) || agenterrors.IsConflict(err))
 }
 
-// again returns when a call is retried after a passing error. An outage, or a pause of the Cluster, may last:
+// retryAfter returns when a call is retried after a passing error. An outage, or a pause of the Cluster, may last:
 // thousands of NodeClaims would each be retried once a second.
-func (c *Controller) again(err error) time.Duration {
+func (c *Controller) retryAfter(err error) time.Duration {
 	switch reason := agenterrors.ReasonOf(err); {
 	case !c.Claims.State().Connected, reason == agenterrors.ReasonClusterPaused, reason == agenterrors.ReasonHubUnreachable:
 		return look

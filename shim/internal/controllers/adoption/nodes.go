@@ -248,8 +248,8 @@ func (c *Nodes) adopt(
 	if left > 0 {
 		turn.CancelAt(now)
 	}
-	if again := c.again(node, now, left, limiter.Limit()); again > 0 {
-		return reconcile.Result{RequeueAfter: again}, nil
+	if delay := c.turnIn(node, now, left, limiter.Limit()); delay > 0 {
+		return reconcile.Result{RequeueAfter: delay}, nil
 	}
 	if err := allowed(ctx, c.Agent, c.Cluster, machine, true); err != nil {
 		turn.CancelAt(now) // leave the turn to another Node
@@ -380,9 +380,9 @@ func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 	return limiter
 }
 
-// again returns when to look again at a Node whose turn comes after left; 0 if it is its turn. If many wait, their looks
+// turnIn returns when to look again at a Node whose turn comes after left; 0 if it is its turn. If many wait, their looks
 // are spread: on average two Nodes come back for each turn, instead of all for the next one.
-func (c *Nodes) again(node *corev1.Node, now time.Time, left time.Duration, limit rate.Limit) time.Duration {
+func (c *Nodes) turnIn(node *corev1.Node, now time.Time, left time.Duration, limit rate.Limit) time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if left == 0 {

@@ -52,7 +52,7 @@ func (c *Controller) returnMachine(ctx context.Context, nodeClaim *karpv1.NodeCl
 		return reconcile.Result{RequeueAfter: look}, nil
 	case isPassing(ctx, err):
 		log.FromContext(ctx).V(1).Info("the agent did not return the machine yet", "reason", err.Error())
-		return reconcile.Result{RequeueAfter: c.again(err)}, nil
+		return reconcile.Result{RequeueAfter: c.retryAfter(err)}, nil
 	case err != nil:
 		log.FromContext(ctx).Error(err, "the agent does not return the machine")
 		c.Recorder.Publish(notReturned(nodeClaim, agenterrors.Describe(err)))

@@ -61,9 +61,9 @@ const (
 	registrationTimeout = 15 * time.Minute
 	// extendAfter is the age at which that condition is rewritten, to make core wait longer.
 	extendAfter = 5 * time.Minute
-	// tellAfter is the age from which a NodeClaim gets events about its machine: most have their
+	// publishAfter is the age from which a NodeClaim gets events about its machine: most have their
 	// Node by then.
-	tellAfter = time.Minute
+	publishAfter = time.Minute
 	// tellNodePoolEvery is the minimum interval between events on a NodePool about one node group.
 	tellNodePoolEvery = 10 * time.Minute
 )
@@ -115,9 +115,9 @@ type Controller struct {
 
 // record is what the controller remembers of a NodeClaim.
 type record struct {
-	uid    types.UID
-	told   string    // the machine's progress in the last event
-	looked time.Time // when the controller first looked at the NodeClaim while it was launched and not registered
+	uid       types.UID
+	published string    // the machine's progress in the last event
+	looked    time.Time // when the controller first looked at the NodeClaim while it was launched and not registered
 }
 
 // New returns the controller.
@@ -202,7 +202,7 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 	if !c.Claims.State().Connected {
 		return c.wait(ctx, nodeClaim)
 	}
-	c.tell(nodeClaim, claim)
+	c.publishProgress(nodeClaim, claim)
 	joined, err := c.joinedAt(ctx, nodeClaim, claim)
 	switch {
 	case err != nil:

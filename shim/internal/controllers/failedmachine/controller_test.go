@@ -332,8 +332,8 @@ func TestAMachineThatFailsLeavesATraceOnItsNodePool(t *testing.T) {
 	e := setUp(t, fakeagent.WithInfrastructure(fakeagent.Infrastructure{
 		Provision: fakeagent.Manual, Join: fakeagent.Manual, Terminate: fakeagent.Manual,
 	}))
-	told := &events{}
-	e.use(func(c *failedmachine.Config) { c.Recorder = coreevents.NewRecorder(told) })
+	published := &events{}
+	e.use(func(c *failedmachine.Config) { c.Recorder = coreevents.NewRecorder(published) })
 	e.NodePool()
 	fails := func(name string) {
 		t.Helper()
@@ -345,14 +345,14 @@ func TestAMachineThatFailsLeavesATraceOnItsNodePool(t *testing.T) {
 		require.False(t, e.Exists(nodeClaim))
 	}
 	fails("one")
-	require.Len(t, told.of(&karpv1.NodePool{}), 1)
-	assert.Contains(t, told.of(&karpv1.NodePool{})[0], "Warning MachineFailed: ")
-	assert.Contains(t, told.of(&karpv1.NodePool{})[0], "node group default/a")
-	assert.Contains(t, told.of(&karpv1.NodePool{})[0], "the zone of one is full")
+	require.Len(t, published.of(&karpv1.NodePool{}), 1)
+	assert.Contains(t, published.of(&karpv1.NodePool{})[0], "Warning MachineFailed: ")
+	assert.Contains(t, published.of(&karpv1.NodePool{})[0], "node group default/a")
+	assert.Contains(t, published.of(&karpv1.NodePool{})[0], "the zone of one is full")
 	fails("two")
 	fails("three")
-	assert.Len(t, told.of(&karpv1.NodeClaim{}), 3)
-	assert.Len(t, told.of(&karpv1.NodePool{}), 1)
+	assert.Len(t, published.of(&karpv1.NodeClaim{}), 3)
+	assert.Len(t, published.of(&karpv1.NodePool{}), 1)
 
 	e.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "b"})
 	e.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, "cooling down", time.Time{})
@@ -362,8 +362,8 @@ func TestAMachineThatFailsLeavesATraceOnItsNodePool(t *testing.T) {
 		return ok && !a.Available
 	}, "the catalogue shows the change")
 	fails("four")
-	require.Len(t, told.of(&karpv1.NodePool{}), 2, "another node group's failure is news")
-	assert.Contains(t, told.of(&karpv1.NodePool{})[1], "node group default/b")
+	require.Len(t, published.of(&karpv1.NodePool{}), 2, "another node group's failure is news")
+	assert.Contains(t, published.of(&karpv1.NodePool{})[1], "node group default/b")
 }
 
 // A machine that was lost, or that is late, has not failed.

@@ -115,17 +115,17 @@ func whereabouts(claim *agentv1alpha1.Claim) string {
 	return what
 }
 
-// tell publishes the machine's progress on a NodeClaim that has waited for long, whenever it
+// publishProgress publishes the machine's progress on a NodeClaim that has waited for long, whenever it
 // changes.
-func (c *Controller) tell(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) {
-	if c.Clock.Since(nodeClaim.CreationTimestamp.Time) < tellAfter || !c.Claims.State().Connected {
+func (c *Controller) publishProgress(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) {
+	if c.Clock.Since(nodeClaim.CreationTimestamp.Time) < publishAfter || !c.Claims.State().Connected {
 		return
 	}
 	where := whereabouts(claim)
 	c.mu.Lock()
 	r := c.recordOf(nodeClaim)
-	news := r.told != where
-	r.told = where
+	news := r.published != where
+	r.published = where
 	c.records[nodeClaim.Name] = r
 	c.mu.Unlock()
 	if !news {
