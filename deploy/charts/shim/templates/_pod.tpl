@@ -183,7 +183,7 @@ spec:
         timeoutSeconds: 30
       {{- end }}
       resources:
-        {{- toYaml .Values.resources | nindent 8 }}
+        {{- include "karpenter.resources" . | nindent 8 }}
       securityContext:
         {{- toYaml .Values.securityContext | nindent 8 }}
       {{- if or $files $metricsSecret .Values.kubeconfig.secretName .Values.extraVolumeMounts }}
