@@ -192,6 +192,9 @@ func (s *claimService) ListClaims(
 	}
 	response := &agentv1alpha1.ListClaimsResponse{Token: token, Claims: make([]*agentv1alpha1.Claim, 0, len(list))}
 	for i := range list {
+		if err := ended(ctx); err != nil {
+			return nil, err
+		}
 		message, err := s.shown(ctx, &list[i])
 		if err != nil {
 			return nil, err

@@ -99,6 +99,8 @@ type connection struct {
 	// limitedAs is the key under which its caller is limited, as of its last call: it may have been
 	// denied since the handshake.
 	limitedAs atomic.Pointer[string]
+	// undecided are its calls that are neither admitted nor refused.
+	undecided undecided
 	// read is set once something was read by a [paced] connection.
 	read atomic.Bool
 	// shutOutSince is when its caller was found to be shut out, and nil while it is not.
@@ -305,13 +307,12 @@ func (i identifying) present() *x509.CertPool {
 	return pool
 }
 
-// slowRead is how many bytes are read at once from a caller that is being slowed down. It holds
-// some tens of calls.
-const slowRead = 1 << 10
+// readAtOnce is how many bytes are read at once. They hold some tens of calls at most.
+const readAtOnce = 1 << 10
 
 // paced is a connection, above TLS, that is read more slowly when its caller's calls have been
-// rejected or it sends many frames. Unread data costs nothing, and TCP flow control holds the
-// sender back.
+// rejected or it sends many frames, and no faster than its calls are admitted or rejected. Unread data
+// costs nothing, and TCP flow control holds the sender back.
 type paced struct {
 	net.Conn
 
@@ -347,10 +348,11 @@ func (p paced) Read(into []byte) (n int, err error) {
 		case <-p.below.open.Done():
 			return 0, net.ErrClosed
 		}
-		into = into[:min(len(into), slowRead)]
 	}
-	n, err = p.Conn.Read(into)
-	if begun := p.counted.count(into[:n]); begun > 0 {
+	p.below.undecided.wait(p.below.open)
+	n, err = p.Conn.Read(into[:min(len(into), readAtOnce)])
+	if begun, calls := p.counted.count(into[:n]); begun > 0 {
+		p.below.undecided.add(calls)
 		p.spent(begun)
 	}
 	return n, err

@@ -49,20 +49,20 @@ func TestAConnectionOfACallerThatIsRefusedIsReadSlowly(t *testing.T) {
 	}
 	go func() {
 		for {
-			if _, err := far.Write(make([]byte, 4*slowRead)); err != nil {
+			if _, err := far.Write(make([]byte, 4*readAtOnce)); err != nil {
 				return
 			}
 		}
 	}()
-	n, err := p.Read(make([]byte, 4*slowRead))
+	n, err := p.Read(make([]byte, 4*readAtOnce))
 	require.NoError(t, err)
-	require.Equal(t, 4*slowRead, n)
+	require.Equal(t, readAtOnce, n)
 	require.Equal(t, (n-len(http2.ClientPreface))/frameHeader, sent, "zeros are frames without a payload")
 	pause = time.Millisecond
 	began := time.Now()
-	n, err = p.Read(make([]byte, 4*slowRead))
+	n, err = p.Read(make([]byte, 4*readAtOnce))
 	require.NoError(t, err)
-	require.Equal(t, slowRead, n)
+	require.Equal(t, readAtOnce, n)
 	require.GreaterOrEqual(t, time.Since(began), pause)
 
 	over = true

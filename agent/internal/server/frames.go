@@ -17,9 +17,9 @@ type frames struct {
 
 func newFrames() *frames { return &frames{rest: len(http2.ClientPreface)} }
 
-// count consumes data, and returns how many frame headers were completed by it.
-func (f *frames) count(data []byte) int {
-	begun := 0
+// count consumes data, and returns how many frame headers were completed by it, and how many of them
+// are of frames that begin a call.
+func (f *frames) count(data []byte) (begun, calls int) {
 	for len(data) > 0 {
 		if f.rest > 0 {
 			skipped := min(f.rest, len(data))
@@ -34,7 +34,10 @@ func (f *frames) count(data []byte) int {
 			f.rest = int(f.header[0])<<16 | int(f.header[1])<<8 | int(f.header[2])
 			f.have = 0
 			begun++
+			if http2.FrameType(f.header[3]) == http2.FrameHeaders {
+				calls++
+			}
 		}
 	}
-	return begun
+	return begun, calls
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	"github.com/google/uuid"
 	middleware "github.com/grpc-ecosystem/go-grpc-middleware/v2"
@@ -90,12 +91,14 @@ type caller struct {
 	limitedAs string
 	// requestID is the request ID of the call.
 	requestID string
+	// decided records that the call has been admitted or refused. It may be called several times.
+	decided func()
 }
 
 func callerOf(ctx context.Context) caller {
 	c, ok := ctx.Value(callerKey{}).(caller)
 	if !ok {
-		return caller{problem: "the call has no identity"}
+		return caller{problem: "the call has no identity", decided: func() {}}
 	}
 	return c
 }
@@ -111,14 +114,16 @@ func (s *Server) identify(ctx context.Context, method string) (context.Context, 
 	if id == "" {
 		id = uuid.NewString()
 	}
-	c := caller{problem: "the connection has no identity"}
+	c, decided := caller{problem: "the connection has no identity"}, func() {}
 	if p, ok := peer.FromContext(ctx); ok {
 		c = s.callerOn(p.AuthInfo)
 		if of, ok := p.AuthInfo.(connectionInfo); ok {
 			as := c.limitedAs
 			of.connection.limitedAs.Store(&as)
+			decided = sync.OnceFunc(of.connection.undecided.decide)
 		}
 	}
+	c.decided = decided
 	fields := logging.Fields{"requestID", id, "identity", c.Identity}
 	if traceID := tracing.ID(ctx); traceID != "" {
 		fields = append(fields, "traceID", traceID)
@@ -175,6 +180,7 @@ func (s *Server) identified(handshake credentials.AuthInfo) caller {
 
 func (s *Server) identifyUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	ctx, id := s.identify(ctx, info.FullMethod)
+	defer callerOf(ctx).decided()
 	// This only fails if the headers have already been sent.
 	_ = grpc.SetHeader(ctx, metadata.Pairs(requestIDKey, id))
 	return handler(ctx, request)
@@ -182,6 +188,7 @@ func (s *Server) identifyUnary(ctx context.Context, request any, info *grpc.Unar
 
 func (s *Server) identifyStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	ctx, id := s.identify(stream.Context(), info.FullMethod)
+	defer callerOf(ctx).decided()
 	_ = stream.SetHeader(metadata.Pairs(requestIDKey, id))
 	if authz.Methods[info.FullMethod].Anyone {
 		// A health watch lasts as long as its connection. Other streams end when their caches are
@@ -425,14 +432,17 @@ var changing = []string{
 	"NodeGroupIncreaseSize", "NodeGroupDeleteNodes", "NodeGroupDecreaseTargetSize",
 }
 
-// logger logs the end of a call.
+// logger logs the end of a call. The messages differ, because the log has only a hundred lines a second with the
+// same one: failed calls, which one caller can cause by the thousand, leave room for the changes of others.
 func (s *Server) logger() logging.Logger {
 	return logging.LoggerFunc(func(_ context.Context, level logging.Level, message string, fields ...any) {
 		logger := s.config.Log
 		switch {
 		case level >= logging.LevelError:
 			logger.Error(nil, message, fields...)
-		case level >= logging.LevelInfo || changes(fields):
+		case level >= logging.LevelInfo:
+			logger.Info("call failed", fields...)
+		case changes(fields):
 			logger.Info(message, fields...)
 		default:
 			logger.V(1).Info(message, fields...)

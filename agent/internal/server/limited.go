@@ -116,7 +116,9 @@ func handshakeOf(ctx context.Context) credentials.AuthInfo {
 
 // begin admits a call, and adds it to the context.
 func (s *Server) begin(ctx context.Context, method string, watch bool) (context.Context, *limits.Call, error) {
-	call, err := s.limits.Begin(callerOf(ctx).limitedAs, method, watch)
+	by := callerOf(ctx)
+	call, err := s.limits.Begin(by.limitedAs, method, watch)
+	by.decided()
 	if err != nil {
 		return nil, nil, throttled(ctx, err)
 	}
@@ -152,10 +154,22 @@ func (s *Server) limitUnary(ctx context.Context, request any, info *grpc.UnarySe
 	stop := context.AfterFunc(bounded, func() { cut(ctx) })
 	defer stop()
 	response, err := handler(bounded, request)
+	if err == nil && slices.Contains(lists, info.FullMethod) {
+		err = ended(bounded) // encoding a list that nobody waits for can take as long as building it
+	}
 	if err != nil {
 		return nil, err
 	}
 	return s.outgoing(bounded, response)
+}
+
+// ended returns the error of a call whose caller has gone or whose deadline has passed, and nil for
+// others.
+func ended(ctx context.Context) error {
+	if err := ctx.Err(); err != nil {
+		return grpcstatus.FromContextError(err).Err()
+	}
+	return nil
 }
 
 // inTurn makes an interceptor check requests in their turns. The rest of the call is not serialized.

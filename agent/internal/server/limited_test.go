@@ -42,6 +42,24 @@ func TestACallerThatAsksForTooMuchIsToldWhenToComeBack(t *testing.T) {
 	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")), "others are not concerned")
 }
 
+// Connections are read no faster than their calls are decided.
+func TestEveryCallIsDecidedBeforeItsRequestIsRead(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.CallsPerSecond, o.CallBurst, o.RequestTimeout = 0.001, 3, time.Hour }))
+	conn, nobody := f.raw("spiffe://karpenter-capi/cluster/fleet/spoke"), f.raw("spiffe://karpenter-capi/nobody")
+	require.NoError(t, f.send(conn, agentv1alpha1.StatusService_GetStatus_FullMethodName, nil))
+	require.Equal(t, codes.PermissionDenied, grpcstatus.Code(f.send(nobody, agentv1alpha1.ClaimService_ListClaims_FullMethodName, nil)))
+	for _, method := range []string{
+		agentv1alpha1.ClaimService_CreateClaim_FullMethodName, agentv1alpha1.NodeGroupService_WatchNodeGroups_FullMethodName,
+	} { // admitted, but without a request
+		_, err := conn.NewStream(f.ctx(), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, method)
+		require.NoError(t, err)
+	}
+	require.Eventually(t, func() bool {
+		return grpcstatus.Code(f.send(conn, agentv1alpha1.StatusService_GetStatus_FullMethodName, nil)) == codes.ResourceExhausted
+	}, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return f.server.Undecided() == 0 }, patience, time.Millisecond)
+}
+
 func TestACallWithoutADeadlineGetsOne(t *testing.T) {
 	f := start(t, limited(func(o *limits.Options) { o.CallTimeout = 50 * time.Millisecond }), func(f *fixture, _ *server.Config) {
 		f.engine.block = make(chan struct{}) // Create waits for it, or for its deadline
