@@ -457,10 +457,10 @@ func (b *books) coverShortage() {
 	b.d.Unmet = max(0, short-room)
 }
 
-// unfit returns why no other Machines are ordered for waiting claims: something makes each Machine one
-// that no claim may have, so the next would be the same. That is an annotation of the template, or
-// what has marked the last ones that no claim may have, one more than claims wait. It is empty if there
-// is no such reason.
+// unfit returns why no other Machines are ordered for waiting claims: something makes each Machine
+// one that no claim may have, so the next would be the same. That is an annotation of the template,
+// or what has marked the last ones that no claim may have, one more than claims wait. It is empty
+// if there is no such reason.
 func (b *books) unfit(free []*clusterv1.Machine) string {
 	for _, mark := range []string{v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation, v1alpha1.NodeRegisteredAtAnnotation} {
 		if _, set := b.Deployment.Spec.Template.Annotations[mark]; set {

@@ -31,8 +31,8 @@ func (b *books) unassign() {
 
 // assign assigns free Machines to the waiting claims, oldest first, and leaves the floor as many as
 // it owns, those that take the place of Machines which others are deleting included. If no usable
-// Machine is left, the claim is assigned a failed one that was made after the claim, so that it fails
-// now rather than at its own deadline.
+// Machine is left, the claim is assigned a failed one that was made after the claim, so that it
+// fails now rather than at its own deadline.
 func (b *books) assign() {
 	free := b.free()
 	give := len(free) + b.leaving() - int(b.floor())

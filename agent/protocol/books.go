@@ -58,9 +58,9 @@ const (
 
 	// fresh means that nothing can run on the Machine yet, so a claim may have it.
 	fresh
-	// suspect means that the Machine may turn out to be fresh: Cluster API has not seen its Node, but
-	// does not state that there is none, or the Node joined too recently for a report that nothing
-	// runs on it.
+	// suspect means that the Machine may turn out to be fresh: Cluster API has not seen its Node,
+	// but does not state that there is none, or the Node joined too recently for a report that
+	// nothing runs on it.
 	suspect
 	// failed means that the Machine is known not to come.
 	failed
@@ -146,10 +146,11 @@ func (b *books) free() []*clusterv1.Machine {
 	return free
 }
 
-// leaving counts the Machines without a claim that another actor is deleting, and whose replica remains,
-// of the floor or of the spare: Cluster API makes another Machine once they are gone. That can be long:
-// a Machine is drained first, and its host may have to be cleaned. Machines beyond the replicas have lost
-// theirs, to a person who lowered them. In a rollout, the Machine that replaces one may exist before it.
+// leaving counts the Machines without a claim that another actor is deleting, and whose replica
+// remains, of the floor or of the spare: Cluster API makes another Machine once they are gone. That
+// can be long: a Machine is drained first, and its host may have to be cleaned. Machines beyond the
+// replicas have lost theirs, to a person who lowered them. In a rollout, the Machine that replaces
+// one may exist before it.
 func (b *books) leaving() int {
 	if b.rollingOut() {
 		return 0
@@ -202,8 +203,8 @@ func (b *books) room(replicas int32) bool {
 
 // settled reports whether Cluster API makes no further Machine unless one is ordered: everything is
 // observed, there is no rollout, there are as many Machines as replicas, and no other actor is
-// deleting one. A Machine that the agent is deleting has its replica, and nothing replaces it, while it
-// has the agent's finalizer and replicas have not been decremented for it.
+// deleting one. A Machine that the agent is deleting has its replica, and nothing replaces it,
+// while it has the agent's finalizer and replicas have not been decremented for it.
 func (b *books) settled() bool {
 	if !b.observed(b.Deployment.Generation) || b.rollingOut() || len(b.Machines) != int(b.Group.Replicas) {
 		return false
@@ -220,7 +221,8 @@ func (b *books) settled() bool {
 			return false
 		}
 	}
-	// A MachineSet that was lowered keeps its Machine until that is gone, while another one makes its own.
+	// A MachineSet that was lowered keeps its Machine until that is gone, while another one makes
+	// its own.
 	return !dying || !slices.ContainsFunc(b.Sets, func(set *clusterv1.MachineSet) bool { return made[set.Name] != ReplicasOf(set) })
 }
 
@@ -236,8 +238,8 @@ func (b *books) unusable(exceptUndecided bool) int32 {
 	return max(0, n-b.floor())
 }
 
-// undecided reports whether the Machine is free and the report that decides whether a claim may have
-// it may still come.
+// undecided reports whether the Machine is free and the report that decides whether a claim may
+// have it may still come.
 func (b *books) undecided(m *clusterv1.Machine) bool {
 	return b.class(m) == suspect && b.joinedJustNow(m)
 }

@@ -121,8 +121,8 @@ func sizeOfClaim(id string, entry Assignment) int {
 	return len(`"":{"m":"","u":"","adopted":true},`) + len(id) + max(longestName, len(entry.Machine)) + max(uidLength, len(entry.UID))
 }
 
-// sizeOfRelease is the size of a release's record once replicas were decremented for it under pause,
-// including its part of the MachineSet's [v1alpha1.ReleasedAnnotation].
+// sizeOfRelease is the size of a release's record once replicas were decremented for it under
+// pause, including its part of the MachineSet's [v1alpha1.ReleasedAnnotation].
 func (b *budget) sizeOfRelease(uid types.UID, r Release) int {
 	const rest = `"":{"m":"","c":"","drained":true,"set":"","back":true,"as":"","gen":9223372036854775807},,`
 	return len(rest) + 2*len(uid) + max(uidLength, len(r.LoweredAs)) + len(r.Machine) + len(r.Claim) + max(b.longestSet, len(r.Set))

@@ -53,10 +53,10 @@ type Decision struct {
 	Unusable int32
 	// Unmet is how many waiting claims get no further replica because of the max size or a quota.
 	Unmet int32
-	// awaits is what may decide soon whether a waiting claim gets a Machine, and for which the decision
-	// asks to be woken; empty if there is nothing. reordered is why waiting claims have to wait for
-	// other Machines than those that were made for them; empty if they do not. unfit is why Machines
-	// that were made since do not suit any claim either.
+	// awaits is what may decide soon whether a waiting claim gets a Machine, and for which the
+	// decision asks to be woken; empty if there is nothing. reordered is why waiting claims have to
+	// wait for other Machines than those that were made for them; empty if they do not. unfit is
+	// why Machines that were made since do not suit any claim either.
 	awaits, reordered, unfit string
 	// RequeueAfter is after how long to look again if no event comes; zero means never.
 	RequeueAfter time.Duration
@@ -248,8 +248,8 @@ func Decide(s *Snapshot) *Decision {
 // since they were read. If something else is due, such as the end of a claim that leaves its
 // replica to the next one, that comes first.
 func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
-	// A claim that is not marked as entered yet is mostly a lagging cache, and no reason to wait. Nor is
-	// who repairs a Node.
+	// A claim that is not marked as entered yet is mostly a lagging cache, and no reason to wait.
+	// Nor is who repairs a Node.
 	more := slices.ContainsFunc(d.Actions, func(a Action) bool { return a.Kind != MarkAdmitted && a.Kind != MarkRepair })
 	if d.Ledger == nil || more || len(d.Refused) > 0 || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
 		return false

@@ -121,7 +121,8 @@ func TestAMachineThatJoinedJustNowIsNotReplacedBeforeItsReport(t *testing.T) {
 	assert.Equal(t, reportDue+skew-time.Second, d.RequeueAfter)
 }
 
-// Else the claim would get it after the next report, and the Machine that was ordered would be a spare.
+// Else the claim would get it after the next report, and the Machine that was ordered would be a
+// spare.
 func TestASpareThatJoinedJustNowIsForTheNextClaim(t *testing.T) {
 	joined := func(ago time.Duration) *Decision {
 		s := atRest(1, &Ledger{Version: 1, LastReplicas: 1, Spare: 1}).withClaim("c", "", "")
@@ -822,7 +823,8 @@ func TestAReplicaIsGivenBackWhenTheInstanceIsGone(t *testing.T) {
 	assert.True(t, d.Removes, "which MachineSet it is charged to depends on the template")
 }
 
-// Cluster API observes a generation without distributing the replicas when it repairs managed fields first.
+// Cluster API observes a generation without distributing the replicas when it repairs managed
+// fields first.
 func TestAMachineIsKeptUntilItsReplicaIsTakenOff(t *testing.T) {
 	releasing := map[types.UID]Release{"a": {Machine: "a", Decremented: true, Generation: 3}}
 	s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Releasing: releasing}).
@@ -869,8 +871,8 @@ func fails(set *clusterv1.MachineSet) {
 	})
 }
 
-// A quota refuses a Machine, or the infrastructure object of another one is missing. The Machine object that
-// is kept would take up what is missing.
+// A quota refuses a Machine, or the infrastructure object of another one is missing. The Machine
+// object that is kept would take up what is missing.
 func TestNothingWaitsForAMachineSetWhoseReconcilesEndWithAnError(t *testing.T) {
 	decremented := &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a", Decremented: true, Generation: 3}}}
 	released := func() *Snapshot { return atRest(1, decremented).withMachine("a", "", completed) }
@@ -1222,8 +1224,8 @@ func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
 }
 
 // Cluster API removes a Machine's infrastructure when a call to create the Machine times out, even
-// if the Machine was created, and each reconcile of the MachineSet ends with an error until that one is
-// gone.
+// if the Machine was created, and each reconcile of the MachineSet ends with an error until that
+// one is gone.
 func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
 	lacks := func(since time.Duration) func(*clusterv1.Machine) {
 		return func(m *clusterv1.Machine) {
@@ -1427,9 +1429,10 @@ func TestAMachineSetThatAPersonPausesMeanwhileKeepsNothingPaused(t *testing.T) {
 	assert.True(t, d.Ledger.Releasing["m"].Decremented)
 }
 
-// Its MachineSet was lowered under a pause that has ended since, because the ledger was lost, or because a person
-// had paused the MachineSet when another agent looked. Cluster API has made up for the replica, or the
-// MachineDeployment was lowered, too. Lowering it now would take another Machine.
+// Its MachineSet was lowered under a pause that has ended since, because the ledger was lost, or
+// because a person had paused the MachineSet when another agent looked. Cluster API has made up for
+// the replica, or the MachineDeployment was lowered, too. Lowering it now would take another
+// Machine.
 func TestAMachineSetThatWasLoweredUnderAnEarlierPauseIsNotLoweredFor(t *testing.T) {
 	s := atRest(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}).
 		withMachine("m", "c", completed)
@@ -1506,8 +1509,8 @@ func TestALabelThatNoClaimCanHaveIsNone(t *testing.T) {
 	}
 }
 
-// A rollout without surge lowers the old MachineSet first, and raises the new one as Machines go. Cluster API charges a
-// lowered MachineDeployment to what the new one does not have yet.
+// A rollout without surge lowers the old MachineSet first, and raises the new one as Machines go.
+// Cluster API charges a lowered MachineDeployment to what the new one does not have yet.
 func TestARolloutThatMayNotSurgeHasItsOldMachineSetLowered(t *testing.T) {
 	rollout := func(strategy clusterv1.MachineDeploymentRolloutStrategyType) *Snapshot {
 		s := atRest(5, &Ledger{Version: 1, Seq: 4, Floor: 4, LastReplicas: 5, Releasing: map[types.UID]Release{"e": {Machine: "e", Claim: "e"}}})

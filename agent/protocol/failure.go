@@ -249,8 +249,8 @@ const keptAtOnce = 3
 
 // keepFailed returns the ids of the failed claims whose Machines are still kept for debugging,
 // earliest failures first, and asks to be woken when one is due to go. A Machine without
-// infrastructure is not kept: there is nothing to inspect, and each reconcile of its MachineSet ends
-// with an error until it goes.
+// infrastructure is not kept: there is nothing to inspect, and each reconcile of its MachineSet
+// ends with an error until it goes.
 func (b *books) keepFailed() map[string]bool {
 	if b.Group.KeepFailed == 0 {
 		return nil

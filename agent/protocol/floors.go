@@ -48,7 +48,8 @@ func (b *books) markFloors() {
 	b.next.Marking = marking
 }
 
-// takesPods reports whether pods can run on a free Machine that Cluster API is not about to replace.
+// takesPods reports whether pods can run on a free Machine that Cluster API is not about to
+// replace.
 func (b *books) takesPods(m *clusterv1.Machine) bool {
 	switch c := b.class(m); c {
 	case ofFloor:

@@ -10,8 +10,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// The Machines of a MachineDeployment that was deleted with --cascade=orphan live on. The label is the
-// lasting binding of each of them to its claim.
+// The Machines of a MachineDeployment that was deleted with --cascade=orphan live on. The label is
+// the lasting binding of each of them to its claim.
 func TestAClaimOfAGroupThatIsGoneKeepsTheMachineThatCarriesItsLabel(t *testing.T) {
 	for name, test := range map[string]struct {
 		claim func(*Snapshot)

@@ -121,8 +121,8 @@ type Release struct {
 	// Set is the MachineSet whose replicas are being lowered under pause; empty in the ordinary
 	// case.
 	Set string `json:"set,omitempty"`
-	// Decremented means that replicas were decremented for the Machine, or were already lowered by a
-	// rollout or by another writer.
+	// Decremented means that replicas were decremented for the Machine, or were already lowered by
+	// a rollout or by another writer.
 	Decremented bool `json:"back,omitempty"`
 	// LoweredAs is the Machine's UID before a move or a restore, if its MachineSet was lowered for
 	// it under that UID; empty otherwise.

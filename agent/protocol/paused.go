@@ -12,10 +12,11 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// decrementPaused is the variant for several active MachineSets, or one that is not the newest, where Cluster API
-// could charge a lowered MachineDeployment to another MachineSet. It pauses the MachineDeployment, lowers the
-// right MachineSet, then lowers the MachineDeployment and unpauses it in one write. Every step can
-// be repeated, and any agent that finds the sequence half done completes it.
+// decrementPaused is the variant for several active MachineSets, or one that is not the newest,
+// where Cluster API could charge a lowered MachineDeployment to another MachineSet. It pauses the
+// MachineDeployment, lowers the right MachineSet, then lowers the MachineDeployment and unpauses it
+// in one write. Every step can be repeated, and any agent that finds the sequence half done
+// completes it.
 func (b *books) decrementPaused(ready []types.UID) {
 	value, paused := b.Deployment.Annotations[clusterv1.PausedAnnotation]
 	ours := paused && value == v1alpha1.PausedByAgent
@@ -37,8 +38,8 @@ func (b *books) decrementPaused(ready []types.UID) {
 			delete(b.next.Releasing, uid)
 			return true
 		}
-		// A person has paused the MachineSet before it was lowered: it begins anew once it is not paused.
-		// Otherwise the MachineDeployment would stay paused for as long.
+		// A person has paused the MachineSet before it was lowered: it begins anew once it is not
+		// paused. Otherwise the MachineDeployment would stay paused for as long.
 		r := b.next.Releasing[uid]
 		if set := b.set(r.Set); set != nil && hasPausedAnnotation(set) && !b.lowered(uid) {
 			r.Set = ""
@@ -104,8 +105,8 @@ func (b *books) skipReplaced(begun []types.UID) []types.UID {
 	return left
 }
 
-// deletionsUnreported reports whether a MachineSet can only be lowered for fewer Machines than it has to be
-// because Cluster API is about to report that it deletes another one of its Machines.
+// deletionsUnreported reports whether a MachineSet can only be lowered for fewer Machines than it
+// has to be because Cluster API is about to report that it deletes another one of its Machines.
 func (b *books) deletionsUnreported(begun []types.UID) bool {
 	return slices.ContainsFunc(b.Sets, func(set *clusterv1.MachineSet) bool {
 		return b.awaitsReport(set, Count(lo.Filter(begun, func(uid types.UID, _ int) bool {
@@ -119,8 +120,8 @@ func (b *books) awaitsReport(set *clusterv1.MachineSet, by int32) bool {
 	return b.lowerable(set, ReplicasOf(set)) < by && b.deletionUnreported(set)
 }
 
-// unpause takes off our pause when no release needs it, because the ledger that needed it is lost. It
-// drops the record of a pause when no claim waits: a later one waits from when it was made.
+// unpause takes off our pause when no release needs it, because the ledger that needed it is lost.
+// It drops the record of a pause when no claim waits: a later one waits from when it was made.
 func (b *books) unpause() {
 	if len(b.next.Pending) == 0 {
 		b.next.Paused = nil
@@ -151,7 +152,8 @@ func (b *books) readyOf(set *clusterv1.MachineSet, ready []types.UID) int32 {
 
 // beginPause records which MachineSet each Machine's replica belongs to, and pauses the
 // MachineDeployment in the same write. A MachineSet that is already paused observes no lowering, so
-// its Machines wait and do not cause a pause. Nor do those that would wait for a report during the pause.
+// its Machines wait and do not cause a pause. Nor do those that would wait for a report during the
+// pause.
 func (b *books) beginPause(ready []types.UID) {
 	for _, uid := range ready {
 		m := b.machine(uid)
@@ -160,8 +162,9 @@ func (b *books) beginPause(ready []types.UID) {
 		}
 		set := b.set(SetOf(m))
 		if set != nil && slices.Contains(ReleasedFrom(set), uid) {
-			// It was lowered under an earlier pause, which ended because the ledger was lost or a person had paused
-			// the MachineSet. Cluster API makes up for that replica, with a Machine that is a spare.
+			// It was lowered under an earlier pause, which ended because the ledger was lost or a
+			// person had paused the MachineSet. Cluster API makes up for that replica, with a
+			// Machine that is a spare.
 			b.recordDecrement(uid)
 			b.d.Urgent = true
 			continue
@@ -176,8 +179,8 @@ func (b *books) beginPause(ready []types.UID) {
 	}
 }
 
-// pause pauses the MachineDeployment, and records the pause, because Cluster API's condition will only
-// show when this pause ended. See [Snapshot.pauseEnded].
+// pause pauses the MachineDeployment, and records the pause, because Cluster API's condition will
+// only show when this pause ended. See [Snapshot.pauseEnded].
 func (b *books) pause() {
 	b.d.Pause, b.d.Urgent = PauseSet, true
 	b.next.Paused = &Paused{At: b.Now.Unix(), Before: max(0, b.pauseEnded().Unix())}
@@ -207,8 +210,9 @@ func (b *books) setsLowered(begun []types.UID) bool {
 	return done
 }
 
-// observedAsPaused reports whether Cluster API has observed the MachineSet's present generation, and leaves it
-// as it is because a person has paused it. Its Machines wait for it: see [Snapshot.reconciledFor].
+// observedAsPaused reports whether Cluster API has observed the MachineSet's present generation,
+// and leaves it as it is because a person has paused it. Its Machines wait for it: see
+// [Snapshot.reconciledFor].
 func observedAsPaused(set *clusterv1.MachineSet) bool {
 	return hasPausedAnnotation(set) && slices.ContainsFunc(set.Status.Conditions, func(c metav1.Condition) bool {
 		return c.Type == clusterv1.PausedCondition && c.Status == metav1.ConditionTrue && c.ObservedGeneration >= set.Generation

@@ -126,8 +126,9 @@ func (b *books) decrement() {
 	if sole && b.Deployment.Status.ObservedGeneration < b.Deployment.Generation {
 		return // a template change that was not observed yet would make this the wrong variant
 	}
-	// A rollout that may not surge begins with an old MachineSet alone. Cluster API charges a lowered
-	// MachineDeployment to the replicas that the newest one does not have yet, and leaves the old one as it is.
+	// A rollout that may not surge begins with an old MachineSet alone. Cluster API charges a
+	// lowered MachineDeployment to the replicas that the newest one does not have yet, and leaves
+	// the old one as it is.
 	if sole && (b.onDelete() || active[0] == b.newest()) {
 		// Another writer's lowering may have taken the replicas already. Lowering again would have
 		// Cluster API choose another Machine.
@@ -145,9 +146,9 @@ func (b *books) decrement() {
 	b.decrementPaused(ready)
 }
 
-// lowerable returns by how much the replicas of a MachineSet, or most if that is less, can be lowered without
-// Cluster API choosing another Machine to delete. It counts the Machines that it already reports as being
-// deleted first.
+// lowerable returns by how much the replicas of a MachineSet, or most if that is less, can be
+// lowered without Cluster API choosing another Machine to delete. It counts the Machines that it
+// already reports as being deleted first.
 func (b *books) lowerable(set *clusterv1.MachineSet, most int32) int32 {
 	lowerable := min(ReplicasOf(set), most)
 	for _, m := range b.Machines {
@@ -158,7 +159,8 @@ func (b *books) lowerable(set *clusterv1.MachineSet, most int32) int32 {
 	return max(0, lowerable)
 }
 
-// deletionUnreported reports whether a Machine of the set is being deleted, and Cluster API is about to report that.
+// deletionUnreported reports whether a Machine of the set is being deleted, and Cluster API is
+// about to report that.
 func (b *books) deletionUnreported(set *clusterv1.MachineSet) bool {
 	return slices.ContainsFunc(b.Machines, func(m *clusterv1.Machine) bool {
 		return SetOf(m) == set.Name && !Alive(m) && !reportedAsDeleting(m) && !b.paused(m)

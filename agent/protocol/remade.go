@@ -19,8 +19,9 @@ const (
 	// remadeSettles is how long objects of a Cluster that is not paused may still be arriving after
 	// the youngest of them was created again.
 	remadeSettles = 30 * time.Second
-	// remadeWithin is how long after a claim and its MachineDeployment were created again its Machine may
-	// follow. All Machines of a move are there when it ends the pause; a backup restores them for longer.
+	// remadeWithin is how long after a claim and its MachineDeployment were created again its
+	// Machine may follow. All Machines of a move are there when it ends the pause; a backup
+	// restores them for longer.
 	remadeWithin = 10 * time.Minute
 	// SuspendedDelay is how soon a held group is read again, because the end of a pause need not
 	// change any of the group's objects.

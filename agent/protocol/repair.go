@@ -7,8 +7,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// repairDiffers reports whether the Machine's annotation for MachineHealthChecks does not agree with
-// its claim.
+// repairDiffers reports whether the Machine's annotation for MachineHealthChecks does not agree
+// with its claim.
 func (s *Snapshot) repairDiffers(m *clusterv1.Machine) bool {
 	if ClaimOf(m) == "" {
 		return differs(m, false) // its claim handed it over or returned it, or another actor removed the label

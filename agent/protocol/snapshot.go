@@ -22,8 +22,9 @@ type Snapshot struct {
 	// Deployment is the MachineDeployment. Group is what it and its Cluster allow.
 	Deployment *clusterv1.MachineDeployment
 	Group      eligibility.Group
-	// Quota is why the hub admits no further Machine of the group; empty if it does, if that is not known, or
-	// if no claim waits. It is no refusal of the group: a spare Machine is still there for a claim.
+	// Quota is why the hub admits no further Machine of the group; empty if it does, if that is not
+	// known, or if no claim waits. It is no refusal of the group: a spare Machine is still there
+	// for a claim.
 	Quota string
 	// Ledger is the MachineDeployment's ledger; nil when it has no usable one.
 	Ledger *Ledger
@@ -42,8 +43,8 @@ type Snapshot struct {
 	ClusterUID types.UID
 	// Synced reports that live sets of the holder have decided about every [Reported] claim.
 	Synced bool
-	// Nodes is the holder's last report, by provider ID: whether the Node is registered; false while
-	// it still carries the unregistered taint. It is nil when there is no recent report.
+	// Nodes is the holder's last report, by provider ID: whether the Node is registered; false
+	// while it still carries the unregistered taint. It is nil when there is no recent report.
 	Nodes map[string]bool
 	// ReportsNodes reports whether a holder reports Nodes; nil means that none does.
 	ReportsNodes func(holder string) bool
@@ -259,16 +260,17 @@ func (s *Snapshot) reconciled(g int64) bool {
 	return s.distributed(g) && !slices.ContainsFunc(s.Sets, behind)
 }
 
-// reconciledFor is like reconciled, for what concerns one Machine: of the MachineSets, only the Machine's own
-// must have acted. Another one that a person has paused never does.
+// reconciledFor is like reconciled, for what concerns one Machine: of the MachineSets, only the
+// Machine's own must have acted. Another one that a person has paused never does.
 func (s *Snapshot) reconciledFor(m *clusterv1.Machine, g int64) bool {
 	set := s.set(SetOf(m))
 	return s.distributed(g) && (set == nil || !behind(set))
 }
 
 // distributed reports whether Cluster API has distributed the replicas of generation g of the
-// MachineDeployment. It observes a generation without that when it repairs the managed fields of a MachineSet
-// first. Otherwise the newest MachineSet never has more replicas than the MachineDeployment.
+// MachineDeployment. It observes a generation without that when it repairs the managed fields of a
+// MachineSet first. Otherwise the newest MachineSet never has more replicas than the
+// MachineDeployment.
 func (s *Snapshot) distributed(g int64) bool {
 	md, newest := s.Deployment, s.newest()
 	return md.Status.ObservedGeneration >= g && (newest == nil || md.Spec.Replicas == nil || ReplicasOf(newest) <= *md.Spec.Replicas)
@@ -277,11 +279,12 @@ func (s *Snapshot) distributed(g int64) bool {
 // behind reports whether Cluster API has not acted on the MachineSet's present generation.
 func behind(set *clusterv1.MachineSet) bool { return actedOn(set) < set.Generation }
 
-// actedOn returns the newest generation of a MachineSet that Cluster API has acted on, with or without an
-// error. status.observedGeneration stays behind as long as a reconcile ends with one, although all else in it
-// was done: while a quota or a webhook refuses a Machine, while the infrastructure object of a Machine is
-// missing, or a template. The condition ScalingUp is written at the end of each reconcile, but not while the
-// MachineSet is paused. It is Unknown if the reconcile got no further than listing the Machines.
+// actedOn returns the newest generation of a MachineSet that Cluster API has acted on, with or
+// without an error. status.observedGeneration stays behind as long as a reconcile ends with one,
+// although all else in it was done: while a quota or a webhook refuses a Machine, while the
+// infrastructure object of a Machine is missing, or a template. The condition ScalingUp is written
+// at the end of each reconcile, but not while the MachineSet is paused. It is Unknown if the
+// reconcile got no further than listing the Machines.
 func actedOn(set *clusterv1.MachineSet) int64 {
 	generation := set.Status.ObservedGeneration
 	if scaling := meta.FindStatusCondition(set.Status.Conditions, clusterv1.MachineSetScalingUpCondition); scaling != nil &&
@@ -331,8 +334,8 @@ func SetOf(m *clusterv1.Machine) string {
 	return ""
 }
 
-// ClaimOf returns the id of the claim whose label the Machine carries, "" for none. A value that no claim can
-// have, which only a person writes, is none: such a claim can never exist.
+// ClaimOf returns the id of the claim whose label the Machine carries, "" for none. A value that no
+// claim can have, which only a person writes, is none: such a claim can never exist.
 func ClaimOf(m *clusterv1.Machine) string {
 	if id := m.Labels[v1alpha1.ClaimLabel]; isClaimID(id) {
 		return id
@@ -340,7 +343,8 @@ func ClaimOf(m *clusterv1.Machine) string {
 	return ""
 }
 
-// isClaimID reports whether a text can be a claim's id, which is a DNS label. A label may have other values.
+// isClaimID reports whether a text can be a claim's id, which is a DNS label. A label may have
+// other values.
 func isClaimID(text string) bool {
 	return text != "" && len(text) <= validation.DNS1123LabelMaxLength && text[0] != '-' && text[len(text)-1] != '-' &&
 		strings.Trim(text, "abcdefghijklmnopqrstuvwxyz0123456789-") == ""
@@ -369,8 +373,9 @@ func Outdated(m *clusterv1.Machine) bool {
 	return false
 }
 
-// DeletionCompleted reports whether the Machine's instance is gone, and only the agent's finalizer keeps
-// the object. Cluster API then deletes the Node again now and then, and its reason says so while that fails.
+// DeletionCompleted reports whether the Machine's instance is gone, and only the agent's finalizer
+// keeps the object. Cluster API then deletes the Node again now and then, and its reason says so
+// while that fails.
 func DeletionCompleted(m *clusterv1.Machine) bool {
 	if Alive(m) || len(m.Finalizers) != 1 || m.Finalizers[0] != v1alpha1.ReleaseFinalizer {
 		return false
@@ -388,8 +393,8 @@ func DeletingReason(m *clusterv1.Machine) string {
 	return ""
 }
 
-// reportedAsDeleting reports whether Cluster API has stated that it is deleting the Machine. From then
-// on, a MachineSet that has too many Machines counts this one among them.
+// reportedAsDeleting reports whether Cluster API has stated that it is deleting the Machine. From
+// then on, a MachineSet that has too many Machines counts this one among them.
 func reportedAsDeleting(m *clusterv1.Machine) bool {
 	return !Alive(m) && meta.IsStatusConditionTrue(m.Status.Conditions, clusterv1.MachineDeletingCondition)
 }

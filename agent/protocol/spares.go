@@ -12,9 +12,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// releaseSpare begins to remove Machines that no claim has wanted for the grace period, or that have
-// to make room for waiting claims. The claims whose wait is to restart because of that keep theirs for
-// now: see [books.ready].
+// releaseSpare begins to remove Machines that no claim has wanted for the grace period, or that
+// have to make room for waiting claims. The claims whose wait is to restart because of that keep
+// theirs for now: see [books.ready].
 func (b *books) releaseSpare() {
 	makesRoom := b.blocking() > 0
 	removable := b.removable(makesRoom)
@@ -37,8 +37,8 @@ func (b *books) releaseSpare() {
 // removable returns the Machines to remove, in the order in which they go. It never returns the
 // floor's Machines, and none during a rollout, whose surge Machines would be mistaken for spares.
 // While a claim waits it returns none either, unless no other Machine can be ordered for the claim:
-// then it returns those that the claim may not have. If makesRoom is set, they go even if the claims
-// own all replicas.
+// then it returns those that the claim may not have. If makesRoom is set, they go even if the
+// claims own all replicas.
 func (b *books) removable(makesRoom bool) []*clusterv1.Machine {
 	spare := max(b.spare(), b.blocking())
 	if spare <= 0 || !b.mayShrink() {

@@ -21,7 +21,8 @@ const (
 	settling = 2 * time.Minute
 	// punctual is the longest time after a claim's deadline at which a running agent looks.
 	punctual = time.Minute
-	// mostWaits is for how many deadlines a claim waits at most while other Machines are made for it.
+	// mostWaits is for how many deadlines a claim waits at most while other Machines are made for
+	// it.
 	mostWaits = 4
 	// explainEvery is the minimum time between two explanations of why one claim waits.
 	explainEvery = time.Minute
@@ -29,8 +30,8 @@ const (
 	// explains why. Until then most infrastructure reports only that it is being created, and an
 	// explanation would be a write for every claim.
 	slowInfrastructure = 3 * time.Minute
-	// ownPauseEnds is how long after the agent has set a pause the end of a pause counts as the end of
-	// that one. It takes seconds; the rest is for a slow hub and for clocks that differ.
+	// ownPauseEnds is how long after the agent has set a pause the end of a pause counts as the end
+	// of that one. It takes seconds; the rest is for a slow hub and for clocks that differ.
 	ownPauseEnds = 2 * time.Minute
 )
 
@@ -38,10 +39,10 @@ const (
 // one may still come. A claim that the pending ledger write gives a Machine does not fail. The
 // deadline counts only for an agent that looks when it passes. If the agent looks later, the hub or
 // the agents were away, and Machines may be late for that reason or may have joined unseen. Then
-// the wait restarts. It also restarts when the claim has to wait for another Machine than the one made
-// for it, or if the deadline passes while that is not certain. A restart is recorded on the claim, so
-// that every agent sees it, also after a restart of the agent. The wait also restarts after a pause of
-// another actor.
+// the wait restarts. It also restarts when the claim has to wait for another Machine than the one
+// made for it, or if the deadline passes while that is not certain. A restart is recorded on the
+// claim, so that every agent sees it, also after a restart of the agent. The wait also restarts
+// after a pause of another actor.
 func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	deadline := s.Failure.ObjectDeadline
 	switch {
@@ -52,8 +53,8 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	}
 	paused := meta.FindStatusCondition(s.Deployment.Status.Conditions, clusterv1.PausedCondition)
 	if s.pausedByAgent() && paused != nil && paused.Status == metav1.ConditionTrue {
-		// The agent's own pause takes seconds. It lasts longer if a write is refused. The condition may
-		// date from a pause of another actor that ended just before.
+		// The agent's own pause takes seconds. It lasts longer if a write is refused. The condition
+		// may date from a pause of another actor that ended just before.
 		begun := paused.LastTransitionTime.Time
 		if own := s.ownPause(); own != nil {
 			begun = time.Unix(own.At, 0)
@@ -98,11 +99,11 @@ func (s *Snapshot) waited(c *v1alpha1.MachineClaim) time.Duration {
 	return s.Now.Sub(latest(since, s.pauseEnded()))
 }
 
-// pauseEnded returns when the last pause of the MachineDeployment ended that claims need not count as
-// waiting, or a time long ago. The agent's own pauses, which take seconds, count as waiting: a group
-// where claims are released again and again would let no claim fail otherwise. A pause of another
-// actor that ended up to [ownPauseEnds] after the agent had set one counts, too, since the condition shows
-// no difference.
+// pauseEnded returns when the last pause of the MachineDeployment ended that claims need not count
+// as waiting, or a time long ago. The agent's own pauses, which take seconds, count as waiting: a
+// group where claims are released again and again would let no claim fail otherwise. A pause of
+// another actor that ended up to [ownPauseEnds] after the agent had set one counts, too, since the
+// condition shows no difference.
 func (s *Snapshot) pauseEnded() time.Time {
 	ended := unpausedAt(s.Deployment.Status.Conditions)
 	if IsPaused(s.Deployment.Status.Conditions) && !s.pausedByAgent() {
@@ -143,8 +144,8 @@ func (s *Snapshot) restartsWhenReordered(c *v1alpha1.MachineClaim) bool {
 }
 
 // ready returns how many of the given number of waiting claims may have a way made for their next
-// Machine by this decision: those whose wait does not restart first. Else the next decision would see
-// neither, and a claim might fail.
+// Machine by this decision: those whose wait does not restart first. Else the next decision would
+// see neither, and a claim might fail.
 func (b *books) ready(waiting int) int32 {
 	return clamp(waiting - lo.CountBy(b.waitingClaims(), func(c *v1alpha1.MachineClaim) bool {
 		return c.Status.Phase == v1alpha1.PhasePending && b.restartsWhenReordered(c)
@@ -169,8 +170,8 @@ func (s *Snapshot) explainBlocked(d *Decision, c *v1alpha1.MachineClaim) {
 }
 
 // explainTrouble records on a bound claim that waits for long what its Machine's infrastructure
-// reports, and takes that back once the infrastructure reports nothing. Only another reason is news,
-// because a message may contain the number of an attempt or of a request.
+// reports, and takes that back once the infrastructure reports nothing. Only another reason is
+// news, because a message may contain the number of an attempt or of a request.
 func (s *Snapshot) explainTrouble(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, reason, message string) {
 	event := v1alpha1.Event{Reason: ReasonInfrastructure, Message: Line(reports(m, reason) + message)}
 	head := Line(reports(m, reason))

@@ -215,8 +215,8 @@ func TestAMachineThatIsBeingReleasedHidesNoShortage(t *testing.T) {
 	require.False(t, d.HasSpare, "the release makes room")
 }
 
-// A Machine of the floor, or a spare, that others are deleting may take long to go: it is drained, and
-// its host is cleaned. Cluster API makes the Machine for the claim meanwhile.
+// A Machine of the floor, or a spare, that others are deleting may take long to go: it is drained,
+// and its host is cleaned. Cluster API makes the Machine for the claim meanwhile.
 func TestAMachineThatOthersAreDeletingHoldsUpNoClaim(t *testing.T) {
 	s := atRest(4, &Ledger{Version: 1, Seq: 9, LastReplicas: 4, Floor: 3, Pending: map[string]Assignment{"c": {}}}).
 		withMachine("f1", "", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withMachine("f2", "", node).withMachine("f3", "", node).
@@ -240,7 +240,8 @@ func TestAMachineThatOthersAreDeletingHoldsUpNoClaim(t *testing.T) {
 	require.Contains(t, d.Actions[0].Event.Message, "Machine f1 is being deleted (DrainingNode)")
 }
 
-// In a rollout with surge, or after a person has lowered replicas, a Machine that goes has no replica left.
+// In a rollout with surge, or after a person has lowered replicas, a Machine that goes has no
+// replica left.
 func TestAMachineThatIsReplacedAlreadyTakesNothingFromTheFloor(t *testing.T) {
 	old := func(m *clusterv1.Machine) {
 		node(m)
@@ -265,8 +266,9 @@ func TestAMachineThatIsReplacedAlreadyTakesNothingFromTheFloor(t *testing.T) {
 	require.Equal(t, types.UID("s"), d.Ledger.Pending["c"].UID)
 }
 
-// A user lowers replicas by one, and Cluster API takes f2, which is drained for long. That f2 is there
-// yet must not keep the replica of a release: it would become another Machine once f2 is gone.
+// A user lowers replicas by one, and Cluster API takes f2, which is drained for long. That f2 is
+// there yet must not keep the replica of a release: it would become another Machine once f2 is
+// gone.
 func TestAReplicaIsGivenBackWhileAnotherMachineGoes(t *testing.T) {
 	s := atRest(3, &Ledger{Version: 1, Seq: 9, LastReplicas: 3, Floor: 1, Releasing: map[types.UID]Release{"m2": {Machine: "m2", Claim: "c2"}}}).
 		withMachine("f1", "", node).withMachine("f2", "", deleting(clusterv1.MachineDeletingDrainingNodeReason)).
@@ -677,8 +679,8 @@ func TestNoClaimFailsWhenAPersonsPauseHasJustEnded(t *testing.T) {
 	assert.Empty(t, kinds(Decide(s)))
 }
 
-// Each release from one of several MachineSets pauses the MachineDeployment for seconds. The releases of other
-// claims must not let a claim wait for ever.
+// Each release from one of several MachineSets pauses the MachineDeployment for seconds. The
+// releases of other claims must not let a claim wait for ever.
 func TestTheAgentsOwnPausesExtendNoDeadline(t *testing.T) {
 	s := waits(0)
 	set := *s.Sets[0].DeepCopy()
@@ -728,7 +730,8 @@ func TestTheAgentsOwnPausesExtendNoDeadline(t *testing.T) {
 	require.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)))
 }
 
-// Cluster API's condition shows when a pause ended, and not whose it was. The ledger has the agent's own.
+// Cluster API's condition shows when a pause ended, and not whose it was. The ledger has the
+// agent's own.
 func TestOnlyThePausesOfOthersAreNotTimeForAMachine(t *testing.T) {
 	const deadline, just, yes, no = 5 * time.Minute, 3 * time.Second, metav1.ConditionTrue, metav1.ConditionFalse
 	for name, c := range map[string]struct {

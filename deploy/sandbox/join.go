@@ -55,8 +55,8 @@ func (s *Sandbox) joinHub(ctx context.Context) error {
 	return err
 }
 
-// clearName makes sure that the hub has nothing of the spoke's name. A Cluster of that name that was
-// deleted leaves its secrets, which name another API server.
+// clearName makes sure that the hub has nothing of the spoke's name. A Cluster of that name that
+// was deleted leaves its secrets, which name another API server.
 func (s *Sandbox) clearName(ctx context.Context, hub client.Client) error {
 	switch err := hub.Get(ctx, s.Cluster(), &clusterv1.Cluster{}); {
 	case err == nil:

@@ -74,8 +74,8 @@ type Options struct {
 	// DynamicResources makes Karpenter plan for pods with resource claims. The shim also gets the
 	// permissions that the chart grants for that.
 	DynamicResources bool
-	// NodePools publishes NodePoolSets to the spoke. Agents and shim also get the permissions that the
-	// charts grant for that.
+	// NodePools publishes NodePoolSets to the spoke. Agents and shim also get the permissions that
+	// the charts grant for that.
 	NodePools bool
 	// ShimEnv is appended to the shim's environment, as NAME=value.
 	ShimEnv []string

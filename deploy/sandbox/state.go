@@ -48,8 +48,8 @@ type State struct {
 	AgentAddresses []string `json:"agentAddresses,omitempty"`
 	// AgentMetrics is the URL of the agent's metrics. Empty without an agent.
 	AgentMetrics string `json:"agentMetrics,omitempty"`
-	// MetricsOfAgents are the URLs of the metrics of all agents, by the agents' names. Nil without an
-	// agent, and if the agents are another sandbox's.
+	// MetricsOfAgents are the URLs of the metrics of all agents, by the agents' names. Nil without
+	// an agent, and if the agents are another sandbox's.
 	MetricsOfAgents map[string]string `json:"metricsOfAgents,omitempty"`
 	// HubEtcdMetrics is the URL of the metrics of the hub's etcd.
 	HubEtcdMetrics string `json:"hubEtcdMetrics,omitempty"`

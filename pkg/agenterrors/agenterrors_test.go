@@ -266,8 +266,8 @@ func received(t *testing.T, err error) error {
 	return connection.Invoke(t.Context(), "/an.agent/Call", &emptypb.Empty{}, &emptypb.Empty{})
 }
 
-// TestErrorsAreReadByClientsThatAcceptLittle receives each error with a client that accepts 8 KiB of
-// headers, like most implementations of gRPC.
+// TestErrorsAreReadByClientsThatAcceptLittle receives each error with a client that accepts 8 KiB
+// of headers, like most implementations of gRPC.
 func TestErrorsAreReadByClientsThatAcceptLittle(t *testing.T) {
 	for name, long := range map[string]string{
 		"ASCII": strings.Repeat("a", 1<<20), "two bytes each": strings.Repeat("ä", 1<<20), "not UTF-8": strings.Repeat("\xff", 1<<20),

@@ -6,6 +6,6 @@
 //
 // An error carries a gRPC code, which determines the possible kind of recovery, and a
 // google.rpc.ErrorInfo of the [Domain], whose reason is the exact cause. Some reasons have further
-// details: an ErrorInfo for each of the first candidates ([Rejections]), how a claim ended ([EndedAs]), the
-// invalid fields ([FieldViolations]), and when to retry ([RetryDelay]).
+// details: an ErrorInfo for each of the first candidates ([Rejections]), how a claim ended
+// ([EndedAs]), the invalid fields ([FieldViolations]), and when to retry ([RetryDelay]).
 package agenterrors

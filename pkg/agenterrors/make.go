@@ -44,8 +44,8 @@ type FieldViolation struct {
 // Rejected is the error of a CreateClaim without an acceptable candidate: RESOURCE_EXHAUSTED if at
 // least one candidate merely has no room, else FAILED_PRECONDITION if at least one exists, else
 // NOT_FOUND. It has an ErrorInfo for each of the first rejections, in order, as many as it has room
-// for, and RetryInfo if a retry time is known, that of the soonest of all. now is the agent's clock,
-// from which the delay in RetryInfo is computed. Without rejections it is NOT_FOUND.
+// for, and RetryInfo if a retry time is known, that of the soonest of all. now is the agent's
+// clock, from which the delay in RetryInfo is computed. Without rejections it is NOT_FOUND.
 func Rejected(now time.Time, rejections ...Rejection) error {
 	code := codes.NotFound
 	var retryAt time.Time
@@ -212,8 +212,8 @@ func NotReturnable(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonNotReturnable, nil))
 }
 
-// WriteRefused means that the hub refuses the creation of the claim's object, whatever the candidates.
-// The message states where the cause is shown.
+// WriteRefused means that the hub refuses the creation of the claim's object, whatever the
+// candidates. The message states where the cause is shown.
 func WriteRefused(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonWriteRefused, nil))
 }

@@ -74,8 +74,8 @@ func IsRefused(err error) bool { return is(err, codes.FailedPrecondition) }
 // IsStaleToken reports that the SyncClaims token must be renewed.
 func IsStaleToken(err error) bool { return ReasonOf(err) == ReasonStaleToken }
 
-// IsSpokeMismatch reports that the live set or the new claim comes from another cluster than the one
-// that made the holder's claims, or that sent the last set.
+// IsSpokeMismatch reports that the live set or the new claim comes from another cluster than the
+// one that made the holder's claims, or that sent the last set.
 func IsSpokeMismatch(err error) bool { return ReasonOf(err) == ReasonSpokeMismatch }
 
 // IsUnauthenticated reports that the caller presented no usable identity.
@@ -168,8 +168,8 @@ func RetryDelay(err error) (time.Duration, bool) {
 }
 
 // Describe returns the code and the message of the error's gRPC status, or the text of any other
-// error. It omits what differs between attempts, such as the request ID, the time and the caller's own port. Use it for
-// conditions: each change of a condition is a write.
+// error. It omits what differs between attempts, such as the request ID, the time and the caller's
+// own port. Use it for conditions: each change of a condition is a write.
 func Describe(err error) string {
 	var said interface{ GRPCStatus() *status.Status }
 	if errors.As(err, &said) {
@@ -179,7 +179,8 @@ func Describe(err error) string {
 	return err.Error()
 }
 
-// ownAddress matches the caller's own address in an error of package net: "read tcp 10.0.0.1:4242->10.0.0.2:8443: …".
+// ownAddress matches the caller's own address in an error of package net: "read tcp
+// 10.0.0.1:4242->10.0.0.2:8443: …".
 var ownAddress = regexp.MustCompile(`\S+:\d+->`)
 
 // presentTime matches the time in an error of package crypto/x509 about a certificate's validity.

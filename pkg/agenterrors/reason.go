@@ -52,8 +52,8 @@ const (
 	// limit of claims, of retained ended claims, or of claims created or released recently.
 	ReasonTooManyClaims Reason = "TOO_MANY_CLAIMS"
 
-	// ReasonWriteRefused comes with FAILED_PRECONDITION: a policy or a webhook of the hub refuses to
-	// create the claim's object. Only the hub shows the cause.
+	// ReasonWriteRefused comes with FAILED_PRECONDITION: a policy or a webhook of the hub refuses
+	// to create the claim's object. Only the hub shows the cause.
 	ReasonWriteRefused Reason = "WRITE_REFUSED"
 
 	// ReasonClaimEnded comes with ABORTED: the claim with this ID has ended or is being released.
@@ -76,8 +76,8 @@ const (
 	// ReasonClusterPaused comes with UNAVAILABLE: the Cluster is paused, so missing objects may
 	// have been moved to another hub.
 	ReasonClusterPaused Reason = "CLUSTER_PAUSED"
-	// ReasonRightsChanged comes with UNAVAILABLE: the caller of a watch may read other Clusters than
-	// when the watch began. A new watch shows them.
+	// ReasonRightsChanged comes with UNAVAILABLE: the caller of a watch may read other Clusters
+	// than when the watch began. A new watch shows them.
 	ReasonRightsChanged Reason = "RIGHTS_CHANGED"
 	// ReasonHubUnreachable comes with UNAVAILABLE: the hub's API server did not respond.
 	ReasonHubUnreachable Reason = "HUB_UNREACHABLE"

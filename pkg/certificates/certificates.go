@@ -1,7 +1,7 @@
 // Package certificates manages a certificate, its key and the certificate authorities of the other
 // side, all of which may be replaced at any time. A [Source] provides them: a [Follower] from PEM
-// files, and [Held] from PEM data that the program obtains by other means. [ParseRequest] checks the
-// signing requests for such certificates.
+// files, and [Held] from PEM data that the program obtains by other means. [ParseRequest] checks
+// the signing requests for such certificates.
 //
 // The content is never logged and never part of an error. grpc-go's own provider logs both files,
 // including the private key, if they do not match, which happens while they are being replaced.

@@ -20,9 +20,9 @@ const (
 	maxRSABits = 4096
 )
 
-// ParseRequest returns the public key of a PKCS #10 signing request in DER: ECDSA on P-256, P-384 or
-// P-521, Ed25519, or RSA of 2,048 to 4,096 bits. The request's signature proves that the sender has
-// the private key. An error states what is wrong with the request.
+// ParseRequest returns the public key of a PKCS #10 signing request in DER: ECDSA on P-256, P-384
+// or P-521, Ed25519, or RSA of 2,048 to 4,096 bits. The request's signature proves that the sender
+// has the private key. An error states what is wrong with the request.
 func ParseRequest(der []byte) (crypto.PublicKey, error) {
 	request, err := x509.ParseCertificateRequest(der)
 	if err != nil {

@@ -40,8 +40,8 @@ const (
 	Failed = "Failed"
 	// Late means that the machine missed a deadline and is left to the next claim.
 	Late = "Late"
-	// NodeNotSeen means that a deadline has passed, and that the agent keeps the machine because its
-	// Node may exist.
+	// NodeNotSeen means that a deadline has passed, and that the agent keeps the machine because
+	// its Node may exist.
 	NodeNotSeen = "NodeNotSeen"
 	// WaitingForInfrastructure means that the infrastructure has been reporting an obstacle for a
 	// while.

@@ -30,7 +30,8 @@ type Client struct {
 	Machines agentv1alpha1.MachineServiceClient
 	// Clusters serves the Clusters that the client's identity may read.
 	Clusters agentv1alpha1.ClusterServiceClient
-	// NodePools serves what the hub publishes to a Cluster, and receives the status of its NodePools.
+	// NodePools serves what the hub publishes to a Cluster, and receives the status of its
+	// NodePools.
 	NodePools agentv1alpha1.NodePoolServiceClient
 	// Status describes the agent and the rights of the client's identity.
 	Status agentv1alpha1.StatusServiceClient
@@ -106,9 +107,9 @@ func New(options Options) (*Client, error) {
 // roleBootstrap is the role of an identity that may only request the certificate of a Cluster.
 const roleBootstrap = "bootstrap"
 
-// checkIdentity returns a check of a connection. The check fails if the agent does not accept the connection's
-// identity, or if the identity may not act for the Cluster, unless that is nil. Every identity may call
-// GetStatus; one without a role may call nothing else.
+// checkIdentity returns a check of a connection. The check fails if the agent does not accept the
+// connection's identity, or if the identity may not act for the Cluster, unless that is nil. Every
+// identity may call GetStatus; one without a role may call nothing else.
 func checkIdentity(cluster *agentv1alpha1.ClusterRef) func(context.Context, *grpc.ClientConn) error {
 	return func(ctx context.Context, conn *grpc.ClientConn) error {
 		status, err := agentv1alpha1.NewStatusServiceClient(conn).GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
@@ -125,8 +126,8 @@ func checkIdentity(cluster *agentv1alpha1.ClusterRef) func(context.Context, *grp
 	}
 }
 
-// actsFor reports whether the caller that an agent describes may act for the Cluster. The status does not
-// contain which of the caller's roles is for which of its Clusters.
+// actsFor reports whether the caller that an agent describes may act for the Cluster. The status
+// does not contain which of the caller's roles is for which of its Clusters.
 func actsFor(status *agentv1alpha1.GetStatusResponse, cluster *agentv1alpha1.ClusterRef) bool {
 	if !slices.ContainsFunc(status.GetRoles(), func(role string) bool { return role != roleBootstrap }) {
 		return false
@@ -171,8 +172,8 @@ func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
 // for the agent's other services, such as health and reflection.
 func (c *Client) Conn() grpc.ClientConnInterface { return c.conn }
 
-// Close ends the client's mirrors. It also closes the connection, which ends every call, unless that
-// was passed to [FromConn].
+// Close ends the client's mirrors. It also closes the connection, which ends every call, unless
+// that was passed to [FromConn].
 func (c *Client) Close() error {
 	c.end()
 	var errs []error
@@ -183,9 +184,9 @@ func (c *Client) Close() error {
 }
 
 // Certificates returns when the client's certificate and its trusted authorities expire, and how
-// often they could not be read or used, for metrics. While the agent has not accepted the certificate that
-// was read last, and calls use the former one, it returns the validity of the one that expires first. It is
-// zero without TLS.
+// often they could not be read or used, for metrics. While the agent has not accepted the
+// certificate that was read last, and calls use the former one, it returns the validity of the one
+// that expires first. It is zero without TLS.
 func (c *Client) Certificates() certificates.Stats {
 	if c.source == nil {
 		return certificates.Stats{}
@@ -197,9 +198,10 @@ func (c *Client) Certificates() certificates.Stats {
 	return stats
 }
 
-// CertificateRefused returns why the agent refuses the client certificate that was read last, which replaces
-// one that it accepts, or why no connection can be made with it although there is one with the former. Calls use
-// the former one meanwhile. It is nil if neither is known, and for a client that was made with [FromConn].
+// CertificateRefused returns why the agent refuses the client certificate that was read last, which
+// replaces one that it accepts, or why no connection can be made with it although there is one with
+// the former. Calls use the former one meanwhile. It is nil if neither is known, and for a client
+// that was made with [FromConn].
 func (c *Client) CertificateRefused() error {
 	if c.refused == nil {
 		return nil

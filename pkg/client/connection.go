@@ -17,9 +17,9 @@ import (
 // connection carries a client's calls. gRPC keeps a connection for as long as it works, with the
 // certificate that it was made with. When the certificate is replaced, connection therefore dials a
 // second line, and sends new calls there once the agent has accepted the new certificate: in the
-// handshake, and in a call, because its policy may refuse an identity that TLS accepts, or the identity
-// may be for other calls. Calls that have already begun finish on the old line. Mirrors open their streams
-// again on the new one: see moves.
+// handshake, and in a call, because its policy may refuse an identity that TLS accepts, or the
+// identity may be for other calls. Calls that have already begun finish on the old line. Mirrors
+// open their streams again on the new one: see moves.
 //
 // A new certificate that the agent rejects thus breaks nothing that works. If the line is lost
 // meanwhile, it reconnects with the accepted certificate until that has expired. From then on,
@@ -58,9 +58,9 @@ type line struct {
 	accepted func()
 	// calls is the number of calls that have not ended. It is guarded by the connection's mutex.
 	calls int
-	// checked is the state of the check of a new line, refusedAt when it was last refused, and refusal why, nil
-	// unless it was. failing is since when no connection can be made although the current line has one, zero
-	// otherwise. They are guarded by the connection's mutex.
+	// checked is the state of the check of a new line, refusedAt when it was last refused, and
+	// refusal why, nil unless it was. failing is since when no connection can be made although the
+	// current line has one, zero otherwise. They are guarded by the connection's mutex.
 	checked            checked
 	refusedAt, failing time.Time
 	refusal            error
@@ -76,12 +76,12 @@ const (
 	passed
 )
 
-// checkAgain is when a line is checked again on which the agent has refused the certificate: a person may
-// correct its policy.
+// checkAgain is when a line is checked again on which the agent has refused the certificate: a
+// person may correct its policy.
 const checkAgain = 30 * time.Second
 
-// failsAfter is how long a new line may fail to connect before that counts as a refusal. A single attempt may
-// fail for another reason.
+// failsAfter is how long a new line may fail to connect before that counts as a refusal. A single
+// attempt may fail for another reason.
 const failsAfter = 30 * time.Second
 
 // checkWithin limits one check.
@@ -112,8 +112,8 @@ func newConnection(
 	}, nil
 }
 
-// tried reports whether the agent accepts the calls of a new line that is connected. Until that is known, and
-// when it was long ago that it did not, it has the line checked. c.mu must be held.
+// tried reports whether the agent accepts the calls of a new line that is connected. Until that is
+// known, and when it was long ago that it did not, it has the line checked. c.mu must be held.
 func (c *connection) tried(l *line) bool {
 	l.failing = time.Time{}
 	again := l.checked == refused && c.clock.Since(l.refusedAt) >= checkAgain
@@ -123,9 +123,10 @@ func (c *connection) tried(l *line) bool {
 	return l.checked == passed
 }
 
-// fail is called while a new line cannot be connected. If the current line is connected meanwhile, the agent
-// can be reached, so the new certificate is the likely cause. Once that has lasted for failsAfter, fail has the
-// new line checked: the call fails at once, with the error of the last attempt to connect. c.mu must be held.
+// fail is called while a new line cannot be connected. If the current line is connected meanwhile,
+// the agent can be reached, so the new certificate is the likely cause. Once that has lasted for
+// failsAfter, fail has the new line checked: the call fails at once, with the error of the last
+// attempt to connect. c.mu must be held.
 func (c *connection) fail(l *line) {
 	switch {
 	case c.current.GetState() != connectivity.Ready:
@@ -137,7 +138,8 @@ func (c *connection) fail(l *line) {
 	}
 }
 
-// failed reports whether a new line has been failing for so long that this counts as a refusal. c.mu must be held.
+// failed reports whether a new line has been failing for so long that this counts as a refusal.
+// c.mu must be held.
 func (c *connection) failed(l *line) bool {
 	return !l.failing.IsZero() && c.clock.Since(l.failing) >= failsAfter
 }
@@ -167,8 +169,8 @@ func (c *connection) start(l *line) {
 	})
 }
 
-// refusal returns why the agent refuses a new certificate, or why no connection can be made with it. It is nil
-// if neither is known.
+// refusal returns why the agent refuses a new certificate, or why no connection can be made with
+// it. It is nil if neither is known.
 func (c *connection) refusal() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -178,8 +180,8 @@ func (c *connection) refusal() error {
 	return c.next.refusal
 }
 
-// replaced returns the certificate that calls use while there is a new one that the agent has not accepted yet.
-// It is nil otherwise.
+// replaced returns the certificate that calls use while there is a new one that the agent has not
+// accepted yet. It is nil otherwise.
 func (c *connection) replaced() *x509.Certificate {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -215,8 +217,9 @@ func (c *connection) NewStream(
 	return stream, nil
 }
 
-// moveWhenLeft has streams moved when the line's connection is no longer used for new calls, because the
-// agent ends it: after some hours, or as it shuts down. It does so until the stream ends, and ctx with it.
+// moveWhenLeft has streams moved when the line's connection is no longer used for new calls,
+// because the agent ends it: after some hours, or as it shuts down. It does so until the stream
+// ends, and ctx with it.
 func (c *connection) moveWhenLeft(ctx context.Context, l *line) {
 	if l.GetState() != connectivity.Ready {
 		return
@@ -233,7 +236,8 @@ func (c *connection) moveWhenLeft(ctx context.Context, l *line) {
 	}()
 }
 
-// moves returns a channel that is closed when streams that are opened from now on should be opened again.
+// moves returns a channel that is closed when streams that are opened from now on should be opened
+// again.
 func (c *connection) moves() <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -33,7 +33,8 @@ type lines struct {
 	answer  atomic.Pointer[error]
 	checks  atomic.Int32
 	clock   *clocktesting.FakePassiveClock
-	// replacements is how many lines, the first among them, have been made with a certificate that has been replaced.
+	// replacements is how many lines, the first among them, have been made with a certificate that
+	// has been replaced.
 	replacements atomic.Int32
 
 	mu    sync.Mutex
@@ -290,7 +291,8 @@ func TestAnIdentityThatCannotCallForTheClusterIsNotAccepted(t *testing.T) {
 	}
 }
 
-// closedConn is a connection whose writes fail, and whose reads return what arrived before it was closed.
+// closedConn is a connection whose writes fail, and whose reads return what arrived before it was
+// closed.
 type closedConn struct {
 	net.Conn
 
@@ -310,8 +312,8 @@ func (c *closedConn) Read([]byte) (int, error) {
 	return 1, nil
 }
 
-// A server that rejects a client certificate sends an alert and closes the connection, before the client has sent
-// anything or after.
+// A server that rejects a client certificate sends an alert and closes the connection, before the
+// client has sent anything or after.
 func TestAFirstWriteFailsWithTheAlertThatClosedTheConnection(t *testing.T) {
 	alert := &net.OpError{Op: "remote error", Err: errors.New("tls: unknown certificate authority")}
 	for name, tc := range map[string]struct {

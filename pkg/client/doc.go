@@ -21,10 +21,10 @@
 //
 // # What is written by hand
 //
-// The mirror: client-go's reflector lists and watches Kubernetes objects by resource versions, which
-// these streams do not have. The deadline, the log and the repetition of throttled calls: they wrap
-// any connection that [FromConn] is given, to which the interceptors of go-grpc-middleware cannot be
-// added, and they wait as long as the agent's RetryInfo asks, which neither its retries nor gRPC's
-// do. The other retries are gRPC's own; only its service config is declared here, because grpc-go
-// has no types for it.
+// The mirror: client-go's reflector lists and watches Kubernetes objects by resource versions,
+// which these streams do not have. The deadline, the log and the repetition of throttled calls:
+// they wrap any connection that [FromConn] is given, to which the interceptors of
+// go-grpc-middleware cannot be added, and they wait as long as the agent's RetryInfo asks, which
+// neither its retries nor gRPC's do. The other retries are gRPC's own; only its service config is
+// declared here, because grpc-go has no types for it.
 package client

@@ -45,8 +45,8 @@ type Mirror[T proto.Message] struct {
 	backoff           wait.Backoff
 	synced            chan struct{}
 	closed            <-chan struct{} // the client's
-	// moves returns a channel that is closed when streams that are opened from now on should move to
-	// another connection. It may be nil.
+	// moves returns a channel that is closed when streams that are opened from now on should move
+	// to another connection. It may be nil.
 	moves func() <-chan struct{}
 
 	mu            sync.RWMutex
@@ -120,8 +120,8 @@ func newMirror[T proto.Message](
 	}
 }
 
-// Run keeps the view current until ctx is done or the client is closed, and then returns nil. Whatever
-// ends a stream, it reconnects with backoff. It must only be called once.
+// Run keeps the view current until ctx is done or the client is closed, and then returns nil.
+// Whatever ends a stream, it reconnects with backoff. It must only be called once.
 func (m *Mirror[T]) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -156,7 +156,8 @@ func (m *Mirror[T]) Run(ctx context.Context) error {
 	}
 }
 
-// sleep waits for the delay, and reports whether it has passed before ctx or the other channel ended.
+// sleep waits for the delay, and reports whether it has passed before ctx or the other channel
+// ended.
 func (m *Mirror[T]) sleep(ctx context.Context, delay time.Duration, ended <-chan struct{}) bool {
 	timer := m.clock.NewTimer(delay)
 	defer timer.Stop()
@@ -169,9 +170,9 @@ func (m *Mirror[T]) sleep(ctx context.Context, delay time.Duration, ended <-chan
 	return false
 }
 
-// follow applies streams until none is left. It returns why the last one ended, and whether it completed
-// a snapshot. When a stream should move to another connection, the next one is opened before it is
-// left, and takes over once its snapshot is complete, so that the view has no gap.
+// follow applies streams until none is left. It returns why the last one ended, and whether it
+// completed a snapshot. When a stream should move to another connection, the next one is opened
+// before it is left, and takes over once its snapshot is complete, so that the view has no gap.
 func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) {
 	current := m.begin(ctx)
 	defer func() { current.leave() }() // the one that is left
@@ -181,8 +182,8 @@ func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) 
 			return current.isSynced(), current.err
 		case <-current.moves:
 		}
-		// Those of many clients may have to move at once. And a connection that is lost looks like one that is to
-		// be left, until its streams end.
+		// Those of many clients may have to move at once. And a connection that is lost looks like
+		// one that is to be left, until its streams end.
 		if !m.sleep(ctx, wait.Jitter(m.backoff.Duration, m.backoff.Jitter), current.ended) {
 			<-current.ended
 			return current.isSynced(), current.err
@@ -214,8 +215,8 @@ func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) 
 type following struct {
 	// moves is closed when the stream should be left for another one. It may be nil.
 	moves <-chan struct{}
-	// synced is closed once the view is that of the stream, and ended when the stream has ended, with err
-	// as the reason.
+	// synced is closed once the view is that of the stream, and ended when the stream has ended,
+	// with err as the reason.
 	synced, ended chan struct{}
 	err           error
 	cancel        context.CancelCauseFunc
@@ -345,8 +346,8 @@ func (m *Mirror[T]) heard(f *following) {
 	m.note(f)
 }
 
-// note records that something was received, and reports whether the view is that of the stream. m.mu
-// must be held.
+// note records that something was received, and reports whether the view is that of the stream.
+// m.mu must be held.
 func (m *Mirror[T]) note(f *following) (shown bool) {
 	f.last = m.clock.Now()
 	m.state.LastEvent = f.last
@@ -462,7 +463,8 @@ func (m *Mirror[T]) changed(keys ...string) {
 
 func (m *Mirror[T]) disconnected(err error) { m.disconnectedUntil(nil, err) }
 
-// disconnectedUntil records that the view is not current any more, unless it is the next stream's already.
+// disconnectedUntil records that the view is not current any more, unless it is the next stream's
+// already.
 func (m *Mirror[T]) disconnectedUntil(next *following, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

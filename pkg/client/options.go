@@ -94,9 +94,9 @@ type TLS struct {
 	// ServerName is the name that the agent's certificate must have. Empty means the host of the
 	// address.
 	ServerName string
-	// Cluster is the Cluster that the client calls for. If it is set, a new certificate whose identity may not
-	// act for that Cluster does not replace the previous one. The agent itself accepts the certificates of other
-	// Clusters, too. OPTIONAL.
+	// Cluster is the Cluster that the client calls for. If it is set, a new certificate whose
+	// identity may not act for that Cluster does not replace the previous one. The agent itself
+	// accepts the certificates of other Clusters, too. OPTIONAL.
 	Cluster *agentv1alpha1.ClusterRef
 }
 

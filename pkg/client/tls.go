@@ -77,13 +77,14 @@ func (m mutualTLS) ClientHandshake(ctx context.Context, authority string, conn n
 	return &alertedConn{Conn: secured}, info, nil
 }
 
-// alertWithin limits the wait for the alert of a closed connection, which has usually arrived before.
+// alertWithin limits the wait for the alert of a closed connection, which has usually arrived
+// before.
 const alertWithin = 100 * time.Millisecond
 
-// alertedConn is a connection on which a write that fails before anything was received returns the server's
-// alert, if there is one. In TLS 1.3, a client's handshake succeeds before the server has verified its
-// certificate. If the server rejects it and closes the connection before the client's first write, the error of
-// that write is only that the connection is closed.
+// alertedConn is a connection on which a write that fails before anything was received returns the
+// server's alert, if there is one. In TLS 1.3, a client's handshake succeeds before the server has
+// verified its certificate. If the server rejects it and closes the connection before the client's
+// first write, the error of that write is only that the connection is closed.
 type alertedConn struct {
 	net.Conn
 
@@ -103,7 +104,8 @@ func (c *alertedConn) Write(b []byte) (int, error) {
 	if err == nil || c.received.Load() {
 		return n, err
 	}
-	// The connection cannot be used any more, and no call was made on it, so this read takes nothing away.
+	// The connection cannot be used any more, and no call was made on it, so this read takes
+	// nothing away.
 	_ = c.SetReadDeadline(time.Now().Add(alertWithin))
 	_, readErr := c.Conn.Read(make([]byte, 1))
 	if alert, ok := errors.AsType[*net.OpError](readErr); ok && alert.Op == "remote error" { // crypto/tls's name for an alert

@@ -430,8 +430,8 @@ func TestANewCertificateThatTheAgentDoesNotAcceptBreaksNothing(t *testing.T) {
 	require.NoError(t, c.CertificateRefused())
 }
 
-// isRefused makes calls, which must succeed, and advances the clock until the client reports that its new
-// certificate is of an authority that the agent does not trust.
+// isRefused makes calls, which must succeed, and advances the clock until the client reports that
+// its new certificate is of an authority that the agent does not trust.
 func isRefused(t *testing.T, c *client.Client, clk *clocktesting.FakeClock) {
 	t.Helper()
 	require.Eventually(t, func() bool {
@@ -452,7 +452,8 @@ func (a *authority) strange(serial int64) certificates.PEM {
 	return strange
 }
 
-// The agent accepts the certificates of other Clusters, and of onboardings, too: they have the same authority.
+// The agent accepts the certificates of other Clusters, and of onboardings, too: they have the same
+// authority.
 func TestANewCertificateThatIsNotForTheClusterBreaksNothing(t *testing.T) {
 	authority, err := fakeagent.NewAuthority(time.Now())
 	require.NoError(t, err)

@@ -304,7 +304,8 @@ func (p provider) placeholder(claim *agentv1alpha1.Claim) string {
 	return fmt.Sprintf("capi-claim://%s/%s/%s", p.Cluster().GetNamespace(), p.Cluster().GetName(), claim.GetClaimId())
 }
 
-// joined makes the Node of a claim join, and returns the claim's machine once it is shown as running.
+// joined makes the Node of a claim join, and returns the claim's machine once it is shown as
+// running.
 func (p provider) joined(claim *agentv1alpha1.Claim) *agentv1alpha1.Machine {
 	p.Helper()
 	machine := p.joinNode(claim.GetClaimId()).GetMachine()

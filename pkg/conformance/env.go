@@ -70,8 +70,9 @@ type Ageing interface {
 
 // Publishing is an Env that can publish NodePools and NodeClasses to Cluster.
 type Publishing interface {
-	// ApplyNodePoolSet creates the NodePoolSet, or replaces the one of that name. It selects Cluster.
-	// A NodePoolSet that is created is newer than every other one: no two have the same age.
+	// ApplyNodePoolSet creates the NodePoolSet, or replaces the one of that name. It selects
+	// Cluster. A NodePoolSet that is created is newer than every other one: no two have the same
+	// age.
 	ApplyNodePoolSet(tb testing.TB, set NodePoolSet)
 	// DeleteNodePoolSet deletes the NodePoolSet of that name.
 	DeleteNodePoolSet(tb testing.TB, name string)

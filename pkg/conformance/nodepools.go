@@ -12,8 +12,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// servesNodePools skips the rest of a case if the agent does not list the feature. It must not serve
-// the methods then.
+// servesNodePools skips the rest of a case if the agent does not list the feature. It must not
+// serve the methods then.
 func servesNodePools(s *suite) {
 	s.Helper()
 	if publishes(s) {

@@ -94,7 +94,8 @@ func (s *suite) nowhere() *agentv1alpha1.ClusterRef {
 	return clusters[0]
 }
 
-// anonymous returns the message of err without the Clusters' names. A name may also be a word of the message.
+// anonymous returns the message of err without the Clusters' names. A name may also be a word of
+// the message.
 func anonymous(err error, clusters ...*agentv1alpha1.ClusterRef) string {
 	message := innermost(err).Message()
 	for _, cluster := range clusters {

@@ -277,7 +277,8 @@ func (a *Agent) RemoveCluster(cluster *agentv1alpha1.ClusterRef) {
 }
 
 // SetPaused pauses or unpauses a Cluster, as is done to move it to another hub. While it is paused,
-// nothing is concluded from missing objects, its node groups take no claims, and releases are rejected.
+// nothing is concluded from missing objects, its node groups take no claims, and releases are
+// rejected.
 func (a *Agent) SetPaused(cluster *agentv1alpha1.ClusterRef, paused bool) {
 	a.edit(func() {
 		if paused {

@@ -46,9 +46,10 @@
 // There are no rollouts, no MachineSets, no learned capacity, and no races between agents: calls
 // are applied one after the other. A spare machine is removed as soon as no claim waits for it,
 // unless [WithSpareGracePeriod] is set. The protocol of a stock cluster-autoscaler is not served. A
-// NodePoolSet selects one Cluster, and reports about NodePools are accepted at any rate. Streams do not
-// end with their caller's rights: neither when its certificate expires nor when [Agent.Onboard] changes
-// the onboarding. A Cluster without an onboarding accepts identities without one, also after it had one.
+// NodePoolSet selects one Cluster, and reports about NodePools are accepted at any rate. Streams do
+// not end with their caller's rights: neither when its certificate expires nor when [Agent.Onboard]
+// changes the onboarding. A Cluster without an onboarding accepts identities without one, also
+// after it had one.
 //
 // Delays and heartbeats follow the clock of [WithClock].
 package fakeagent

@@ -57,7 +57,8 @@ func create(t *testing.T, agent *fakeagent.Agent, id string, candidates ...strin
 	return err
 }
 
-// Names are as long as the agent accepts them, not as the pattern of the API's proto files alone would.
+// Names are as long as the agent accepts them, not as the pattern of the API's proto files alone
+// would.
 func TestACandidatesNameThatIsTooLongIsAnInvalidArgument(t *testing.T) {
 	agent := start(t)
 	namespace := fakeagent.DefaultCluster().GetNamespace()

@@ -199,8 +199,8 @@ func (g *group) replicas() int32 {
 	return int32(len(g.machines))
 }
 
-// availability reports whether a claim of the holder would currently be accepted. The empty holder stands
-// for every holder but the group's own.
+// availability reports whether a claim of the holder would currently be accepted. The empty holder
+// stands for every holder but the group's own.
 func (a *Agent) availability(g *group, holder string) *agentv1alpha1.Availability {
 	now := a.now()
 	if only := g.described.GetHolder(); only != "" && only != holder {

@@ -80,9 +80,9 @@ func (a *Agent) FailMachine(cluster *agentv1alpha1.ClusterRef, machineName, reas
 	})
 }
 
-// OutdateMachines makes the existing machines of the node group differ from its template, for the given
-// reason, as after a change of the template. An empty reason makes them up to date again. It panics if
-// the group does not exist.
+// OutdateMachines makes the existing machines of the node group differ from its template, for the
+// given reason, as after a change of the template. An empty reason makes them up to date again. It
+// panics if the group does not exist.
 func (a *Agent) OutdateMachines(groupID, why string) {
 	a.edit(func() {
 		for _, m := range a.mustGroup(groupID).machines {

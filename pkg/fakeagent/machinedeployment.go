@@ -46,9 +46,9 @@ type MachineDeployment struct {
 	Cluster *agentv1alpha1.ClusterRef
 	// Labels are the labels of the MachineDeployment itself.
 	Labels map[string]string
-	// Annotations may contain the min and max size, the price, the holder, and the capacity annotations
-	// cpu, memory, maxPods, ephemeral-disk, labels and taints. An unusable value appears in the node
-	// group's problems and is otherwise ignored.
+	// Annotations may contain the min and max size, the price, the holder, and the capacity
+	// annotations cpu, memory, maxPods, ephemeral-disk, labels and taints. An unusable value
+	// appears in the node group's problems and is otherwise ignored.
 	Annotations map[string]string
 	// Replicas is the number of replicas. Nil means none for a new group, and no change for an
 	// existing one.

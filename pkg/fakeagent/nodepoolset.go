@@ -36,8 +36,8 @@ type NodePoolSet struct {
 	Cluster *agentv1alpha1.ClusterRef
 	// DeletionPolicy applies to every entry. Empty means [DeletionPolicyRetain].
 	DeletionPolicy DeletionPolicy
-	// NodePools and NodeClasses are the entries. The agent's API server refuses a NodePoolSet without
-	// any; here it is one whose entries have been removed.
+	// NodePools and NodeClasses are the entries. The agent's API server refuses a NodePoolSet
+	// without any; here it is one whose entries have been removed.
 	NodePools, NodeClasses []nodepoolset.Template
 }
 

@@ -108,9 +108,9 @@ func WithTokenLifetime(lifetime time.Duration) Option {
 	return func(s *settings) { s.tokenLifetime = lifetime }
 }
 
-// WithFeatures sets the features that GetStatus lists; see package features. The default is those of
-// this fake. Without names it is like an agent that is older than the list. The fake does all that it
-// can do in any case.
+// WithFeatures sets the features that GetStatus lists; see package features. The default is those
+// of this fake. Without names it is like an agent that is older than the list. The fake does all
+// that it can do in any case.
 func WithFeatures(names ...string) Option {
 	return func(s *settings) { s.features = names }
 }

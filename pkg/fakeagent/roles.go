@@ -65,8 +65,8 @@ type Rule struct {
 	Anyone, Everyone bool
 	// Roles are allowed for the Cluster that the request names.
 	Roles []Role
-	// OfAnyCluster means that the request names no Cluster, and that the answer is about those that the
-	// role is granted for.
+	// OfAnyCluster means that the request names no Cluster, and that the answer is about those that
+	// the role is granted for.
 	OfAnyCluster bool
 	// AsHolder means that the request names the holder that the caller acts as.
 	AsHolder bool

@@ -50,8 +50,8 @@ func (a *Agent) liveSet(cluster clusterKey, holder, spoke string, alive map[stri
 
 func (s *liveSet) has(c *claim) bool { _, ok := s.alive[c.id]; return ok }
 
-// foreign returns an error if the call comes from a cluster that is unrelated to the existing claims
-// and did not send the last set.
+// foreign returns an error if the call comes from a cluster that is unrelated to the existing
+// claims and did not send the last set.
 func (s *liveSet) foreign() error {
 	if s.spoke == "" || s.spoke == s.known || s.matched || s.own || !s.others && s.known == "" {
 		return nil

@@ -267,8 +267,8 @@ func (a *Agent) DropStreams() {
 	a.dropped = make(chan struct{})
 }
 
-// FreezeStreams makes open and new streams silent, without heartbeats, like a dead network, until it
-// is called with false. The changes made meanwhile are then sent.
+// FreezeStreams makes open and new streams silent, without heartbeats, like a dead network, until
+// it is called with false. The changes made meanwhile are then sent.
 func (a *Agent) FreezeStreams(freeze bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -1,8 +1,8 @@
 // Package features names what an agent can do, as GetStatus lists it, so that a caller can find out
 // before it relies on something that an older agent lacks.
 //
-// Names are append-only: a name never changes its meaning, and the name of a feature that is gone is
-// never used again.
+// Names are append-only: a name never changes its meaning, and the name of a feature that is gone
+// is never used again.
 package features
 
 import "slices"
@@ -26,8 +26,8 @@ const (
 	ClusterAutoscaler = "cluster-autoscaler"
 	// Clusters means that ClusterService is served.
 	Clusters = "clusters"
-	// NodePools means that NodePoolService is served: NodePools and NodeClasses are published from the
-	// hub.
+	// NodePools means that NodePoolService is served: NodePools and NodeClasses are published from
+	// the hub.
 	NodePools = "node-pools"
 )
 

@@ -2,8 +2,8 @@
 // handler sees them. The agent and the fake use the same interceptors, so that they reject the same
 // requests with the same messages.
 //
-// protovalidate checks the constraints. The interceptor around it is written by hand because that of
-// go-grpc-middleware returns protovalidate's own details instead of a BadRequest.
+// protovalidate checks the constraints. The interceptor around it is written by hand because that
+// of go-grpc-middleware returns protovalidate's own details instead of a BadRequest.
 package validation
 
 import (

@@ -105,8 +105,8 @@ func TestWhatCannotBeReadIsLeftToTheDecoder(t *testing.T) {
 	}
 }
 
-// eachRequest calls visit with every message that a call of the API can send, which are those of the
-// requests and of their fields. It finds the API's files by their package.
+// eachRequest calls visit with every message that a call of the API can send, which are those of
+// the requests and of their fields. It finds the API's files by their package.
 func eachRequest(t *testing.T, visit func(message protoreflect.MessageDescriptor)) {
 	t.Helper()
 	seen := map[protoreflect.FullName]bool{}
@@ -226,8 +226,8 @@ func TestPatternsThatAllowOnlyASCII(t *testing.T) {
 	}
 }
 
-// What a shim sends of NodePools is accepted: it cuts messages in characters, and the label with the
-// set's name is a user's to write.
+// What a shim sends of NodePools is accepted: it cuts messages in characters, and the label with
+// the set's name is a user's to write.
 func TestReportsOfNodePools(t *testing.T) {
 	type request = agentv1alpha1.ReportNodePoolsRequest
 	long := strings.Repeat("…", 1024)

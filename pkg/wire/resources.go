@@ -24,8 +24,8 @@ const (
 const maxNamed = 8
 
 // ResourceList converts quantities in Kubernetes notation, by resource name. It returns the usable
-// quantities, which are never nil, and an error that names the keys whose quantities are negative or
-// cannot be parsed, at most the first [maxNamed].
+// quantities, which are never nil, and an error that names the keys whose quantities are negative
+// or cannot be parsed, at most the first [maxNamed].
 func ResourceList(quantities map[string]string) (corev1.ResourceList, error) {
 	list := make(corev1.ResourceList, len(quantities))
 	var errs []error
@@ -84,7 +84,8 @@ func exponent(s string) int {
 	return max(n, -n)
 }
 
-// Quantities converts a resource list to quantities in Kubernetes notation. It returns nil for an empty list.
+// Quantities converts a resource list to quantities in Kubernetes notation. It returns nil for an
+// empty list.
 func Quantities(list corev1.ResourceList) map[string]string {
 	if len(list) == 0 {
 		return nil

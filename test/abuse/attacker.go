@@ -43,8 +43,8 @@ const (
 	// readyWithin bounds how long an attack takes to reach its full strength, and stopWithin how
 	// long it takes to end.
 	readyWithin, stopWithin = 5 * time.Minute, time.Minute
-	// settledWithin is how long after the first of several tenants the attack is at full strength at
-	// the latest: tenants may also keep each other from what they need.
+	// settledWithin is how long after the first of several tenants the attack is at full strength
+	// at the latest: tenants may also keep each other from what they need.
 	settledWithin = time.Minute
 )
 
@@ -234,8 +234,8 @@ type team struct {
 	// awaited are the answers that must come before the attack is measured. On a busy machine its
 	// calls can take seconds to be sent and answered.
 	awaited []string
-	// ready counts the attackers that have sent what they need to be at full strength. settled is set
-	// when the others are not waited for any more.
+	// ready counts the attackers that have sent what they need to be at full strength. settled is
+	// set when the others are not waited for any more.
 	ready   int
 	settled bool
 }

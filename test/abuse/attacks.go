@@ -71,8 +71,8 @@ var (
 	// cut is the answer to a call whose connection broke, as happens to a caller that continues
 	// although it is refused.
 	cut = codes.Unavailable.String()
-	// canceled is the answer to a request that took too long to arrive, as any can of an attacker that
-	// only gets the processor time that others leave.
+	// canceled is the answer to a request that took too long to arrive, as any can of an attacker
+	// that only gets the processor time that others leave.
 	canceled = codes.Canceled.String()
 )
 
@@ -138,8 +138,8 @@ var attacks = []attack{
 		name:  "invented candidates",
 		about: "200 at a time: may a claim be made of a thousand node groups that do not exist",
 		run:   inventedCandidates,
-		// Unavailable: the agent looks up the first few unknown names in the hub, and cannot tell about
-		// the others.
+		// Unavailable: the agent looks up the first few unknown names in the hub, and cannot tell
+		// about the others.
 		must: []string{cut}, may: []string{codes.NotFound.String(), refused, late, canceled},
 		holds: requestsHeld,
 	},
@@ -469,8 +469,8 @@ func (a *attacker) holdOn(ctx context.Context, h held) error {
 }
 
 const (
-	// briefly is how soon an attack repeats what has failed, unless it waits for as long as a RetryInfo
-	// demands. Then its connections are not closed, see docs/limits.md.
+	// briefly is how soon an attack repeats what has failed, unless it waits for as long as a
+	// RetryInfo demands. Then its connections are not closed, see docs/limits.md.
 	briefly = 10 * time.Millisecond
 	patient = time.Second
 )
@@ -596,8 +596,8 @@ func listFlood(ctx context.Context, a *attacker) error {
 	return nil
 }
 
-// missingMachines is mostly calls for which the agent has to ask the hub, and a few of those whose turns all
-// callers share.
+// missingMachines is mostly calls for which the agent has to ask the hub, and a few of those whose
+// turns all callers share.
 func missingMachines(ctx context.Context, a *attacker) error {
 	conn, err := a.connect(a.identity)
 	if err != nil {
@@ -641,9 +641,9 @@ func streams(ctx context.Context, a *attacker) error {
 	}})
 }
 
-// mostOfRequest is the maximum size of a request of most methods, and atOnce the number of requests of
-// that size that one identity may have handled at once. mostOfHealth is the maximum size of a health
-// check.
+// mostOfRequest is the maximum size of a request of most methods, and atOnce the number of requests
+// of that size that one identity may have handled at once. mostOfHealth is the maximum size of a
+// health check.
 const mostOfRequest, atOnce, mostOfHealth = 256 * kibibyte, 64, 4 * kibibyte
 
 func paddedWatches(ctx context.Context, a *attacker) error {
@@ -677,13 +677,13 @@ func healthWatches(ctx context.Context, a *attacker) error {
 
 // watching describes the streams of an attack.
 type watching struct {
-	// held is the number of streams that are kept, and fleeting that of streams that are closed after
-	// their first message and opened again.
+	// held is the number of streams that are kept, and fleeting that of streams that are closed
+	// after their first message and opened again.
 	held, fleeting int
 	// again is how long after a stream has failed it is opened again.
 	again time.Duration
-	// open returns the method and the request of the stream of that number. It is called each time the
-	// stream is opened, from several goroutines.
+	// open returns the method and the request of the stream of that number. It is called each time
+	// the stream is opened, from several goroutines.
 	open func(i int) (method string, request []byte)
 }
 
@@ -739,7 +739,8 @@ func slowReaders(ctx context.Context, a *attacker) error { return a.readNothing(
 
 func returningReaders(ctx context.Context, a *attacker) error { return a.readNothing(ctx, time.Second) }
 
-// readNothing asks for lists and watches on connections that stay for a time, and reads none of the answers.
+// readNothing asks for lists and watches on connections that stay for a time, and reads none of the
+// answers.
 func (a *attacker) readNothing(ctx context.Context, stays time.Duration) error {
 	list := encode(&agentv1alpha1.ListClaimsRequest{Cluster: a.Cluster, IncludeEnded: true})
 	methods, requests := a.watches()

@@ -46,7 +46,8 @@ const (
 	// readAtOnce is how many requests of an identity are read at once.
 	readAtOnce = 8
 	// hubWrites and hubBurst are how many requests to the hub for one kind of object all identities
-	// together may cause: in a second, half of --kube-api-qps, and at once, half of --kube-api-burst.
+	// together may cause: in a second, half of --kube-api-qps, and at once, half of
+	// --kube-api-burst.
 	hubWrites, hubBurst = 250, 500
 	// perCall is for the goroutines and the metadata of a call or stream, and queued for a request
 	// that is not read yet.
@@ -55,14 +56,14 @@ const (
 	// largeRequest and smallRequest are the size of the largest requests, and up to which requests
 	// are not counted over all identities.
 	largeRequest, smallRequest = 4 * mebibyte, 4 * kibibyte
-	// perConnection is for an open connection, and perHandshake for one that has no identity yet. At
-	// most handshakes have none.
+	// perConnection is for an open connection, and perHandshake for one that has no identity yet.
+	// At most handshakes have none.
 	perConnection, perHandshake, handshakes = 50 * kibibyte, 100 * kibibyte, 512
 	// largestList is the size of the largest list.
 	largestList = 64 * mebibyte
 	// perFrame is kept of each frame of an incomplete request. framesRead are read of one identity
-	// before its connections are closed: its burst, a TLS record of each connection, and what is read
-	// slowly in ten seconds.
+	// before its connections are closed: its burst, a TLS record of each connection, and what is
+	// read slowly in ten seconds.
 	perFrame   = 350
 	framesRead = 100_000 + 16*16*kibibyte/10 + 10*2000
 	// mostClaims is how many claims a Cluster may have, ended ones included, and perObject what a

@@ -155,8 +155,8 @@ func (p *peer) headersOf(method string, more []hpack.HeaderField) (stream uint32
 	return stream, p.framer.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: p.headers.Bytes(), EndHeaders: true})
 }
 
-// call begins a call with more header fields, announces a message of the given length, and sends the
-// given part of it.
+// call begins a call with more header fields, announces a message of the given length, and sends
+// the given part of it.
 func (p *peer) call(method string, length int, message []byte, more ...hpack.HeaderField) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -185,8 +185,8 @@ func (p *peer) call(method string, length int, message []byte, more ...hpack.Hea
 	return p.out.Flush()
 }
 
-// readSlowly lets the receiver of the calls send this many bytes per second, until the connection has
-// ended.
+// readSlowly lets the receiver of the calls send this many bytes per second, until the connection
+// has ended.
 func (p *peer) readSlowly(ended <-chan struct{}, bytesPerSecond int) {
 	const partsPerSecond = 4
 	ticker := time.NewTicker(time.Second / partsPerSecond)

@@ -27,19 +27,21 @@ const (
 	// slowdown limits the 99th percentile of the victim's calls during an attack, as a multiple of
 	// that without one.
 	slowdown = 2.0
-	// memoryLimit leaves room for one identity at its worst. memoryOfAll is what all identities together can
-	// occupy in addition to the agent's own memory (docs/sizing.md).
+	// memoryLimit leaves room for one identity at its worst. memoryOfAll is what all identities
+	// together can occupy in addition to the agent's own memory (docs/sizing.md).
 	memoryLimit, memoryOfAll = 1 << 30, 2 << 30
 	// heapShare is the ratio of resident memory to held memory: Go collects garbage when the heap
 	// has doubled (docs/performance.md).
 	heapShare = 2
-	// largestWrite is how much etcd grows by what counts as one request at most: 4 KiB of a MachineClaim
-	// (docs/limits.md), to which the API server and etcd add their records.
+	// largestWrite is how much etcd grows by what counts as one request at most: 4 KiB of a
+	// MachineClaim (docs/limits.md), to which the API server and etcd add their records.
 	largestWrite = 8 * kibibyte
-	// etcdSlack is how much more etcd may grow during an attack than at rest for other reasons: Cluster
-	// API, and partly filled pages. Without rest to compare with, it also covers the trickle.
+	// etcdSlack is how much more etcd may grow during an attack than at rest for other reasons:
+	// Cluster API, and partly filled pages. Without rest to compare with, it also covers the
+	// trickle.
 	etcdSlack = 32 * mebibyte
-	// roundWithin is the shim's --agent-timeout, which bounds a single call of a round. A new connection may take as long.
+	// roundWithin is the shim's --agent-timeout, which bounds a single call of a round. A new
+	// connection may take as long.
 	roundWithin = 10 * time.Second
 	// endedClaims is --max-ended-claims-per-cluster. What agents create within a second may exceed
 	// it (docs/claims.md).
@@ -65,8 +67,8 @@ type Options struct {
 	Name string
 	// Attacks are the names of the attacks to run. Empty means all.
 	Attacks []string
-	// Tenants is the number of Clusters that carry out each attack at once, each with a certificate and
-	// a node group of its own. Zero means one.
+	// Tenants is the number of Clusters that carry out each attack at once, each with a certificate
+	// and a node group of its own. Zero means one.
 	Tenants int
 	// Rounds is the number of alternations between rest and attack, and Claims the number of claims
 	// that the victim makes in each of the two.
@@ -91,17 +93,18 @@ type Row struct {
 	Tenants int
 	Figures
 	// Under summarises the victim's calls during the attack. Rest summarises those at rest, in the
-	// phases of this attack and of the one before and after it: those of one attack have too few calls for
-	// a 99th percentile, and those of the whole run were made in a hub with more and more objects.
+	// phases of this attack and of the one before and after it: those of one attack have too few
+	// calls for a 99th percentile, and those of the whole run were made in a hub with more and more
+	// objects.
 	Under, Rest Latencies
 	// Ratio is by what factor the 99th percentile of the victim's calls exceeded that at rest, of
 	// CreateClaim or of ReleaseClaim, whichever is larger. It is zero if times are not judged.
 	Ratio float64
 	// MemoryBefore and MemoryPeak are the attacked agent's memory, and MemoryBound is its limit.
 	MemoryBefore, MemoryPeak, MemoryBound int64
-	// Etcd is the growth of the hub's database during the attacks and until the attackers are served
-	// again, EtcdBound its limit, and EtcdAtRest the growth in as many phases of rest, each like the
-	// one with the least: a later one may still have writes that an attack has caused.
+	// Etcd is the growth of the hub's database during the attacks and until the attackers are
+	// served again, EtcdBound its limit, and EtcdAtRest the growth in as many phases of rest, each
+	// like the one with the least: a later one may still have writes that an attack has caused.
 	Etcd, EtcdBound, EtcdAtRest int64
 	// Ended is the number of ended claims in the hub afterwards, of the attackers' Cluster with the
 	// most.
@@ -365,8 +368,8 @@ func latencies(s samples) Latencies {
 	}
 }
 
-// served waits until all attackers are served again, now that they behave, and returns how long that
-// took.
+// served waits until all attackers are served again, now that they behave, and returns how long
+// that took.
 func (r *run) served(ctx context.Context) (time.Duration, error) {
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, servedWithin)

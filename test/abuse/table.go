@@ -19,7 +19,8 @@ type Report struct {
 	// Tenants is the number of Clusters that have attacked at once.
 	Tenants int
 	Took    time.Duration
-	// Timed is set if times were judged. Rest then summarises the victim's calls of all phases of rest.
+	// Timed is set if times were judged. Rest then summarises the victim's calls of all phases of
+	// rest.
 	Timed bool
 	Rest  Latencies
 	// Logs is the folder of the components' logs.

@@ -45,8 +45,8 @@ type samples struct {
 	create, release []time.Duration
 	// connect is the time from the start of a new connection to the first answer on it.
 	connect []time.Duration
-	// round is the time of what a shim does every ten seconds: it lists its claims and node groups, and
-	// reports which of the claims have owners.
+	// round is the time of what a shim does every ten seconds: it lists its claims and node groups,
+	// and reports which of the claims have owners.
 	round []time.Duration
 }
 

@@ -279,8 +279,8 @@ func (h *holders) release(ctx context.Context, id string, drained bool) error {
 	}
 }
 
-// returnMachine returns the claim's Machine to the user. It returns false if an agent refuses that. The
-// error is the context's.
+// returnMachine returns the claim's Machine to the user. It returns false if an agent refuses that.
+// The error is the context's.
 func (h *holders) returnMachine(ctx context.Context, id string) (bool, error) {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)

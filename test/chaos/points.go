@@ -446,7 +446,8 @@ func (r *run) markFloor(ctx context.Context, g *group) error {
 	}
 }
 
-// returnMachine returns a claim's Machine to the user, who then has one more and removes another one.
+// returnMachine returns a claim's Machine to the user, who then has one more and removes another
+// one.
 func (r *run) returnMachine(ctx context.Context, g *group) error {
 	id, err := r.claimBound(ctx, g)
 	if err != nil {

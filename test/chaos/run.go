@@ -170,8 +170,9 @@ func (r *run) releaseAll(ctx context.Context) error {
 	return group.Wait()
 }
 
-// releaseOf releases the claims of a group, also those that an interrupted caller has given up: they
-// would fill a small group, and those of a group whose Machines never come would never be at rest.
+// releaseOf releases the claims of a group, also those that an interrupted caller has given up:
+// they would fill a small group, and those of a group whose Machines never come would never be at
+// rest.
 func (r *run) releaseOf(ctx context.Context, g *group) error {
 	for _, id := range slices.Concat(r.holders.wanted(), r.holders.unreleased()) {
 		if c := r.auditor.Claim(id); c != nil && c.Group == g.name {

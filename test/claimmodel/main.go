@@ -6,7 +6,8 @@
 //	claimmodel -only 'wiped'         # those whose name matches
 //	claimmodel -world -claims 1 -stale 1 -outsiders 1 -without check-ledger
 //
-// No existing model checker is used: each has a language of its own, in which the decisions would have to be written a second time.
+// No existing model checker is used: each has a language of its own, in which the decisions would
+// have to be written a second time.
 //
 // See docs/model.md for what is modelled, what is not, and the results.
 package main

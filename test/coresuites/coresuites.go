@@ -21,8 +21,8 @@ type Spec struct {
 	// Name consists of the texts of the spec's containers and its own, separated by blanks, as
 	// Ginkgo matches it.
 	Name string
-	// OfSuite reports that it is no spec but what runs before or after all of them, under the name of
-	// its kind. It is among the results only if it has not passed.
+	// OfSuite reports that it is no spec but what runs before or after all of them, under the name
+	// of its kind. It is among the results only if it has not passed.
 	OfSuite bool
 	// State is Ginkgo's state: passed, skipped, or the kind of failure.
 	State   string

@@ -32,10 +32,10 @@ var (
 	machineSizes  = map[string]int64{"c": 2, "m": 4} // GiB of memory per CPU
 )
 
-// slowType is an instance type of two CPUs whose machines join later than all others. Karpenter counts
-// the pods of a CapacityBuffer on the machines whose provider IDs it knows, once in 30 s; a machine
-// that is ready before, as the others are, is empty until then, and these specs have empty Nodes
-// consolidated after 0 s.
+// slowType is an instance type of two CPUs whose machines join later than all others. Karpenter
+// counts the pods of a CapacityBuffer on the machines whose provider IDs it knows, once in 30 s; a
+// machine that is ready before, as the others are, is empty until then, and these specs have empty
+// Nodes consolidated after 0 s.
 const (
 	slowType      = "slow-2"
 	slowJoinDelay = 40 * time.Second
@@ -51,15 +51,15 @@ var defaults embed.FS
 // Part is a part of a suite that runs with a default NodePool of its own.
 type Part struct {
 	Suite string
-	// Specs is a prefix of the names of the part's specs. If it is empty, the part has all specs of the
-	// suite that no other part has.
+	// Specs is a prefix of the names of the part's specs. If it is empty, the part has all specs of
+	// the suite that no other part has.
 	Specs string
 	// InstanceTypes are those that the NodePool allows. Absent: all but those of other parts.
 	InstanceTypes []string
 }
 
-// parts are the specs that require a NodePool of their own. Core gives them one where they run against
-// its own provider: with one machine for each pod that they make room for.
+// parts are the specs that require a NodePool of their own. Core gives them one where they run
+// against its own provider: with one machine for each pod that they make room for.
 var parts = []Part{{Suite: "regression", Specs: "CapacityBuffer", InstanceTypes: []string{slowType}}}
 
 // Parts returns the parts of a suite, which together have all its specs.
@@ -125,9 +125,9 @@ func (p Part) allowed(nodePool []byte) ([]byte, error) {
 	return yaml.Marshal(object)
 }
 
-// FeatureGates returns the feature gates of core with which a suite runs. Terminating first is only for
-// the suite whose specs of it enable it: with it, core disrupts more Nodes of a static NodePool at a time
-// than the specs of suite regression expect.
+// FeatureGates returns the feature gates of core with which a suite runs. Terminating first is only
+// for the suite whose specs of it enable it: with it, core disrupts more Nodes of a static NodePool
+// at a time than the specs of suite regression expect.
 func FeatureGates(suite string) []string {
 	gates := []string{"NodeRepair", "NodeOverlay", "StaticCapacity", "CapacityBuffer"}
 	if suite == "disruption" {
@@ -207,8 +207,8 @@ func group(instanceType, zone, capacityType, architecture string, cpu, memory in
 				spec["joinDelay"] = slowJoinDelay.String()
 			}
 			spec["nodeInfo"] = map[string]any{"architecture": architecture}
-			// As everywhere, and as nodeclass.yaml says: specs rely on it that a pod of one CPU does not
-			// fit on a machine of one.
+			// As everywhere, and as nodeclass.yaml says: specs rely on it that a pod of one CPU
+			// does not fit on a machine of one.
 			spec["kubeReserved"] = map[string]any{"cpu": "80m", "memory": "256Mi"}
 			spec["capacity"] = map[string]any{
 				"cpu": strconv.FormatInt(cpu, 10), "memory": fmt.Sprintf("%dGi", memory), "pods": "110", "ephemeral-storage": "100Gi",

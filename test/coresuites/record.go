@@ -11,7 +11,8 @@ import (
 	"github.com/samber/lo"
 )
 
-// Record writes a page of the documentation with the specs that passed, of a version of Karpenter's core.
+// Record writes a page of the documentation with the specs that passed, of a version of Karpenter's
+// core.
 func Record(file, version string, passed []Spec) error {
 	return os.WriteFile(file, []byte(page(version, time.Now(), passed)), 0o644)
 }

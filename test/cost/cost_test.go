@@ -372,8 +372,8 @@ func fewRefused(t *testing.T, requests []cost.Request) {
 	}
 }
 
-// eachMachineOnce verifies that every Machine of the node group was written to once, and thereby has
-// its claim.
+// eachMachineOnce verifies that every Machine of the node group was written to once, and thereby
+// has its claim.
 func eachMachineOnce(t *testing.T, s *loadgen.Env, group string, requests []cost.Request) {
 	t.Helper()
 	writes := lo.CountValuesBy(

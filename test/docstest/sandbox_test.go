@@ -16,8 +16,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
-// The pages from which a new user starts and uses a sandbox are followed in order, with make. Only the
-// names of the sandboxes are others.
+// The pages from which a new user starts and uses a sandbox are followed in order, with make. Only
+// the names of the sandboxes are others.
 func TestTheSandboxIsUsedAsThePagesSay(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 15*time.Minute)
 	defer cancel()

@@ -145,8 +145,8 @@ func restartAgent(t *testing.T) {
 	}
 }
 
-// nodesRun returns a condition: the node group has this many Machines and replicas, and each has its
-// Node.
+// nodesRun returns a condition: the node group has this many Machines and replicas, and each has
+// its Node.
 func nodesRun(group string, machines int) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var md clusterv1.MachineDeployment

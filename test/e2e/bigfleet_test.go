@@ -113,7 +113,8 @@ func TestBigFleetGetsItsMachines(t *testing.T) {
 		return shard.Drain(ctx, &protocol.DrainRequest{Id: id, GraceSeconds: 30, Shard: "shard-0", Epoch: 1, Sequence: next()})
 	})
 	poll(t, 4*time.Minute, are(protocol.State_STATE_IDLE))
-	// A claim ends when its machine is gone. Cluster API removes the Machine object a second or two later.
+	// A claim ends when its machine is gone. Cluster API removes the Machine object a second or two
+	// later.
 	poll(t, soon, func(context.Context) (string, error) {
 		extra, missing := lo.Difference(uidsOf(machinesOf(t, group)), users)
 		require.Empty(t, missing, "the user's Machines stay")
@@ -130,7 +131,8 @@ func TestBigFleetGetsItsMachines(t *testing.T) {
 	require.ElementsMatch(t, users, uidsOf(machinesOf(t, group)))
 }
 
-// runBridge serves the bridge to BigFleet until stop, which may be called twice, or the end of the test.
+// runBridge serves the bridge to BigFleet until stop, which may be called twice, or the end of the
+// test.
 func runBridge(t *testing.T, options bridge.Options) (shard protocol.ProviderClient, stop func()) {
 	t.Helper()
 	b, err := bridge.New(options)

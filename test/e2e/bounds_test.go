@@ -28,24 +28,25 @@ import (
 )
 
 // The bounds that the tests in this file assert. Each lies between two events that the test's own
-// watches report. Durations depend on what else the machine does, so the short run, which is part of
-// `make test`, only shows them.
+// watches report. Durations depend on what else the machine does, so the short run, which is part
+// of `make test`, only shows them.
 const (
-	// failureBound is from when the hub shows that a claim has failed until its NodeClaim is deleted.
+	// failureBound is from when the hub shows that a claim has failed until its NodeClaim is
+	// deleted.
 	failureBound = 5 * time.Second
 	// drainBound is from when the instance of a drained Node is gone until its NodeClaim is gone.
 	drainBound = 10 * time.Second
-	// excessBound is by how much pods may wait longer for twenty Nodes than Cluster API alone takes for
-	// as many replicas. The second that Karpenter waits for further pods is part of it.
+	// excessBound is by how much pods may wait longer for twenty Nodes than Cluster API alone takes
+	// for as many replicas. The second that Karpenter waits for further pods is part of it.
 	excessBound = 1500 * time.Millisecond
-	// excessProcessors is how many processors the machine must have for that bound to be asserted. With
-	// two, the API servers and Cluster API use both while the Nodes come: docs/performance.md has what
-	// was measured there.
+	// excessProcessors is how many processors the machine must have for that bound to be asserted.
+	// With two, the API servers and Cluster API use both while the Nodes come: docs/performance.md
+	// has what was measured there.
 	excessProcessors = 4
 )
 
-// holds shows in the table how long something took, and its bound. Except in the short run, the test
-// fails if it took longer.
+// holds shows in the table how long something took, and its bound. Except in the short run, the
+// test fails if it took longer.
 func holds(t *testing.T, figure func(format string, args ...any), what string, took, bound time.Duration) {
 	t.Helper()
 	figure("%s: %v, bound %v", what, rounded(took), bound)
@@ -135,10 +136,11 @@ func TestNodeClaimsGoWithTheirMachines(t *testing.T) {
 // seconds to get a provider ID and five more to join, and does the same by hand with replicas, in
 // rounds that alternate.
 //
-// A first round of each is not counted, because it also warms caches and connections. The bound is on
-// the difference of the medians of the others. The difference is not judged, and the table says so,
-// where the machine decides: if it has too few processors, if the rounds by hand are further apart from
-// each other than the bound, or if Cluster API alone takes more than twice as long as the machines.
+// A first round of each is not counted, because it also warms caches and connections. The bound is
+// on the difference of the medians of the others. The difference is not judged, and the table says
+// so, where the machine decides: if it has too few processors, if the rounds by hand are further
+// apart from each other than the bound, or if Cluster API alone takes more than twice as long as
+// the machines.
 func TestTwentyNodesAgainstClusterAPIAlone(t *testing.T) {
 	figure := shows(t, "twenty pods get their Nodes, against Cluster API alone")
 	leaveAsFound(t)

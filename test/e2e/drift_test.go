@@ -25,9 +25,9 @@ import (
 // Karpenter's disruption, which looks for drifted Nodes every ten seconds.
 const undisturbed = 30 * time.Second
 
-// TestTheDriftPolicyDecidesWhatIsReplaced has two Nodes of a node group that the NodeClass no longer
-// selects, and then two whose machine template has changed. Each time the policy first is to ignore
-// that, and then to replace the Nodes.
+// TestTheDriftPolicyDecidesWhatIsReplaced has two Nodes of a node group that the NodeClass no
+// longer selects, and then two whose machine template has changed. Each time the policy first is to
+// ignore that, and then to replace the Nodes.
 func TestTheDriftPolicyDecidesWhatIsReplaced(t *testing.T) {
 	figure := shows(t, "the drift policy of a NodeClass: Nodes stay with Ignore, and are replaced once with Replace")
 	if testing.Short() {
@@ -78,8 +78,8 @@ func TestTheDriftPolicyDecidesWhatIsReplaced(t *testing.T) {
 		require.NoError(t, err)
 		return lo.Map(all, func(n karpenterv1.NodeClaim, _ int) types.UID { return n.UID })
 	}
-	// look makes Karpenter look at the NodeClaims, which it does every five minutes, and whenever their
-	// NodeClass is written.
+	// look makes Karpenter look at the NodeClaims, which it does every five minutes, and whenever
+	// their NodeClass is written.
 	looks := 0
 	look := func(ctx context.Context) error {
 		looks++
@@ -103,8 +103,8 @@ func TestTheDriftPolicyDecidesWhatIsReplaced(t *testing.T) {
 		})
 		figure("%s: ignored for %v", what, undisturbed)
 	}
-	// replaced waits until all NodeClaims have drifted for a reason, and then have been replaced. The
-	// budget holds them until the condition was seen.
+	// replaced waits until all NodeClaims have drifted for a reason, and then have been replaced.
+	// The budget holds them until the condition was seen.
 	replaced := func(reason string, machines func() bool) {
 		t.Helper()
 		known := made(class)

@@ -37,9 +37,9 @@ func failedClaims(ctx context.Context, group string) ([]agentv1.MachineClaim, er
 	return failed, err
 }
 
-// TestMachinesThatFailedAreKeptForDebugging lets four machines of one node group fail, one after the
-// other. The node group keeps those that failed: no more than three, and not for longer than it is
-// told to.
+// TestMachinesThatFailedAreKeptForDebugging lets four machines of one node group fail, one after
+// the other. The node group keeps those that failed: no more than three, and not for longer than it
+// is told to.
 func TestMachinesThatFailedAreKeptForDebugging(t *testing.T) {
 	figure := shows(t, "machines that failed are kept for debugging by an annotation: three of four, and for as long as it says")
 	if testing.Short() {
@@ -186,7 +186,8 @@ func TestAQuotaThatIsUsedUpIsReportedAndTriedAgain(t *testing.T) {
 		require.NoError(t, err)
 		require.NotEmpty(t, told, "%s %s", kind, name)
 	}
-	// The status is written every five seconds at most: the next cool-down shows it, if this one ends first.
+	// The status is written every five seconds at most: the next cool-down shows it, if this one
+	// ends first.
 	poll(t, 2*time.Minute, selectedBy("crowd", "crowd", "no room for what failed there", func(s shimv1.SelectedNodeGroup) bool {
 		return !s.Available && s.Reason == "CoolingDown" && strings.Contains(s.Message, say) && strings.Contains(s.Message, message)
 	}))

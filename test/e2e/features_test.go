@@ -353,8 +353,8 @@ const unconsolidated = 75 * time.Second
 
 // TestNodesStayWhereOneOfferingHasTwoPrices has two node groups that Karpenter cannot tell apart, a
 // cheap one that is full and a dear one, and a third whose price lies between theirs. If the price
-// of the offering followed the room in its groups, Karpenter would replace the cheap Nodes with those
-// of the third group as soon as theirs was full, and those again as soon as it was not.
+// of the offering followed the room in its groups, Karpenter would replace the cheap Nodes with
+// those of the third group as soon as theirs was full, and those again as soon as it was not.
 func TestNodesStayWhereOneOfferingHasTwoPrices(t *testing.T) {
 	figure := shows(t, "two prices in one offering: Nodes stay where they are, with the cheap group full and not full")
 	if testing.Short() {
@@ -365,15 +365,16 @@ func TestNodesStayWhereOneOfferingHasTwoPrices(t *testing.T) {
 	groupOf(t, "priced", class, cheap, "on-demand", "1", "2")
 	groupOf(t, "priced", class, dear, "on-demand", "3", "10")
 	group(t, class, between, "on-demand", "2", "10")
-	// Without a zone, Karpenter would look up prices in the zones of existing Nodes, which the dear group has none of.
+	// Without a zone, Karpenter would look up prices in the zones of existing Nodes, which the dear
+	// group has none of.
 	for name, instanceType := range map[string]string{cheap: "priced", dear: "priced", between: between} {
 		annotate(t, name, "capacity.cluster-autoscaler.kubernetes.io/labels",
 			fmt.Sprintf("%q", "karpenter.sh/capacity-type=on-demand,node.kubernetes.io/instance-type="+instanceType+",topology.kubernetes.io/zone=zone-a"))
 	}
 	requirePool(t, class, map[string]any{"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"on-demand"}})
 	poll(t, soon, conditionSays(class, shimv1.ConditionNodeGroupsValid, "priced-dear costs 3 and fleet/priced-cheap 1"))
-	// The other Node may go to a cheaper machine once: Karpenter expects one as long as the dear group
-	// has room.
+	// The other Node may go to a cheaper machine once: Karpenter expects one as long as the dear
+	// group has room.
 	stay := func(least, nodeClaims int) {
 		t.Helper()
 		throughout(t, unconsolidated, time.Second, func() {
@@ -559,9 +560,9 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 	figure("1 repaired in %.0f s, never more than %d Machines", time.Since(began).Seconds(), most)
 }
 
-// TestANodeOverlayAppliesToANodeGroupThatAppearsLater writes the overlay before there is a node group
-// that it applies to. Karpenter itself looks at overlays again only when one of them, a NodePool or a
-// NodeClass changes, and every six hours.
+// TestANodeOverlayAppliesToANodeGroupThatAppearsLater writes the overlay before there is a node
+// group that it applies to. Karpenter itself looks at overlays again only when one of them, a
+// NodePool or a NodeClass changes, and every six hours.
 func TestANodeOverlayAppliesToANodeGroupThatAppearsLater(t *testing.T) {
 	figure := shows(t, "a NodeOverlay applies to a node group that appears later")
 	if testing.Short() {

@@ -179,8 +179,8 @@ func noMachines(s timeline.State) string {
 	return ""
 }
 
-// fitCatalogue returns node groups of random sizes for each NodeClass. One of them is large enough for
-// every pod.
+// fitCatalogue returns node groups of random sizes for each NodeClass. One of them is large enough
+// for every pod.
 func fitCatalogue(t *testing.T, random *rand.Rand, round int) []*unstructured.Unstructured {
 	t.Helper()
 	var all []*unstructured.Unstructured

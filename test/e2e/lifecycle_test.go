@@ -560,8 +560,8 @@ func (l *life) instances() []simv1.SimMachine {
 	return list(l.hub, &simv1.SimMachineList{}, l.ofGroup()...).Items
 }
 
-// machinesFound returns the Machines of the claims at the stage. While one of them leaves, the pod's
-// next one may already exist.
+// machinesFound returns the Machines of the claims at the stage. While one of them leaves, the
+// pod's next one may already exist.
 func (l *life) machinesFound() []clusterv1.Machine {
 	return lo.Filter(l.machines(), func(m clusterv1.Machine, _ int) bool { return lo.Contains(l.found, m.Labels[agentv1.ClaimLabel]) })
 }

@@ -27,8 +27,8 @@ import (
 // every controller. In the short run it is over soon after it has been noticed.
 const outage = 35 * time.Second
 
-// unserved is for how long at least no NodeClaim must be created for pods that need one: longer than
-// Karpenter waits for further pods.
+// unserved is for how long at least no NodeClaim must be created for pods that need one: longer
+// than Karpenter waits for further pods.
 const unserved = 5 * time.Second
 
 // noticedWithin is how long a shim may treat the data of an unresponsive hub as current.

@@ -26,19 +26,20 @@ import (
 // an hour.
 const repairAfter = 15 * time.Second
 
-// repairPods is how many pods there are: Karpenter does not repair if more than a fifth of the Nodes is
-// unhealthy.
+// repairPods is how many pods there are: Karpenter does not repair if more than a fifth of the
+// Nodes is unhealthy.
 const repairPods = 6
 
 // repairable brings up a sandbox whose Karpenter repairs, with a Node for each pod, and a
-// MachineHealthCheck that selects all Machines and is faster. So many of them may be remediated by it.
+// MachineHealthCheck that selects all Machines and is faster. So many of them may be remediated by
+// it.
 func repairable(t *testing.T, o sandbox.Options, targets int32) {
 	t.Helper()
 	o.FeatureGates, o.ShimEnv = []string{"NodeRepair"}, append(o.ShimEnv, "NODE_REPAIR_AFTER="+repairAfter.String())
 	inSandbox(t, o)
 	useCrowd(t)
-	// Kubernetes' default, with which only a kubelet can end a pod before its time. The NodePool has no
-	// terminationGracePeriod, as is the default, too.
+	// Kubernetes' default, with which only a kubelet can end a pod before its time. The NodePool
+	// has no terminationGracePeriod, as is the default, too.
 	graceful := mergePatch(`{"spec":{"template":{"spec":{"terminationGracePeriodSeconds":30}}}}`)
 	workload := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "crowd"}}
 	require.NoError(t, w.Spoke.Patch(t.Context(), workload, graceful))
@@ -69,9 +70,9 @@ func disrupted() []string {
 	return lo.FilterMap(w.Recorder.State().Timelines, func(j timeline.Timeline, _ int) (string, bool) { return j.Disrupted, j.Disrupted != "" })
 }
 
-// TestUnhealthyNodesAreRepairedByOneOfTwo has Karpenter repair a Node whose kubelet reports that it is
-// not ready, and one whose kubelet is dead. A MachineHealthCheck that is faster leaves both alone. The
-// repair can be forbidden for a single Node.
+// TestUnhealthyNodesAreRepairedByOneOfTwo has Karpenter repair a Node whose kubelet reports that it
+// is not ready, and one whose kubelet is dead. A MachineHealthCheck that is faster leaves both
+// alone. The repair can be forbidden for a single Node.
 func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	figure := shows(t, "unhealthy nodes: repaired by Karpenter, once, and not against a veto; a MachineHealthCheck of all Machines leaves them alone")
 	if testing.Short() {
@@ -135,8 +136,9 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	require.Contains(t, uidsOf(listCrowd(t)), vetoed.UID)
 }
 
-// TestAMachineHealthCheckRepairsWhereItMay has the agent leave the Machines to the MachineHealthCheck,
-// which is faster than Karpenter's own repair, and a person forbid it for one of them.
+// TestAMachineHealthCheckRepairsWhereItMay has the agent leave the Machines to the
+// MachineHealthCheck, which is faster than Karpenter's own repair, and a person forbid it for one
+// of them.
 func TestAMachineHealthCheckRepairsWhereItMay(t *testing.T) {
 	figure := shows(t, "unhealthy nodes: repaired by a MachineHealthCheck where Karpenter leaves them to it, once, and not against a veto")
 	if testing.Short() {
@@ -160,8 +162,8 @@ func TestAMachineHealthCheckRepairsWhereItMay(t *testing.T) {
 	awaitReplaced(t, &remediated, pods)
 	figure("the MachineHealthCheck's took %.0f s", time.Since(began).Seconds())
 	require.Equal(t, before+1, made("crowd"))
-	// Where Cluster API takes long to drain the Node and to delete the Machine, Karpenter may remove the Node
-	// meanwhile as an empty one, for which it makes none.
+	// Where Cluster API takes long to drain the Node and to delete the Machine, Karpenter may
+	// remove the Node meanwhile as an empty one, for which it makes none.
 	require.Empty(t, lo.Without(disrupted(), "Empty"), "Karpenter's own repair")
 	require.Contains(t, uidsOf(listCrowd(t)), kept.UID)
 	sicken(t, &kept, corev1.ConditionTrue) // a Node that is not ready uses up a disruption budget: alone, it would never be removed
@@ -188,8 +190,8 @@ func sicken(t *testing.T, m *clusterv1.Machine, ready corev1.ConditionStatus) {
 	}
 }
 
-// silence detaches a Node from kwok, so that its kubelet falls silent: its lease is not renewed, and
-// none of its pods ends.
+// silence detaches a Node from kwok, so that its kubelet falls silent: its lease is not renewed,
+// and none of its pods ends.
 func silence(t *testing.T, node string) {
 	t.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}

@@ -19,8 +19,9 @@ import (
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// TestTheVersionBeforeIsCompatible runs the shim of an earlier revision with this agent, and the agent of that
-// revision with this shim, brings the older one to this version while pods run, and takes it back.
+// TestTheVersionBeforeIsCompatible runs the shim of an earlier revision with this agent, and the
+// agent of that revision with this shim, brings the older one to this version while pods run, and
+// takes it back.
 func TestTheVersionBeforeIsCompatible(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: builds an earlier revision")

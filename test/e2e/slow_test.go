@@ -102,8 +102,8 @@ func TestSlowMachinesJoin(t *testing.T) {
 		require.Equal(t, m.nodeClaims, made(name), name)
 		require.True(t, described(t, name).GetAvailability().GetAvailable(), "late is not failed: "+name)
 	}
-	// Karpenter stops waiting for the replacement of a drifted Node after ten minutes. Its replacement
-	// is used nevertheless, although empty Nodes go at once.
+	// Karpenter stops waiting for the replacement of a drifted Node after ten minutes. Its
+	// replacement is used nevertheless, although empty Nodes go at once.
 	began = time.Now()
 	before := machinesOf(t, "slow")
 	require.NoError(t, w.Spoke.Patch(t.Context(), &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "slow"}}, mergePatch(

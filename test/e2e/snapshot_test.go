@@ -128,8 +128,8 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 	require.Empty(t, h.faultsBut(startsUp(starts...)))
 }
 
-// drained waits until the Node of a NodeClaim that is being deleted has been drained. The NodeClaim waits for a
-// person then, because nobody else removes the instance.
+// drained waits until the Node of a NodeClaim that is being deleted has been drained. The NodeClaim
+// waits for a person then, because nobody else removes the instance.
 func (h hubs) drained(t *testing.T, nodeClaim *karpenterv1.NodeClaim) {
 	t.Helper()
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {

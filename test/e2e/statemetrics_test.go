@@ -27,7 +27,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 )
 
-// stateMetrics is deploy/examples/kube-state-metrics.yaml: values of the chart of kube-state-metrics.
+// stateMetrics is deploy/examples/kube-state-metrics.yaml: values of the chart of
+// kube-state-metrics.
 type stateMetrics struct {
 	RBAC struct {
 		ExtraRules []rbacv1.PolicyRule `json:"extraRules"`
@@ -131,8 +132,9 @@ func TestKubeStateMetricsShowsTheHub(t *testing.T) {
 	}
 }
 
-// runStateMetrics runs kube-state-metrics until the test ends, as an account that has the example's rights,
-// and that of finding CustomResourceDefinitions, which the chart adds. It returns the metrics' address.
+// runStateMetrics runs kube-state-metrics until the test ends, as an account that has the example's
+// rights, and that of finding CustomResourceDefinitions, which the chart adds. It returns the
+// metrics' address.
 func runStateMetrics(t *testing.T, example stateMetrics) string {
 	t.Helper()
 	const name = "kube-state-metrics"

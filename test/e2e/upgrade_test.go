@@ -85,8 +85,8 @@ func TestWorkersAreUpgraded(t *testing.T) {
 	}
 }
 
-// areDrifted waits until all NodeClaims of a NodePool that exist now are drifted or gone, and returns
-// when that was. It takes core up to five minutes to look by itself.
+// areDrifted waits until all NodeClaims of a NodePool that exist now are drifted or gone, and
+// returns when that was. It takes core up to five minutes to look by itself.
 func areDrifted(t *testing.T, nodePool string) time.Time {
 	t.Helper()
 	var nodeClaims karpenterv1.NodeClaimList
@@ -242,8 +242,8 @@ func watchFewest(t *testing.T) func() int {
 	}
 }
 
-// TestAClusterWithoutAClassIsUpgraded upgrades the control plane, which takes a while in which Cluster
-// API makes no Machines and claims wait, and then its workers.
+// TestAClusterWithoutAClassIsUpgraded upgrades the control plane, which takes a while in which
+// Cluster API makes no Machines and claims wait, and then its workers.
 func TestAClusterWithoutAClassIsUpgraded(t *testing.T) {
 	figure := shows(t, "a Cluster without a ClusterClass is upgraded: claims wait for the control plane and say why; then the workers")
 	if testing.Short() {

@@ -29,9 +29,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
-// TestWhatTheEndOfANodeWaitsFor deletes five NodeClaims: one whose pod may not be evicted, one whose
-// pod a PodDisruptionBudget protects, one whose Node has a volume attached, one whose Machine has
-// another controller's hooks, and one whose instance has its finalizer.
+// TestWhatTheEndOfANodeWaitsFor deletes five NodeClaims: one whose pod may not be evicted, one
+// whose pod a PodDisruptionBudget protects, one whose Node has a volume attached, one whose Machine
+// has another controller's hooks, and one whose instance has its finalizer.
 func TestWhatTheEndOfANodeWaitsFor(t *testing.T) {
 	figure := shows(t, "the end of a node waits for its grace period, for volumes, and for others' hooks, which the NodeClaim names")
 	if testing.Short() {

@@ -5,6 +5,6 @@
 // The agent under test is the product's own binary and does not know about the proxy: its
 // kubeconfig names the [Proxy] as its server. The proxy sees every write and determines from its
 // content which step of the claim protocol it is (see [Memory.Classify]), so that faults can target
-// steps. It reports unknown writes: a new write in the protocol needs a class here. A proxy for TCP, such
-// as toxiproxy, knows neither requests nor watches.
+// steps. It reports unknown writes: a new write in the protocol needs a class here. A proxy for
+// TCP, such as toxiproxy, knows neither requests nor watches.
 package faults

@@ -1,7 +1,9 @@
-// Package foreign provides the modules that other repositories import, as a module proxy would, and names their versions.
+// Package foreign provides the modules that other repositories import, as a module proxy would, and
+// names their versions.
 //
-// Every module of this repository is developed in one workspace. Other repositories get them by version or commit instead, each
-// for itself, and ignore replace directives. What works here may therefore not build there.
+// Every module of this repository is developed in one workspace. Other repositories get them by
+// version or commit instead, each for itself, and ignore replace directives. What works here may
+// therefore not build there.
 package foreign
 
 import (
@@ -35,7 +37,8 @@ type Repository struct {
 	Root string
 }
 
-// HasHistory reports whether the checkout has all of its commits: it is no shallow clone, and no copy without .git.
+// HasHistory reports whether the checkout has all of its commits: it is no shallow clone, and no
+// copy without .git.
 func (r Repository) HasHistory(ctx context.Context) bool {
 	shallow, err := r.git(ctx, "rev-parse", "--is-shallow-repository")
 	return err == nil && shallow == "false"
@@ -50,8 +53,9 @@ func (r Repository) NewestChange(ctx context.Context, folder string) (string, er
 	return commit, err
 }
 
-// Pending reports whether the next commit is the first that can require the folder's module as it is: the working tree differs
-// from HEAD there, or HEAD itself has changed it, and no commit can name itself.
+// Pending reports whether the next commit is the first that can require the folder's module as it
+// is: the working tree differs from HEAD there, or HEAD itself has changed it, and no commit can
+// name itself.
 func (r Repository) Pending(ctx context.Context, folder string) (bool, error) {
 	changes, err := r.git(ctx, "status", "--porcelain", "--", folder)
 	if err != nil || changes != "" {
@@ -65,8 +69,8 @@ func (r Repository) Pending(ctx context.Context, folder string) (bool, error) {
 	return newest == head, err
 }
 
-// Version returns the version by which the go command knows the commit of the module in the folder: its tag, such as
-// `proto/v0.1.0`, or a pseudo-version.
+// Version returns the version by which the go command knows the commit of the module in the folder:
+// its tag, such as `proto/v0.1.0`, or a pseudo-version.
 func (r Repository) Version(ctx context.Context, folder, commit string) (string, error) {
 	tags, err := r.git(ctx, "tag", "--points-at", commit, "--list", folder+"/v*")
 	if err != nil {
@@ -90,8 +94,8 @@ func (r Repository) Version(ctx context.Context, folder, commit string) (string,
 	return module.PseudoVersion("v0", strings.TrimPrefix(older, folder+"/"), time.Unix(unix, 0).UTC(), commit[:12]), nil
 }
 
-// Commit returns the commit of a version that [Repository.Version] may have returned. It is an error if HEAD does not descend
-// from it: others could not get it, or not for long.
+// Commit returns the commit of a version that [Repository.Version] may have returned. It is an
+// error if HEAD does not descend from it: others could not get it, or not for long.
 func (r Repository) Commit(ctx context.Context, folder, version string) (string, error) {
 	name := folder + "/" + version
 	if module.IsPseudoVersion(version) {
@@ -218,7 +222,8 @@ func (p Proxy) AddFolder(path, version, folder string) error {
 	if err := os.WriteFile(filepath.Join(dir, m.Version+".info"), info, 0o644); err != nil {
 		return err
 	}
-	// The go command looks for a deprecation in the latest version. It takes no pseudo-version from a list, but needs the list.
+	// The go command looks for a deprecation in the latest version. It takes no pseudo-version from
+	// a list, but needs the list.
 	if err := os.WriteFile(filepath.Join(dir, "list"), nil, 0o644); err != nil {
 		return err
 	}

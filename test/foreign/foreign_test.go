@@ -38,8 +38,9 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// A foreign module, the Go example without its go.mod file, gets pkg by version as its users do. The versions of proto and pkg
-// come from a module proxy: neither the workspace nor a replace directive is in effect.
+// A foreign module, the Go example without its go.mod file, gets pkg by version as its users do.
+// The versions of proto and pkg come from a module proxy: neither the workspace nor a replace
+// directive is in effect.
 func TestAForeignModuleBuildsFromFewModules(t *testing.T) {
 	m := newModule(t)
 	copyGo(t, filepath.Join(repository(t).Root, "docs/examples/go"), m.dir)
@@ -76,7 +77,8 @@ func TestTheProtocolIsImportedWithoutTheClient(t *testing.T) {
 	require.Less(t, len(modules), 12, "modules: %q", modules)
 }
 
-// Both examples run against the fake agent, which is installed by version, and print what the page shows.
+// Both examples run against the fake agent, which is installed by version, and print what the page
+// shows.
 func TestTheExamplesRunAgainstTheFakeAgent(t *testing.T) {
 	fake := newModule(t)
 	fake.goes(t, "install", foreign.Pkg+"/cmd/fake-agent@"+workingTree)
@@ -97,8 +99,8 @@ func TestTheExamplesRunAgainstTheFakeAgent(t *testing.T) {
 	})
 }
 
-// livesThroughAClaim runs an example, first with all node groups, then with one that is full, one that does not exist and one
-// whose machines fail, then with an ID that has ended.
+// livesThroughAClaim runs an example, first with all node groups, then with one that is full, one
+// that does not exist and one whose machines fail, then with an ID that has ended.
 func livesThroughAClaim(t *testing.T, m foreignModule, address string, command ...string) {
 	t.Helper()
 	example := func(args ...string) (string, error) {
@@ -140,7 +142,8 @@ func TestPkgRequiresACommitOfProto(t *testing.T) {
 	require.NoError(t, err, "make require-proto names another")
 }
 
-// go install rejects a module with replace directives, and a patch release in the go line makes others upgrade for nothing.
+// go install rejects a module with replace directives, and a patch release in the go line makes
+// others upgrade for nothing.
 func TestModulesForOthersAreModest(t *testing.T) {
 	for _, folder := range []string{"proto", "pkg", "pkg/tracing"} {
 		t.Run(folder, func(t *testing.T) {
@@ -162,8 +165,8 @@ type foreignModule struct {
 	environment []string
 }
 
-// newModule makes an empty folder. The go command gets proto and pkg from a proxy there, and everything else from this machine's
-// module cache, or else from where it usually does.
+// newModule makes an empty folder. The go command gets proto and pkg from a proxy there, and
+// everything else from this machine's module cache, or else from where it usually does.
 func newModule(t *testing.T) foreignModule {
 	t.Helper()
 	here := foreignModule{dir: t.TempDir(), environment: os.Environ()}
@@ -192,8 +195,8 @@ func publish(t *testing.T) foreign.Proxy {
 	return proxy
 }
 
-// addProto adds what others get by the version of proto that pkg requires: the commit. Only if no commit could be required that
-// has the protos as they are, it adds them as they are.
+// addProto adds what others get by the version of proto that pkg requires: the commit. Only if no
+// commit could be required that has the protos as they are, it adds them as they are.
 func addProto(t *testing.T, proxy foreign.Proxy, version string) error {
 	t.Helper()
 	r, ctx := repository(t), t.Context()
@@ -221,7 +224,8 @@ func (m foreignModule) goes(t *testing.T, args ...string) string {
 	return out
 }
 
-// try returns what the command writes to its standard output, and with an error also to its standard error.
+// try returns what the command writes to its standard output, and with an error also to its
+// standard error.
 func (m foreignModule) try(t *testing.T, name string, args ...string) (string, error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
@@ -270,8 +274,8 @@ func (m foreignModule) serve(t *testing.T) string {
 	return ""
 }
 
-// interpreter returns a Python that has the packages which the example needs. The first one on the path may be another than the
-// distribution's, which alone has the distribution's packages.
+// interpreter returns a Python that has the packages which the example needs. The first one on the
+// path may be another than the distribution's, which alone has the distribution's packages.
 func interpreter(t *testing.T) string {
 	t.Helper()
 	for _, python := range []string{"python3", "/usr/bin/python3"} {

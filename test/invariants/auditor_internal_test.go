@@ -27,7 +27,8 @@ func (i *stubIntent) Released(claimID string) bool { return i.released[claimID] 
 
 func (i *stubIntent) Owns(m *clusterv1.Machine) bool { return i.own[m.UID] }
 
-// newAuditor returns an Auditor that the tests feed with events. The hub contains the given objects.
+// newAuditor returns an Auditor that the tests feed with events. The hub contains the given
+// objects.
 func newAuditor(t *testing.T, intent Intent, objects ...client.Object) *Auditor {
 	t.Helper()
 	scheme := runtime.NewScheme()

@@ -301,8 +301,8 @@ type Checker struct {
 	Cluster types.NamespacedName
 	// Expected, if set, returns what users and holders know at the moment; see [State.Against].
 	Expected func() Expected
-	// Part, if set, is all that must be at rest, while the rest of the Cluster need not be. What must
-	// always hold is checked for everything.
+	// Part, if set, is all that must be at rest, while the rest of the Cluster need not be. What
+	// must always hold is checked for everything.
 	Part *Part
 }
 

@@ -1,5 +1,5 @@
-// Package loadgen requests many machines at once from a sandbox's agent and watches the hub meanwhile.
-// The tests of cost and the benchmarks share it.
+// Package loadgen requests many machines at once from a sandbox's agent and watches the hub
+// meanwhile. The tests of cost and the benchmarks share it.
 package loadgen
 
 import (

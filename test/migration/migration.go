@@ -1,5 +1,5 @@
-// Package migration transforms the work of agent and shim into what karpenter-provider-cluster-api would
-// have left behind.
+// Package migration transforms the work of agent and shim into what karpenter-provider-cluster-api
+// would have left behind.
 package migration
 
 import (

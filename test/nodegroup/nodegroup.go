@@ -14,8 +14,8 @@ import (
 // Version is the version of the machines' kubelets: that of the sandbox's control planes.
 const Version = "v1.36.3"
 
-// Template returns an infrastructure template for machines with 2 CPUs and 4 GiB in zone-a that boot, join and
-// terminate without a delay. The caller may change it.
+// Template returns an infrastructure template for machines with 2 CPUs and 4 GiB in zone-a that
+// boot, join and terminate without a delay. The caller may change it.
 func Template(name string) *simv1.SimMachineTemplate {
 	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: name}}
 	template.Spec.Template.Spec = simv1.SimMachineSpec{
@@ -27,8 +27,9 @@ func Template(name string) *simv1.SimMachineTemplate {
 	return template
 }
 
-// Deployment returns a MachineDeployment of the Cluster without replicas, whose machines have the infrastructure
-// template. It has no labels or annotations of its own, so the agent does not manage it. The caller may change it.
+// Deployment returns a MachineDeployment of the Cluster without replicas, whose machines have the
+// infrastructure template. It has no labels or annotations of its own, so the agent does not manage
+// it. The caller may change it.
 func Deployment(cluster, name, template string) *clusterv1.MachineDeployment {
 	labels := func() map[string]string { return map[string]string{clusterv1.MachineDeploymentNameLabel: name} }
 	return &clusterv1.MachineDeployment{

@@ -14,17 +14,17 @@ import (
 	"golang.org/x/mod/semver"
 )
 
-// The sandbox's binaries come from a module each, and share most of their packages, also with ours. If
-// a module is required in two versions, whatever imports it is compiled twice, and the first `make demo`
-// on a machine takes minutes longer.
+// The sandbox's binaries come from a module each, and share most of their packages, also with ours.
+// If a module is required in two versions, whatever imports it is compiled twice, and the first
+// `make demo` on a machine takes minutes longer.
 func TestTheSandboxesBinariesShareTheirDependencies(t *testing.T) {
 	_ = os.Getenv("TESTED_FILES") // declares the go.mod files as inputs of the test cache
 	modules := []string{"agent", "shim", "pkg", "pkg/tracing", "proto"}
 	for _, tool := range []string{"etcd", "kubernetes", "kwok", "cluster-api", "helm", "grpcurl"} {
 		modules = append(modules, "deploy/tools/"+tool)
 	}
-	// versions has the version of each module by the folder that requires it. Of our own modules, the
-	// highest counts: they are built in one workspace.
+	// versions has the version of each module by the folder that requires it. Of our own modules,
+	// the highest counts: they are built in one workspace.
 	versions := map[string]map[string]string{}
 	for _, folder := range modules {
 		by := folder

@@ -1,6 +1,7 @@
 // Package scaler is a cluster-autoscaler that is reduced to its calls. It makes the calls that the
-// provider externalgrpc and the main loop of the cluster-autoscaler 1.36 make, in the same order and
-// with the same caches, and decides simply: a pod needs a node, and a node without pods is unneeded.
+// provider externalgrpc and the main loop of the cluster-autoscaler 1.36 make, in the same order
+// and with the same caches, and decides simply: a pod needs a node, and a node without pods is
+// unneeded.
 //
 // The order is that of StaticAutoscaler.RunOnce: GPU label, Refresh, NodeGroups, templates, target
 // sizes, instances, the group and the options of each node; then unregistered nodes, failed

@@ -13,8 +13,8 @@ func Excess(rounds, baseline []time.Duration) (excess, noise time.Duration) {
 	return Median(rounds) - Median(baseline), slices.Max(baseline) - slices.Min(baseline)
 }
 
-// Median returns the median of the durations, or the lower of the two middle ones. It needs at least
-// one.
+// Median returns the median of the durations, or the lower of the two middle ones. It needs at
+// least one.
 func Median(d []time.Duration) time.Duration {
 	return percentile(slices.Sorted(slices.Values(d)), 50)
 }

@@ -137,8 +137,8 @@ type Latency struct {
 	Max         time.Duration
 }
 
-// LatencyOf summarises the durations of the timelines from one stage to another. It ignores timelines
-// that did not reach both.
+// LatencyOf summarises the durations of the timelines from one stage to another. It ignores
+// timelines that did not reach both.
 func LatencyOf(timelines []Timeline, from, to Stage) Latency {
 	var took []time.Duration
 	for _, j := range timelines {

@@ -1,5 +1,6 @@
-// Package v1alpha1 holds the agent's own API in the hub: the MachineClaim, Spoke and NodePoolSet resources, and the keys of the
-// annotations, labels and finalizers that the agent uses on Cluster API's objects.
+// Package v1alpha1 holds the agent's own API in the hub: the MachineClaim, Spoke and NodePoolSet
+// resources, and the keys of the annotations, labels and finalizers that the agent uses on Cluster
+// API's objects.
 //
 // +kubebuilder:object:generate=true
 // +groupName=agent.karpenter.cluster.x-k8s.io

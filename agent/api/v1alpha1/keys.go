@@ -24,16 +24,17 @@ const (
 	// accepts. Without it, the group is Karpenter's, and open to every holder of the agent's own
 	// API.
 	HolderAnnotation = Group + "/holder"
-	// ClusterAutoscaler is the holder of the claims of a cluster-autoscaler that uses the agent as its cloud provider. It gets the node groups
-	// that name it, and no others.
+	// ClusterAutoscaler is the holder of the claims of a cluster-autoscaler that uses the agent as
+	// its cloud provider. It gets the node groups that name it, and no others.
 	ClusterAutoscaler = "cluster-autoscaler"
 
-	// MaxNodeProvisionTimeAnnotation on a MachineDeployment is how long a claim waits for its Machine's provider ID and Node, as a Go
-	// duration. The cluster-autoscaler's provider for Cluster API reads the same key.
+	// MaxNodeProvisionTimeAnnotation on a MachineDeployment is how long a claim waits for its
+	// Machine's provider ID and Node, as a Go duration. The cluster-autoscaler's provider for
+	// Cluster API reads the same key.
 	MaxNodeProvisionTimeAnnotation = "cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime"
 
-	// KeepFailedAnnotation on a MachineDeployment is how long Machines of failed claims are kept for debugging, as a Go duration; at most
-	// three at a time. Each keeps its replica.
+	// KeepFailedAnnotation on a MachineDeployment is how long Machines of failed claims are kept
+	// for debugging, as a Go duration; at most three at a time. Each keeps its replica.
 	KeepFailedAnnotation = Group + "/keep-failed-machines"
 
 	// LedgerAnnotation on a MachineDeployment holds its ledger as JSON; see package protocol.
@@ -100,16 +101,18 @@ const (
 	// together with the replicas, so that the step can be repeated.
 	ReleasedAnnotation = Group + "/released"
 
-	// MaxClaimsAnnotation on a Cluster replaces, for that Cluster, the agent's flag --max-claims-per-cluster. The value is a whole number; 0
-	// disables the limit. With any other value the flag applies.
+	// MaxClaimsAnnotation on a Cluster replaces, for that Cluster, the agent's flag
+	// --max-claims-per-cluster. The value is a whole number; 0 disables the limit. With any other
+	// value the flag applies.
 	MaxClaimsAnnotation = Group + "/max-claims"
 	// MaxCreationsAnnotation is the same for --max-creations-per-minute.
 	MaxCreationsAnnotation = Group + "/max-creations-per-minute"
 	// MaxReleasesAnnotation is the same for --max-releases-per-window.
 	MaxReleasesAnnotation = Group + "/max-releases-per-window"
 
-	// ResourcesAnnotation on a MachineDeployment lists extended resources of its machines, and huge pages, for which cluster-autoscaler has no
-	// annotation: `example.com/fpga=2,hugepages-2Mi=1Gi`. Users write it.
+	// ResourcesAnnotation on a MachineDeployment lists extended resources of its machines, and huge
+	// pages, for which cluster-autoscaler has no annotation:
+	// `example.com/fpga=2,hugepages-2Mi=1Gi`. Users write it.
 	ResourcesAnnotation = Group + "/resources"
 
 	// ClusterLabel on a MachineClaim holds the name of its Cluster.
@@ -122,6 +125,7 @@ const (
 	// RequestIDAnnotation on a MachineClaim holds the request id of the CreateClaim call that
 	// created it. Both sides log the call with this id.
 	RequestIDAnnotation = Group + "/request-id"
-	// TraceIDAnnotation on a MachineClaim holds the id of the trace of that call, if the agent recorded one, in hexadecimal.
+	// TraceIDAnnotation on a MachineClaim holds the id of the trace of that call, if the agent
+	// recorded one, in hexadecimal.
 	TraceIDAnnotation = Group + "/trace-id"
 )

@@ -135,13 +135,14 @@ const (
 const (
 	// ConditionAssigned is True while the claim has a Machine.
 	ConditionAssigned = "Assigned"
-	// ConditionReady is True while the claim has a Machine whose Node has joined, and is neither being released nor returned.
+	// ConditionReady is True while the claim has a Machine whose Node has joined, and is neither
+	// being released nor returned.
 	ConditionReady = "Ready"
 	// ConditionEnded is True once the claim has ended. While it is False, its reason shows whether
 	// the claim is being released.
 	ConditionEnded = "Ended"
-	// ConditionStalled is True on a claim whose Machine the agent has given up, and absent from others. Tools that wait for objects, such as
-	// kstatus, regard such an object as failed.
+	// ConditionStalled is True on a claim whose Machine the agent has given up, and absent from
+	// others. Tools that wait for objects, such as kstatus, regard such an object as failed.
 	ConditionStalled = "Stalled"
 )
 
@@ -159,8 +160,9 @@ type MachineClaimStatus struct {
 	// +optional
 	// +kubebuilder:validation:MaxLength=1024
 	Message string `json:"message,omitempty"`
-	// conditions are Assigned, Ready, Ended and, on a claim whose Machine was given up, Stalled. They follow from the other fields, and are
-	// written together with them. Absent until an agent that knows them writes the status.
+	// conditions are Assigned, Ready, Ended and, on a claim whose Machine was given up, Stalled.
+	// They follow from the other fields, and are written together with them. Absent until an agent
+	// that knows them writes the status.
 	// +optional
 	// +listType=map
 	// +listMapKey=type
@@ -208,8 +210,8 @@ type MachineClaimStatus struct {
 	// +optional
 	FailedAt *metav1.Time `json:"failedAt,omitempty"`
 	// failureClass is why the Machine was given up: Capacity, Quota, Configuration, GivenUp,
-	// TimedOut, or Reported by the holder. Set once, together with failedAt. Empty if the agent that
-	// wrote failedAt recorded no class. Further classes may be added.
+	// TimedOut, or Reported by the holder. Set once, together with failedAt. Empty if the agent
+	// that wrote failedAt recorded no class. Further classes may be added.
 	// +optional
 	// +kubebuilder:validation:MaxLength=63
 	FailureClass string `json:"failureClass,omitempty"`
@@ -235,7 +237,8 @@ type MachineReference struct {
 	// uid of the Machine.
 	// +required
 	UID types.UID `json:"uid"`
-	// providerID of the Machine, once known. The agent does not read it: the Machine is authoritative.
+	// providerID of the Machine, once known. The agent does not read it: the Machine is
+	// authoritative.
 	// +optional
 	ProviderID string `json:"providerID,omitempty"`
 	// nodeName of the Machine, once known. The agent does not read it.
@@ -275,7 +278,8 @@ func (c *MachineClaim) MaxNodeProvisionTime() time.Duration {
 	return time.Duration(*c.Spec.MaxNodeProvisionTimeSeconds) * time.Second
 }
 
-// CurrentPhase returns the claim's phase: Pending for a new object, Ended for one that belongs to no node group.
+// CurrentPhase returns the claim's phase: Pending for a new object, Ended for one that belongs to
+// no node group.
 func (c *MachineClaim) CurrentPhase() Phase {
 	switch {
 	case c.Spec.NodeGroup == "":
@@ -286,10 +290,12 @@ func (c *MachineClaim) CurrentPhase() Phase {
 	return c.Status.Phase
 }
 
-// Returns reports whether the claim is about to end without its Machine, which its holder has returned to the user.
+// Returns reports whether the claim is about to end without its Machine, which its holder has
+// returned to the user.
 func (c *MachineClaim) Returns() bool { return c.Status.Phase == PhaseBound && c.Status.Returned }
 
-// ObjectName returns the name of the MachineClaim object of a claim. Claim ids contain no dots, so the name is unambiguous.
+// ObjectName returns the name of the MachineClaim object of a claim. Claim ids contain no dots, so
+// the name is unambiguous.
 func ObjectName(clusterName, claimID string) string {
 	return clusterName + "." + claimID
 }

@@ -176,7 +176,8 @@ type SpokePublished struct {
 
 // SpokeCertificate is the client certificate of a shim.
 type SpokeCertificate struct {
-	// serial is its serial number, in hexadecimal digits, in the form that a policy's deny list uses.
+	// serial is its serial number, in hexadecimal digits, in the form that a policy's deny list
+	// uses.
 	// +optional
 	// +kubebuilder:validation:MaxLength=64
 	Serial string `json:"serial,omitempty"`

@@ -30,7 +30,8 @@ import (
 )
 
 func main() {
-	// A closed pipe is an error of a write. It must not end an onboarding in the middle without a word.
+	// A closed pipe is an error of a write. It must not end an onboarding in the middle without a
+	// word.
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := newCommand().ExecuteContext(ctx)
@@ -185,6 +186,7 @@ func newLogger(o *options.Options, to io.Writer) logr.Logger {
 	if o.LogFormat == options.LogConsole {
 		encoder = zap.ConsoleEncoder(times)
 	}
-	// A stack only shows where the error was logged, and is many times as long as the line. Panics log their own.
+	// A stack only shows where the error was logged, and is many times as long as the line. Panics
+	// log their own.
 	return zap.New(zap.Level(levels[o.LogLevel]), encoder, zap.WriteTo(to), zap.StacktraceLevel(zapcore.PanicLevel))
 }

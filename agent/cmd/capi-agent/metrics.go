@@ -69,7 +69,8 @@ func describeMetrics(ctx context.Context, w io.Writer) error {
 	return nil
 }
 
-// described is a collector that claims to serve a metric, so that the registry tells which one does.
+// described is a collector that claims to serve a metric, so that the registry tells which one
+// does.
 type described struct{ *prometheus.Desc }
 
 // Describe implements [prometheus.Collector].

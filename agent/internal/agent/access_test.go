@@ -98,8 +98,8 @@ type row struct {
 	certifies bool
 	// reports means that only the Cluster's shim may call it.
 	reports bool
-	// fleet reports whether every caller with a role for any Cluster may call it, and gets an answer
-	// about those Clusters alone.
+	// fleet reports whether every caller with a role for any Cluster may call it, and gets an
+	// answer about those Clusters alone.
 	fleet bool
 	// scales reports whether only the autoscaler of a single Cluster may call it.
 	scales bool
@@ -163,8 +163,8 @@ func wanted(by caller, of rpc) string {
 var holders = []string{"karpenter", "cluster-autoscaler", "another-tool"}
 
 // requests has the request of every method in JSON, by name. $CLUSTER is the Cluster, $GROUP its
-// node group, $HELD the one of the cluster-autoscaler, $ID the ID of a claim, $HOLDER its holder, and
-// $TOKEN the token of that holder's listing.
+// node group, $HELD the one of the cluster-autoscaler, $ID the ID of a claim, $HOLDER its holder,
+// and $TOKEN the token of that holder's listing.
 var requests = map[protoreflect.FullName]row{
 	"capi.agent.v1alpha1.NodeGroupService.ListNodeGroups":  {json: `{"cluster": $CLUSTER}`},
 	"capi.agent.v1alpha1.NodeGroupService.GetNodeGroup":    {json: `{"cluster": $CLUSTER, "id": "$GROUP"}`},

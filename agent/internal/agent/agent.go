@@ -70,8 +70,8 @@ type Config struct {
 	Registerer prometheus.Registerer
 	// TracerProvider records calls and their requests to the hub. Nil records nothing.
 	TracerProvider trace.TracerProvider
-	// Clock provides the time for the claim engine. Nil means the system clock, corrected by the API
-	// server's.
+	// Clock provides the time for the claim engine. Nil means the system clock, corrected by the
+	// API server's.
 	Clock clock.Clock
 }
 
@@ -340,8 +340,9 @@ func (a *Agent) followPolicy(c *Config, watches *contact.Watches) error {
 			Parse: func(content []byte) (*authz.Policy, error) { return authz.ParsePolicy(content, o.TrustDomain) },
 			// Denials must survive the deletion of the ConfigMap.
 			Lasting: true,
-			// While it cannot be followed, denials would have no effect: nothing is served until the API server
-			// has answered for it again. What has changed meanwhile is then read within half a minute.
+			// While it cannot be followed, denials would have no effect: nothing is served until
+			// the API server has answered for it again. What has changed meanwhile is then read
+			// within half a minute.
 			WatchFailed: watches.FailedAs(policyKind),
 		})
 		if err != nil {
@@ -361,16 +362,16 @@ func (a *Agent) awaitsPolicy() error {
 	return errors.New(a.policy.Problem())
 }
 
-// shareOfHub returns the limits of callers. No single caller can use more over all kinds than half of
-// the agent's request rate to the hub for one; [limits.Hub] limits all callers together.
+// shareOfHub returns the limits of callers. No single caller can use more over all kinds than half
+// of the agent's request rate to the hub for one; [limits.Hub] limits all callers together.
 func shareOfHub(o *options.Options) limits.Options {
 	l := o.Limits
 	l.HubRequestsPerSecond, l.HubRequestBurst = float64(o.KubeAPIQPS)/2, o.KubeAPIBurst
 	return l
 }
 
-// descriptions returns what describes node groups in addition to their MachineDeployments. There may be no
-// price list.
+// descriptions returns what describes node groups in addition to their MachineDeployments. There
+// may be no price list.
 func (a *Agent) descriptions(c Config, scope hub.Scope, watches *contact.Watches) (cache.Cache, *pricelist.Follower, error) {
 	prices, err := a.followPrices(c, watches)
 	if err != nil {
@@ -521,9 +522,10 @@ func followed() map[string]func() client.ObjectList {
 
 func typeOf(object client.Object) string { return fmt.Sprintf("%T", object) }
 
-// unanswered returns nil if the API server has answered a request of the probe. An error status below
-// 500 is an answer, unless it refuses what the caches need: an agent whose account was deleted, whose
-// rights were withdrawn or whose CustomResourceDefinition is gone learns of no change any more.
+// unanswered returns nil if the API server has answered a request of the probe. An error status
+// below 500 is an answer, unless it refuses what the caches need: an agent whose account was
+// deleted, whose rights were withdrawn or whose CustomResourceDefinition is gone learns of no
+// change any more.
 func unanswered(err error) error {
 	status := apierrors.APIStatus(nil)
 	if !errors.As(err, &status) {

@@ -30,8 +30,8 @@ import (
 // budget is the limit of bytes in these tests: a few claims.
 const budget = 32 << 10
 
-// A Cluster stores no more than its budget in the hub's etcd, with whatever texts its spoke chooses,
-// and can get rid of what it stores. No other Cluster is concerned.
+// A Cluster stores no more than its budget in the hub's etcd, with whatever texts its spoke
+// chooses, and can get rid of what it stores. No other Cluster is concerned.
 func TestAClusterStoresNoMoreBytesThanItMay(t *testing.T) {
 	namespace := plane.Namespace(t)
 	groups := longNames(t, namespace)
@@ -118,7 +118,8 @@ func TestAClusterStoresNoMoreBytesThanItMay(t *testing.T) {
 // A Cluster with much of what all Clusters may have gets no more, also from an agent that has just
 // started. Another one, which has little, is served as before.
 func TestEndedClaimsOfAllClustersAreLimitedTogether(t *testing.T) {
-	// allBytes is less than what each Cluster may have in any case, so no call is refused because of it.
+	// allBytes is less than what each Cluster may have in any case, so no call is refused because
+	// of it.
 	const assured, allBytes = 500, 512 << 10
 	namespace := plane.Namespace(t)
 	plane.Create(t, capitest.NewCluster(namespace, "greedy"), capitest.NewCluster(namespace, "modest"),
@@ -214,8 +215,8 @@ func longNames(t *testing.T, namespace string) (ids []string) {
 	return ids
 }
 
-// storedBytes returns how long the JSON of a Cluster's claims is, as the API server has it, with the
-// managed fields.
+// storedBytes returns how long the JSON of a Cluster's claims is, as the API server has it, with
+// the managed fields.
 func storedBytes(t *testing.T, namespace, cluster string) float64 {
 	t.Helper()
 	config := rest.CopyConfig(plane.Config)

@@ -58,7 +58,8 @@ spec: {policyName: last, validationActions: [Deny]}
 func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	// They declare the charts, and the pages of the access matrix and the limits, as inputs of the test cache.
+	// They declare the charts, and the pages of the access matrix and the limits, as inputs of the
+	// test cache.
 	_, _ = os.Getenv("TESTED_CHARTS"), os.Getenv("TESTED_REFERENCE")
 	top := filepath.Join("..", "..", "..")
 	// The tests write, as administrators, what no agent may write.

@@ -38,9 +38,9 @@ var (
 	herdMachines = flag.Int("herd-machines", 120, "how many Machines with claims they have together")
 )
 
-// requestsOfStart and requestsOfSpoke bound what an agent requests of the hub when it starts, for its
-// discovery, caches and probes, and when a spoke comes back. They were 21, and 7 for each of 6, 30 and
-// 1,000 spokes.
+// requestsOfStart and requestsOfSpoke bound what an agent requests of the hub when it starts, for
+// its discovery, caches and probes, and when a spoke comes back. They were 21, and 7 for each of 6,
+// 30 and 1,000 spokes.
 const (
 	requestsOfStart = 40
 	requestsOfSpoke = 8
@@ -175,8 +175,8 @@ func (c *returning) follow(ctx context.Context) {
 // TestManySpokesComeBackAtOnce kills an agent that many spokes follow, and starts another in its
 // place. It logs how long it takes until all spokes follow the new agent and have sent their live
 // sets, the rejected calls, and the number of requests to the hub. It fails if a spoke is left out,
-// if an object in the hub changes, or if the agent makes more requests than its start and each spoke
-// may cost.
+// if an object in the hub changes, or if the agent makes more requests than its start and each
+// spoke may cost.
 func TestManySpokesComeBackAtOnce(t *testing.T) {
 	namespace := plane.Namespace(t)
 	perSpoke := max(1, *herdMachines / *herdSpokes)

@@ -36,7 +36,8 @@ var (
 
 // TestClaimsOfManyClustersAtOnce makes every Cluster of a hub claim and release a machine at the
 // same moment, over mutual TLS, each with its own certificate. Cluster API creates no Machines
-// meanwhile. The durations are only logged, so a call may take longer than a client waits by default.
+// meanwhile. The durations are only logged, so a call may take longer than a client waits by
+// default.
 func TestClaimsOfManyClustersAtOnce(t *testing.T) {
 	o := testOptions("")
 	o.KubeAPIQPS, o.KubeAPIBurst = options.New().KubeAPIQPS, options.New().KubeAPIBurst

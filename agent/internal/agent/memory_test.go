@@ -58,7 +58,8 @@ func boundOf(of rpc) bound {
 }
 
 // TestMemoryOfTheWorstRequests sends the worst requests to every method that the agent serves,
-// according to its reflection, and bounds what each of them allocates. docs/limits.md has the bounds.
+// according to its reflection, and bounds what each of them allocates. docs/limits.md has the
+// bounds.
 func TestMemoryOfTheWorstRequests(t *testing.T) {
 	target := newTarget(t)
 	validator, err := validation.New()
@@ -114,8 +115,8 @@ var limitsPage = filepath.Join("..", "..", "..", "docs", "limits.md")
 
 const worstBegins, worstEnds = "<!-- worst requests -->\n", "<!-- end of worst requests -->\n"
 
-// cost returns how many MiB a request allocates. What the agent does in the background counts too, so
-// that a cost above the bound is measured again.
+// cost returns how many MiB a request allocates. What the agent does in the background counts too,
+// so that a cost above the bound is measured again.
 func (t *target) cost(test *testing.T, of rpc, a attack, most float64) float64 { //nolint:thelper // t is the target
 	test.Helper()
 	const tries = 3

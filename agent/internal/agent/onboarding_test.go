@@ -226,7 +226,8 @@ func TestABootstrapCertificateServesOneKey(t *testing.T) {
 	require.Greater(t, time.Until(response.GetRenewAt().AsTime()), 20*time.Minute, "the test's authority lives for an hour")
 }
 
-// The Spoke records the key, and the certificate is valid for longer than it takes to delete a Spoke.
+// The Spoke records the key, and the certificate is valid for longer than it takes to delete a
+// Spoke.
 func TestABootstrapCertificateServesNoOtherKeyOnceItsSpokeIsGone(t *testing.T) {
 	o := newOnboarded(t)
 	o.onboard(false)
@@ -666,8 +667,8 @@ func TestASpokeShowsItsShim(t *testing.T) {
 	require.Len(t, list.Items, 1)
 }
 
-// A shim with the certificate of one cluster and the kubeconfig of another sends a set in which no claim
-// of this Cluster is.
+// A shim with the certificate of one cluster and the kubeconfig of another sends a set in which no
+// claim of this Cluster is.
 func TestOneClusterIsAClustersSpokeUntilAnotherIsOnboarded(t *testing.T) {
 	t.Parallel()
 	o := newOnboarded(t)
@@ -934,8 +935,8 @@ func TestASilentSpokeIsNotConnected(t *testing.T) {
 	require.Equal(t, v1alpha1.SynchronizedReason, connected().Reason)
 }
 
-// Claims and Machines are written when another cluster is recorded. A caller may name another one each
-// time.
+// Claims and Machines are written when another cluster is recorded. A caller may name another one
+// each time.
 func TestAnotherClusterIsRecordedOnlyNowAndThen(t *testing.T) {
 	t.Parallel()
 	namespace := plane.Namespace(t)

@@ -15,8 +15,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// The policies of an earlier chart, which are in force here, do not let the agent mark a Machine for
-// MachineHealthChecks. The claim does without.
+// The policies of an earlier chart, which are in force here, do not let the agent mark a Machine
+// for MachineHealthChecks. The claim does without.
 func TestAClaimWhoseMachineMayNotBeMarkedIsBoundAndReleased(t *testing.T) {
 	namespace := plane.Namespace(t)
 	capitest.RunForTest(t, plane, capitest.Options{Namespaces: []string{namespace}, Behaviour: func(*clusterv1.Machine) capitest.Behaviour {

@@ -62,7 +62,8 @@ func (s *shim) renews(by *testpki.Authority, trusting int) {
 	s.Helper()
 	var hold func() // once, so that it is one renewal for the connections
 	for _, c := range s.clients {
-		// An agent reads its files every five seconds, and issues one identity only so many certificates.
+		// An agent reads its files every five seconds, and issues one identity only so many
+		// certificates.
 		err := wait.PollUntilContextTimeout(s.Context(), time.Second, patience, true, func(context.Context) (bool, error) {
 			key := s.key()
 			issued, err := s.issue(c, key)
@@ -195,8 +196,8 @@ func (l *load) open() {
 	}
 }
 
-// over waits until the views have moved to connections with the certificate that the renewal brings.
-// What those before it were made with may be rejected from then on.
+// over waits until the views have moved to connections with the certificate that the renewal
+// brings. What those before it were made with may be rejected from then on.
 func (l *load) over(renewal func()) {
 	l.Helper()
 	opened := func(agent int) float64 { return l.streams(agent, "grpc_server_started_total") }

@@ -26,8 +26,8 @@ import (
 )
 
 // worst builds the requests of a method that need the most memory, from the method's descriptor and
-// the constraints of its fields. A new method or field is thus covered without a change here, unless
-// its constraints are of a new kind: then the builder fails.
+// the constraints of its fields. A new method or field is thus covered without a change here,
+// unless its constraints are of a new kind: then the builder fails.
 type worst struct {
 	tb        testing.TB
 	of        rpc
@@ -135,8 +135,8 @@ func variable(field protoreflect.FieldDescriptor) bool {
 	}
 }
 
-// fill sets a field, and reports whether it did: there may be no legal value of that style. inner is
-// the style of the elements of a list of messages.
+// fill sets a field, and reports whether it did: there may be no legal value of that style. inner
+// is the style of the elements of a list of messages.
 func (w worst) fill(message protoreflect.Message, field protoreflect.FieldDescriptor, how, inner style) bool {
 	w.tb.Helper()
 	rules, err := protovalidate.ResolveFieldRules(field)
@@ -243,8 +243,8 @@ func (w worst) value(field protoreflect.FieldDescriptor, rules *validate.FieldRu
 	return protoreflect.ValueOfString(text), ok
 }
 
-// text returns a string that the constraints allow. The known ones are names, names with a namespace,
-// and, where nothing else is said, characters of four bytes.
+// text returns a string that the constraints allow. The known ones are names, names with a
+// namespace, and, where nothing else is said, characters of four bytes.
 func text(rules *validate.StringRules, namespace string, how style, n, room int) (string, bool) {
 	suffix := strconv.FormatInt(int64(n), 36)
 	most := max(room, 1)
@@ -291,8 +291,9 @@ func allows(rules *validate.StringRules, text string) bool {
 		(!rules.HasMaxBytes() || len(text) <= int(rules.GetMaxBytes()))
 }
 
-// illegal returns requests of the maximum size that violate constraints, or that consist of what the
-// method does not know. They begin with a valid request, as what it names decides what is read on.
+// illegal returns requests of the maximum size that violate constraints, or that consist of what
+// the method does not know. They begin with a valid request, as what it names decides what is read
+// on.
 func (w worst) illegal() []attack {
 	w.tb.Helper()
 	base := w.encode(w.base("illegal"))
@@ -388,7 +389,8 @@ var more = map[protoreflect.FullName]func(tb testing.TB, most int) (legal, illeg
 		pod.Spec.Containers[0].Resources.Requests = corev1.ResourceList{"cpu": resource.MustParse("123456789")}
 		astronomic, err := pod.Marshal()
 		require.NoError(tb, err)
-		// It is replaced in the encoded pod, as encoding it would take as long as calculating with it.
+		// It is replaced in the encoded pod, as encoding it would take as long as calculating with
+		// it.
 		astronomic = bytes.Replace(astronomic, []byte("123456789"), []byte("1e9999999"), 1)
 		const spec, containers, initContainers, volumes = 2, 2, 20, 1
 		illegal = []attack{{"an astronomic quantity", priced(astronomic)}}

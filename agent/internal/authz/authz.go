@@ -1,7 +1,7 @@
 // Package authz identifies callers and decides what they may do.
 //
-// A caller's identity is the single URI in its certificate. Its rights are grants. A grant is a role
-// for some Clusters. By default, the identity of a Cluster has the role `cluster` for that
+// A caller's identity is the single URI in its certificate. Its rights are grants. A grant is a
+// role for some Clusters. By default, the identity of a Cluster has the role `cluster` for that
 // Cluster; a [Policy] can restrict this, and grants further roles. The table [Methods] lists the
 // roles that may call each method. A method that is not in the table may not be called at all.
 package authz
@@ -126,9 +126,9 @@ func (c Caller) MayCallFor(rule Rule, cluster types.NamespacedName) bool {
 	return slices.ContainsFunc(c.Grants, func(g Grant) bool { return slices.Contains(rule.Roles, g.Role) && g.covers(cluster) })
 }
 
-// OnlyCluster returns the Cluster that a call is for whose request names none: the only one that the
-// caller was granted one of the rule's roles for. The error reports that there is none, or more than
-// one; a pattern may match more than one.
+// OnlyCluster returns the Cluster that a call is for whose request names none: the only one that
+// the caller was granted one of the rule's roles for. The error reports that there is none, or more
+// than one; a pattern may match more than one.
 func (c Caller) OnlyCluster(rule Rule) (types.NamespacedName, error) {
 	var only types.NamespacedName
 	for _, g := range c.Grants {
@@ -206,9 +206,9 @@ func New(trustDomain string, policy func() *Policy, c clock.PassiveClock) (*Auth
 	return &Authorizer{trustDomain: domain, policy: policy, clock: c}, nil
 }
 
-// UnnamedError reports why a client certificate names no identity of the trust domain. Its holder may
-// call what anyone may call; see [Rule]. Every other error of [Authorizer.FromChains] means that the
-// certificate must not be used, or not any more.
+// UnnamedError reports why a client certificate names no identity of the trust domain. Its holder
+// may call what anyone may call; see [Rule]. Every other error of [Authorizer.FromChains] means
+// that the certificate must not be used, or not any more.
 type UnnamedError struct{ error }
 
 func (e *UnnamedError) Unwrap() error { return e.error }
@@ -269,9 +269,10 @@ func (a *Authorizer) nameOf(certificate *x509.Certificate) (spiffeid.ID, error) 
 	return id, nil
 }
 
-// NameIn returns the SPIFFE ID in a client certificate, without the onboarding, or "" if there is none.
-// It is what the certificate's authority states, whether or not it can be used: the certificate may
-// be denied, expired or of another trust domain. The chains are those that verified it.
+// NameIn returns the SPIFFE ID in a client certificate, without the onboarding, or "" if there is
+// none. It is what the certificate's authority states, whether or not it can be used: the
+// certificate may be denied, expired or of another trust domain. The chains are those that verified
+// it.
 func NameIn(chains [][]*x509.Certificate) string {
 	if len(chains) == 0 || len(chains[0]) == 0 || len(chains[0][0].URIs) != 1 {
 		return ""
@@ -334,7 +335,8 @@ func splitOnboarding(id spiffeid.ID) (spiffeid.ID, *ownIdentity, error) {
 	case role == RoleCluster && len(parts) == 3:
 		return id, &ownIdentity{Onboarding{Cluster: types.NamespacedName{Namespace: parts[1], Name: parts[2]}}, role}, nil
 	case role != "" && len(parts) == 4 && parts[3] == v1alpha1.Offboarded:
-		// The label of a Cluster that was offboarded has this value, which no certificate may match.
+		// The label of a Cluster that was offboarded has this value, which no certificate may
+		// match.
 		return id, nil, fmt.Errorf("the client certificate's URI has the onboarding %q, which is reserved for no onboarding", v1alpha1.Offboarded)
 	case role != "" && len(parts) == 4:
 		bare, err := spiffeid.FromSegments(id.TrustDomain(), parts[:3]...)

@@ -20,11 +20,11 @@ type Rule struct {
 	// OfCluster means that the request names a Cluster, and that the role must have been granted
 	// for it.
 	OfCluster bool
-	// OneCluster means that the request names no Cluster: it is for the only one that the caller was
-	// granted one of the roles for; see [Caller.OnlyCluster].
+	// OneCluster means that the request names no Cluster: it is for the only one that the caller
+	// was granted one of the roles for; see [Caller.OnlyCluster].
 	OneCluster bool
-	// OfAnyCluster means that the request names no Cluster, and that the response holds those that the
-	// caller was granted one of the roles for.
+	// OfAnyCluster means that the request names no Cluster, and that the response holds those that
+	// the caller was granted one of the roles for.
 	OfAnyCluster bool
 	// AsHolder means that the request names the holder that the caller acts as. One of the caller's
 	// roles must allow this holder; see [Holders].

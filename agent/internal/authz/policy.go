@@ -133,8 +133,8 @@ func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
 	return policy, nil
 }
 
-// checkClusters returns an error if there is the field clusters without a value, which looks like no Clusters, and
-// would mean all.
+// checkClusters returns an error if there is the field clusters without a value, which looks like
+// no Clusters, and would mean all.
 func checkClusters(content []byte) error {
 	var fields map[string]any
 	if err := yaml.Unmarshal(content, &fields); err != nil {
@@ -215,8 +215,8 @@ func (f *PolicyFile) Collector() prometheus.Collector {
 }
 
 // Follow rereads the file periodically until the context ends. If the file is invalid, the last
-// valid policy stays in force. It polls, because the notifications of a mounted ConfigMap are about links
-// of the kubelet, and a file that was replaced needs a new watch.
+// valid policy stays in force. It polls, because the notifications of a mounted ConfigMap are about
+// links of the kubelet, and a file that was replaced needs a new watch.
 func (f *PolicyFile) Follow(ctx context.Context) {
 	interval := f.Interval
 	if interval == 0 {

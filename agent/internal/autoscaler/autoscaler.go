@@ -15,8 +15,8 @@
 //
 // # State
 //
-// Claims hold all persistent state. Memory holds only claims created moments ago, which the views do
-// not show yet, and which failures the cluster-autoscaler has acknowledged; without them it
+// Claims hold all persistent state. Memory holds only claims created moments ago, which the views
+// do not show yet, and which failures the cluster-autoscaler has acknowledged; without them it
 // acknowledges again.
 package autoscaler
 
@@ -220,7 +220,8 @@ func (g *group) max() int32 {
 }
 
 // TargetSize returns how many claims the cluster-autoscaler has on a group, with those that
-// [Scaler.Instances] returns as failed. Errors: [*UnknownGroupError], [watchcache.ErrNotReady], [watchcache.ErrClosed].
+// [Scaler.Instances] returns as failed. Errors: [*UnknownGroupError], [watchcache.ErrNotReady],
+// [watchcache.ErrClosed].
 func (s *Scaler) TargetSize(name types.NamespacedName, id string) (target int32, err error) {
 	err = s.inGroup(name, id, func(c *cluster, _ *group) error {
 		target = c.target(id, s.config.Clock.Now())
@@ -250,7 +251,8 @@ type Instance struct {
 
 // Failure is why an instance will not come.
 type Failure struct {
-	// OutOfResources means that capacity or a quota is used up, so that another group may have more.
+	// OutOfResources means that capacity or a quota is used up, so that another group may have
+	// more.
 	OutOfResources bool
 	// Code is one CamelCase word, and Message a sentence.
 	Code, Message string

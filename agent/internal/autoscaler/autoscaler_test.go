@@ -89,8 +89,8 @@ type fixture struct {
 	claims *watchcache.Cache[*agentv1alpha1.Claim]
 }
 
-// newFixture has a node group with two machines of the user, two claims of Karpenter, and a max size
-// of 24.
+// newFixture has a node group with two machines of the user, two claims of Karpenter, and a max
+// size of 24.
 func newFixture(t *testing.T, changes ...func(*nodegroup.NodeGroup)) *fixture {
 	t.Helper()
 	f := &fixture{
@@ -289,7 +289,8 @@ func TestAnIncreaseThatFailsLeavesNoClaims(t *testing.T) {
 	require.Zero(t, f.target())
 }
 
-// The cluster-autoscaler asks for as many again after an error: each time, the machines made so far would be thrown away.
+// The cluster-autoscaler asks for as many again after an error: each time, the machines made so far
+// would be thrown away.
 func TestAnIncreaseMakesWhatIsAllowed(t *testing.T) {
 	for name, refusal := range map[string]error{
 		"a cap": &claims.TooManyError{Bound: claims.BoundCreations}, "a quota": &claims.NoRoomError{},

@@ -76,8 +76,8 @@ func TestPodsThatRequestTheImpossibleAreRefused(t *testing.T) {
 		return encodedPod(t, pod)
 	}
 	for field, encoded := range map[string][]byte{
-		// Calculating with 1e9999999 would take minutes and gigabytes. It is written over a quantity of the
-		// same length, because encoding it does calculate.
+		// Calculating with 1e9999999 would take minutes and gigabytes. It is written over a
+		// quantity of the same length, because encoding it does calculate.
 		"pod_bytes.spec.containers.resources.requests.value.string": bytes.Replace(pod(1, "123456789"), []byte("123456789"), []byte("1e9999999"), 1),
 		"pod_bytes.spec.containers":                                 pod(501, "1"),
 		"pod_bytes":                                                 []byte("nonsense"),

@@ -27,10 +27,11 @@ type Origin struct{ RequestID, TraceID string }
 
 // Increase makes delta claims on a group, and returns when all of them are durable. The request has
 // no ID, so a repeated call adds as many again: a caller that got no answer must read the target
-// size first. If the engine refuses claims after it has made others, because a cap or a quota is used up, Increase makes no
-// further ones, and returns nil: the target size says how many there are. After any other error, those that were made
-// are released, and the target size is as before; only an agent that ends meanwhile leaves some of them. Errors:
-// [*InvalidError], [*UnknownGroupError], [*NoRoomError], and those of [claims.Engine.Create].
+// size first. If the engine refuses claims after it has made others, because a cap or a quota is
+// used up, Increase makes no further ones, and returns nil: the target size says how many there
+// are. After any other error, those that were made are released, and the target size is as before;
+// only an agent that ends meanwhile leaves some of them. Errors: [*InvalidError],
+// [*UnknownGroupError], [*NoRoomError], and those of [claims.Engine.Create].
 func (s *Scaler) Increase(ctx context.Context, name types.NamespacedName, id string, delta int32, origin Origin) error {
 	if delta <= 0 {
 		return &InvalidError{Field: "delta", Message: "must be 1 or more"}
@@ -174,10 +175,11 @@ func (n Node) describe() string {
 	return fmt.Sprintf("%s (%s)", short(n.Name), short(n.ProviderID))
 }
 
-// Decrease lowers the target size of a group. Claims that have failed stop counting first. Then claims that
-// have no node are released: those without a machine first, then those whose machine has no provider ID. Others
-// come last, because the hub may not see a node that is there. Of each kind, the newest come first. delta is negative. Errors: [*InvalidError],
-// [*UnknownGroupError], [*ExistingNodesError], and those of [claims.Engine.Release].
+// Decrease lowers the target size of a group. Claims that have failed stop counting first. Then
+// claims that have no node are released: those without a machine first, then those whose machine
+// has no provider ID. Others come last, because the hub may not see a node that is there. Of each
+// kind, the newest come first. delta is negative. Errors: [*InvalidError], [*UnknownGroupError],
+// [*ExistingNodesError], and those of [claims.Engine.Release].
 func (s *Scaler) Decrease(ctx context.Context, name types.NamespacedName, id string, delta int32) error {
 	if delta >= 0 {
 		return &InvalidError{Field: "delta", Message: "must be negative"}

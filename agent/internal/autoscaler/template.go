@@ -10,7 +10,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// GPULabel is the label of Nodes with GPUs, as in the cluster-autoscaler's provider for Cluster API.
+// GPULabel is the label of Nodes with GPUs, as in the cluster-autoscaler's provider for Cluster
+// API.
 const GPULabel = "cluster-api/accelerator"
 
 // Template returns a Node of a group as it would join, for simulations. Errors:

@@ -34,8 +34,8 @@ type group struct {
 
 	// claims are the cluster-autoscaler's, oldest first, ended ones included.
 	claims []*agentv1alpha1.Claim
-	// others is how many live claims other holders have, and leaving how many released claims of all holders
-	// have a machine that is not gone yet. It still has its replica.
+	// others is how many live claims other holders have, and leaving how many released claims of
+	// all holders have a machine that is not gone yet. It still has its replica.
 	others, leaving int32
 }
 
@@ -140,8 +140,9 @@ func (c *cluster) size(id string) int32 {
 	return size
 }
 
-// target returns the target size of a group. Claims that are shown as failed count: the cluster-autoscaler backs off
-// only from groups with fewer nodes than their target size, and deletes what failed.
+// target returns the target size of a group. Claims that are shown as failed count: the
+// cluster-autoscaler backs off only from groups with fewer nodes than their target size, and
+// deletes what failed.
 func (c *cluster) target(id string, now time.Time) int32 {
 	target := c.size(id)
 	if g := c.view.groups[id]; g != nil {
@@ -167,7 +168,8 @@ func (c *cluster) failures(g *group, now time.Time) []*agentv1alpha1.Claim {
 	return lo.Filter(g.claims, func(claim *agentv1alpha1.Claim, _ int) bool { return !live(claim) && c.showsFailure(claim, now) })
 }
 
-// showsFailure reports whether a claim's machine will not come, and the cluster-autoscaler is still told so.
+// showsFailure reports whether a claim's machine will not come, and the cluster-autoscaler is still
+// told so.
 func (c *cluster) showsFailure(claim *agentv1alpha1.Claim, now time.Time) bool {
 	_, dismissed := c.dismissed[claim.GetClaimId()]
 	return failureOf(claim) != nil && !dismissed && now.Sub(claim.GetFailedAt().AsTime()) < failureLife

@@ -1,12 +1,12 @@
 // Package batchread answers several waiting calls with one request to the API server.
 //
 // It is for consistent reads, which no cache can answer. A request begins after every call that it
-// answers has begun, as if each call had made its own. This saves the fixed cost of a request: a list with
-// a selector, for example, examines every object of the namespace. Package limits determines how many
-// calls are admitted, and so how many can share one request.
+// answers has begun, as if each call had made its own. This saves the fixed cost of a request: a
+// list with a selector, for example, examines every object of the namespace. Package limits
+// determines how many calls are admitted, and so how many can share one request.
 //
-// Packages for this purpose, such as dataloaders, delay each read in order to gather others. Here a read
-// that finds a free place is never delayed.
+// Packages for this purpose, such as dataloaders, delay each read in order to gather others. Here a
+// read that finds a free place is never delayed.
 package batchread
 
 import (
@@ -22,20 +22,20 @@ import (
 )
 
 const (
-	// places is how many requests of a group run at a time. With a single one, all reads of a group would
-	// wait for one that hangs.
+	// places is how many requests of a group run at a time. With a single one, all reads of a group
+	// would wait for one that hangs.
 	places = 2
-	// mostKeys is how many keys one request names. Sixty-four label values, of at most 63 characters each,
-	// make a URL of less than 5 KiB, which proxies accept.
+	// mostKeys is how many keys one request names. Sixty-four label values, of at most 63
+	// characters each, make a URL of less than 5 KiB, which proxies accept.
 	mostKeys = 64
 )
 
-// Read returns the values of keys in one request, which has to have room for 64 of them. A key that is
-// missing from the result has the zero value. There is at least one key, and no key twice.
+// Read returns the values of keys in one request, which has to have room for 64 of them. A key that
+// is missing from the result has the zero value. There is at least one key, and no key twice.
 type Read[K comparable, V any] func(ctx context.Context, keys []K) (map[K]V, error)
 
-// Reads are reads of values by key, in groups that do not share requests. The zero value is ready to use.
-// It is safe for concurrent use, and must not be copied.
+// Reads are reads of values by key, in groups that do not share requests. The zero value is ready
+// to use. It is safe for concurrent use, and must not be copied.
 type Reads[G, K comparable, V any] struct {
 	mu     sync.Mutex
 	groups map[G]*group[K, V]
@@ -56,12 +56,14 @@ type call[K comparable, V any] struct {
 	done  chan struct{} // closed once value or err is set
 }
 
-// Do returns the value of a key, from a request that begins after Do was called. All calls of one group
-// must have equivalent reads. The value is the caller's own: a request has each key for one call only.
+// Do returns the value of a key, from a request that begins after Do was called. All calls of one
+// group must have equivalent reads. The value is the caller's own: a request has each key for one
+// call only.
 //
-// A request of a single call has that call's context. One that several calls share has none of their
-// values except the logger of the oldest, and the latest of their deadlines; it is canceled when all of
-// them have ended. Its error is the error of all of them. A call that ends while it waits returns the cause.
+// A request of a single call has that call's context. One that several calls share has none of
+// their values except the logger of the oldest, and the latest of their deadlines; it is canceled
+// when all of them have ended. Its error is the error of all of them. A call that ends while it
+// waits returns the cause.
 func (r *Reads[G, K, V]) Do(ctx context.Context, in G, key K, read Read[K, V]) (V, error) {
 	r.mu.Lock()
 	if r.groups == nil {
@@ -117,8 +119,8 @@ func (r *Reads[G, K, V]) next(in G, g *group[K, V]) []*call[K, V] {
 	return batch
 }
 
-// take removes the calls that the next request answers: the oldest ones, each key once. It drops those
-// that have ended. Nil means that none is left.
+// take removes the calls that the next request answers: the oldest ones, each key once. It drops
+// those that have ended. Nil means that none is left.
 func (g *group[K, V]) take() []*call[K, V] {
 	var batch []*call[K, V]
 	keys := make(map[K]bool, mostKeys)
@@ -155,8 +157,8 @@ func answer[K comparable, V any](batch []*call[K, V]) {
 	}
 }
 
-// contextOf returns the context of a request for the calls. Work for several callers is charged to none of
-// them, so it has none of their values, from which limits tell who called.
+// contextOf returns the context of a request for the calls. Work for several callers is charged to
+// none of them, so it has none of their values, from which limits tell who called.
 func contextOf[K comparable, V any](batch []*call[K, V]) (context.Context, context.CancelFunc) {
 	oldest := batch[0].ctx
 	if len(batch) == 1 {

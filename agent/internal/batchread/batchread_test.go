@@ -245,8 +245,8 @@ func TestManyCallsAtOnce(t *testing.T) {
 	calls.Wait()
 }
 
-// The request of one call is that call's. What several calls share is nobody's: it has no values by which
-// it would be charged to one of them, and ends by the latest of their deadlines.
+// The request of one call is that call's. What several calls share is nobody's: it has no values by
+// which it would be charged to one of them, and ends by the latest of their deadlines.
 func TestTheContextOfARequest(t *testing.T) {
 	type key struct{}
 	synctest.Test(t, func(t *testing.T) {

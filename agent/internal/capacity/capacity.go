@@ -91,9 +91,9 @@ type Description struct {
 	// Resources is the machine's total capacity, before any overhead. It is never nil.
 	Resources corev1.ResourceList
 	// Overhead is the part of Resources that is not available to pods on real Nodes. It is nil
-	// until a Node has been seen. Of CPU, memory, disk and pods, Resources minus Overhead never exceeds what
-	// the Nodes seen could provide. Devices are not learned this way: one that failed on a single Node would
-	// be missing from the machines to come.
+	// until a Node has been seen. Of CPU, memory, disk and pods, Resources minus Overhead never
+	// exceeds what the Nodes seen could provide. Devices are not learned this way: one that failed
+	// on a single Node would be missing from the machines to come.
 	Overhead corev1.ResourceList
 	// AttachableVolumes are the limits of CSI drivers, by driver name. A missing driver has no
 	// known limit.
@@ -113,8 +113,8 @@ type Description struct {
 	// Sources has an entry for each value, by the path of its field: `capacity.cpu`,
 	// `node_labels.team`, `zone`, ….
 	Sources map[string]Source
-	// Problems are the values that cannot be used, in a stable order. If there are more than 32, a last
-	// one states how many more.
+	// Problems are the values that cannot be used, in a stable order. If there are more than 32, a
+	// last one states how many more.
 	Problems []Problem
 }
 
@@ -136,8 +136,8 @@ type Template struct {
 
 // Settings apply to all MachineDeployments.
 type Settings struct {
-	// SyncedLabels are the patterns that Cluster API's manager was given for labels that it copies to
-	// Nodes in addition to its own.
+	// SyncedLabels are the patterns that Cluster API's manager was given for labels that it copies
+	// to Nodes in addition to its own.
 	SyncedLabels []*regexp.Regexp
 	// Architecture is assumed if no source has one. Empty means [DefaultArchitecture].
 	Architecture string
@@ -182,7 +182,8 @@ type describer struct {
 	further int
 }
 
-// An annotation may have 256 KiB, and a template more. A machine has few labels, taints and resources.
+// An annotation may have 256 KiB, and a template more. A machine has few labels, taints and
+// resources.
 const (
 	maxEntries  = 256 // of a list or map
 	maxProblems = 32
@@ -220,7 +221,8 @@ func (d *describer) entries(annotation string) iter.Seq[string] {
 	}
 }
 
-// sortedKeys are the keys of a map, if it does not have too many. Their order decides which problems are shown.
+// sortedKeys are the keys of a map, if it does not have too many. Their order decides which
+// problems are shown.
 func sortedKeys[V any](d *describer, field string, entries map[string]V) []string {
 	if len(entries) > maxEntries {
 		d.problem(field, "", "has %d entries, and a machine has at most %d; none of them is used", len(entries), maxEntries)
@@ -416,8 +418,8 @@ func (d *describer) otherResources() {
 	}
 }
 
-// ResourceUnit returns what quantities of a resource are multiples of: the size of the page in bytes
-// for huge pages, and 1 for an extended resource. It reports false for any other name.
+// ResourceUnit returns what quantities of a resource are multiples of: the size of the page in
+// bytes for huge pages, and 1 for an extended resource. It reports false for any other name.
 func ResourceUnit(name corev1.ResourceName) (int64, bool) {
 	if len(validation.IsQualifiedName(string(name))) > 0 {
 		return 0, false

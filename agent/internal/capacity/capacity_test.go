@@ -331,7 +331,8 @@ func FuzzDescribe(f *testing.F) {
 	})
 }
 
-// An API server accepts annotations of 256 KiB. A description is sent to the Cluster's callers, and kept.
+// An API server accepts annotations of 256 KiB. A description is sent to the Cluster's callers, and
+// kept.
 func TestLargeAnnotationsAreDescribedInLittle(t *testing.T) {
 	const most = 256 << 10
 	repeated := func(entry string) string { return strings.Repeat(entry, most/len(entry)) }

@@ -9,8 +9,8 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// Learned is what is known from the real Nodes of a group: the minimum of their capacity and allocatable,
-// and the maximum of their overhead. The zero value means that none was seen.
+// Learned is what is known from the real Nodes of a group: the minimum of their capacity and
+// allocatable, and the maximum of their overhead. The zero value means that none was seen.
 type Learned struct {
 	Capacity, Allocatable, Overhead corev1.ResourceList
 	// Labels are the [LearnedLabels] whose values all Nodes share. Zone and region are only used

@@ -147,8 +147,8 @@ func crds(top string) ([]*apiextensionsv1.CustomResourceDefinition, error) {
 	return slices.Concat([]*apiextensionsv1.CustomResourceDefinition{infrastructureTemplateCRD()}, own, theirs), err
 }
 
-// ClusterAPICRDs reads CustomResourceDefinitions from Cluster API's module, given their paths in it.
-// Each has one version, the newest, because there is no conversion webhook.
+// ClusterAPICRDs reads CustomResourceDefinitions from Cluster API's module, given their paths in
+// it. Each has one version, the newest, because there is no conversion webhook.
 func ClusterAPICRDs(paths ...string) ([]*apiextensionsv1.CustomResourceDefinition, error) {
 	top, err := repository()
 	if err != nil {

@@ -24,8 +24,8 @@ import (
 // The tests in this file make conditions of the alerts in deploy/charts/agent/alerts.yaml true.
 // test/monitoring has the list of all such tests.
 
-// oneGroup is an engine with a Cluster and its only node group. Both have the same name, which must be
-// unique, because the metrics belong to the process.
+// oneGroup is an engine with a Cluster and its only node group. Both have the same name, which must
+// be unique, because the metrics belong to the process.
 type oneGroup struct {
 	*Engine
 
@@ -115,8 +115,8 @@ func (g *oneGroup) measured(name string, more prometheus.Labels) float64 {
 	return measured(g.t, name, labels, g.Collector())
 }
 
-// within returns which part of the observations of the Cluster's histogram is at most the upper bound
-// of a bucket.
+// within returns which part of the observations of the Cluster's histogram is at most the upper
+// bound of a bucket.
 func (g *oneGroup) within(name string, bound float64) float64 {
 	g.t.Helper()
 	families, err := metrics.Registry.Gather()

@@ -658,8 +658,8 @@ func TestEventsAreNotPutOffForLong(t *testing.T) {
 	assert.Contains(t, l.Pending, "a")
 }
 
-// Calls that come at the same time are entered in one write: Cluster API may carry a second one through
-// only seconds later.
+// Calls that come at the same time are entered in one write: Cluster API may carry a second one
+// through only seconds later.
 func TestClaimsThatAreMadeAtTheSameTimeAreEnteredInOneWrite(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
 	var writes atomic.Int32

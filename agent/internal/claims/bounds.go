@@ -75,8 +75,8 @@ var annotations = map[Bound]string{
 const unreadable = -1
 
 // of returns the bounds of a Cluster, and a message for each annotation that cannot be parsed. Such
-// an annotation permits no further claim. For releases the flag applies instead: a claim that cannot
-// be released keeps a Machine that is paid for.
+// an annotation permits no further claim. For releases the flag applies instead: a claim that
+// cannot be released keeps a Machine that is paid for.
 func (b Bounds) of(cluster *clusterv1.Cluster) (own Bounds, wrong []string) {
 	if cluster == nil || len(cluster.Annotations) == 0 {
 		return b, nil
@@ -166,8 +166,8 @@ func (e *Engine) roomForTombstone(ctx context.Context, cluster types.NamespacedN
 }
 
 // room returns a [*TooManyError] if the Cluster may have no further claim, which is kept as a
-// tombstone when it ends, or if its node group may have none now. Unless the call only validates, it
-// counts the claim as created, so that concurrent calls do not exceed the bounds.
+// tombstone when it ends, or if its node group may have none now. Unless the call only validates,
+// it counts the claim as created, so that concurrent calls do not exceed the bounds.
 func (e *Engine) room(ctx context.Context, c *v1alpha1.MachineClaim, validateOnly bool) error {
 	cluster := clusterOf(c)
 	if err := e.roomForTombstone(ctx, cluster); err != nil {

@@ -23,8 +23,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// concurrentGroups is how many node groups are reconciled at once. One Cluster has at most 16 of them: see
-// [fairqueue.NewShared].
+// concurrentGroups is how many node groups are reconciled at once. One Cluster has at most 16 of
+// them: see [fairqueue.NewShared].
 const concurrentGroups = 24
 
 const (

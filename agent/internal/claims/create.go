@@ -55,9 +55,10 @@ type Request struct {
 
 // Create makes the claim durable and returns it. A repeated call with the same id returns the
 // existing claim. Errors: [*EndedError], [*NoRoomError], [*RefusedError], [*UnknownGroupError],
-// [*UnseenError], [*TooManyError], [*ForeignSpokeError], [ErrForeignHolder], [ErrUnknownCluster], [ErrConflict], [ErrWriteRefused],
-// [ErrRestoring], [ErrClusterPaused]. After any other error, such as the API server's or the
-// context's, the claim may or may not exist, and the call can be repeated.
+// [*UnseenError], [*TooManyError], [*ForeignSpokeError], [ErrForeignHolder], [ErrUnknownCluster],
+// [ErrConflict], [ErrWriteRefused], [ErrRestoring], [ErrClusterPaused]. After any other error, such
+// as the API server's or the context's, the claim may or may not exist, and the call can be
+// repeated.
 func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim, error) {
 	begun := e.Clock.Now()
 	cluster, err := e.cluster(ctx, r.Namespace, r.Cluster)
@@ -331,8 +332,8 @@ func ended(c *v1alpha1.MachineClaim) error {
 	return &EndedError{Reason: cmp.Or(c.Status.Reason, protocol.ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}
 }
 
-// ledgerRefused is the text for callers. The API server's own text is shown to users of the hub only,
-// because it may contain what a spoke must not know.
+// ledgerRefused is the text for callers. The API server's own text is shown to users of the hub
+// only, because it may contain what a spoke must not know.
 const ledgerRefused = "the hub refuses the agent's writes on this node group; a Warning event " + protocol.ReasonWriteRefused +
 	" on its MachineDeployment has the reason"
 

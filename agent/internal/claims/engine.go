@@ -86,14 +86,14 @@ type Config struct {
 	NotEnded client.ListOption
 	// Recorder records events for users. Nil means none.
 	Recorder events.EventRecorder
-	// ReportsNodes reports whether a holder reports the Cluster's Nodes with its live sets. Nil means
-	// that none does.
+	// ReportsNodes reports whether a holder reports the Cluster's Nodes with its live sets. Nil
+	// means that none does.
 	ReportsNodes func(holder string) bool
-	// SpokeOf returns the id of the cluster whose shim last synchronized the claims of a Cluster, ""
-	// if none is known. Sets and new claims of other clusters are refused, unless they have claims of
-	// the Cluster. It applies to holders that report Nodes. SpokeOf must not block, and may lag behind
-	// what other agents have recorded. ReadSpokeOf does not lag: it asks the hub. Nil, which must be
-	// both, means that none is known.
+	// SpokeOf returns the id of the cluster whose shim last synchronized the claims of a Cluster,
+	// "" if none is known. Sets and new claims of other clusters are refused, unless they have
+	// claims of the Cluster. It applies to holders that report Nodes. SpokeOf must not block, and
+	// may lag behind what other agents have recorded. ReadSpokeOf does not lag: it asks the hub.
+	// Nil, which must be both, means that none is known.
 	SpokeOf     func(cluster types.NamespacedName) string
 	ReadSpokeOf func(ctx context.Context, cluster types.NamespacedName) (string, error)
 	// Clock is the source of time. Nil means the real clock.
@@ -123,8 +123,8 @@ type Config struct {
 	Report func(ctx context.Context, m *clusterv1.Machine, condition string) (report protocol.Report, known bool)
 	// Bounds limit what one Cluster can store. The zero value sets no limit.
 	Bounds Bounds
-	// Crowded reports whether ended claims of a Cluster have to go early, because of what all Clusters
-	// have together. It must not block. Nil means never.
+	// Crowded reports whether ended claims of a Cluster have to go early, because of what all
+	// Clusters have together. It must not block. Nil means never.
 	Crowded func(cluster types.NamespacedName) bool
 	// Coalesce is the minimum time between two writes of one ledger that no call waits for. Zero
 	// means one second.
@@ -241,8 +241,8 @@ type nodeReport struct {
 // reportLife is how long a report of Nodes stays valid without renewal.
 const reportLife = 2 * time.Minute
 
-// recordReport stores which Nodes of the Cluster are registered and returns the previous report if it
-// is still valid.
+// recordReport stores which Nodes of the Cluster are registered and returns the previous report if
+// it is still valid.
 func (e *Engine) recordReport(cluster types.NamespacedName, nodes map[string]bool) (before map[string]bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

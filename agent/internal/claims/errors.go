@@ -33,8 +33,8 @@ var (
 	ErrRestoring = errors.New("the Cluster was moved or restored, and the state of its claims is still being reconstructed; retry")
 )
 
-// ForeignSpokeError means that a live set or a new claim comes from another cluster than the one that
-// the holder's claims come from.
+// ForeignSpokeError means that a live set or a new claim comes from another cluster than the one
+// that the holder's claims come from.
 type ForeignSpokeError struct {
 	// Spoke is where the call comes from. Recorded is where claims were made, or where the shim ran
 	// that last synchronized them.

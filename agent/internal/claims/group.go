@@ -91,8 +91,8 @@ type group struct {
 	dueSeq                         int64
 	dueSince, dueWritten, dueFirst time.Time
 	takenOver                      int64
-	// failed are the actions that failed when they were tried last, by their texts. skip is by how many
-	// their order has moved on.
+	// failed are the actions that failed when they were tried last, by their texts. skip is by how
+	// many their order has moved on.
 	failed map[string]bool
 	skip   int
 	// queued holds the ids of the claims that the last step found no room in the ledger for.
@@ -157,8 +157,8 @@ func (g *group) begin() (done func()) {
 }
 
 // beginMaking registers a call that creates a claim's object, until made is called, which reports
-// whether by then no other call does so, and no run gathers the claims of such calls. made may be called
-// again.
+// whether by then no other call does so, and no run gathers the claims of such calls. made may be
+// called again.
 func (g *group) beginMaking() (made func() (alone bool)) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -178,13 +178,13 @@ func (g *group) beginMaking() (made func() (alone bool)) {
 	}
 }
 
-// gather waits until the objects exist that calls are creating now, so that the claims of a burst are
-// entered in one write. Cluster API reconciles a MachineDeployment at most once a second, and then its
-// MachineSet: what a second write adds may come two seconds later. It waits for each call at most until
-// [gathersFor] after that began, so a slow one delays one run only.
+// gather waits until the objects exist that calls are creating now, so that the claims of a burst
+// are entered in one write. Cluster API reconciles a MachineDeployment at most once a second, and
+// then its MachineSet: what a second write adds may come two seconds later. It waits for each call
+// at most until [gathersFor] after that began, so a slow one delays one run only.
 //
-// It does not wait for those that begin meanwhile: a caller that makes one claim after the other must not
-// wait for its own next one.
+// It does not wait for those that begin meanwhile: a caller that makes one claim after the other
+// must not wait for its own next one.
 func (g *group) gather(ctx context.Context) {
 	g.mu.Lock()
 	others := maps.Clone(g.making)
@@ -222,8 +222,8 @@ const (
 	// planTakes is how long [group.enterAtOnce] waits for the lock. A look at the caches holds it
 	// for less.
 	planTakes = 20 * time.Millisecond
-	// gathersFor is how long a run waits for claims whose objects calls are creating. It is much longer
-	// than a write usually takes, and much shorter than Cluster API takes for a Machine.
+	// gathersFor is how long a run waits for claims whose objects calls are creating. It is much
+	// longer than a write usually takes, and much shorter than Cluster API takes for a Machine.
 	gathersFor = 300 * time.Millisecond
 )
 
@@ -232,8 +232,8 @@ const (
 // MachineDeployment is unchanged, or only this process has written it since, no ledger can have had
 // the claim meanwhile. Rule R1 asks no more of a write that only raises replicas for a claim. What
 // the caches show of everything else only decides whether there is something else to do, which is
-// then left to a run. It does not wait for longer than the call. The caller has called begin, and done ends
-// that.
+// then left to a run. It does not wait for longer than the call. The caller has called begin, and
+// done ends that.
 func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim, done func()) bool {
 	// Not the call's context: others wait for the lock, and must not depend on this call's deadline
 	// or its identity's rate limit.
@@ -474,8 +474,8 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 	return requeueAfter, err
 }
 
-// keepsWaiting reports whether a call about the claim waits on after a run that ended with err: the ledger has no room
-// for the claim yet, and at most other writes failed. lock is held.
+// keepsWaiting reports whether a call about the claim waits on after a run that ended with err: the
+// ledger has no room for the claim yet, and at most other writes failed. lock is held.
 func (g *group) keepsWaiting(claimID string, err error) bool {
 	_, onlyActions := errors.AsType[*actionsError](err)
 	return g.queued[claimID] && (err == nil || onlyActions && !errors.Is(err, ErrWriteRefused))
@@ -585,7 +585,8 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		g.noteSpare(s, d)
 		g.queued = d.Queued
 		if e.withdraws {
-			// A claim that moves on would have a ledger written in a group that may be withdrawn already.
+			// A claim that moves on would have a ledger written in a group that may be withdrawn
+			// already.
 			d.Actions = slices.DeleteFunc(d.Actions, func(a protocol.Action) bool { return a.Kind == protocol.MoveOn })
 		}
 
@@ -682,9 +683,9 @@ func keepClaimed(s *protocol.Snapshot, d *protocol.Decision) {
 	}
 }
 
-// batch returns the actions that come next: as many as one step does. Those that failed last time come
-// last, in turns, and so do those on which nothing else depends, which a policy may refuse for all
-// Machines.
+// batch returns the actions that come next: as many as one step does. Those that failed last time
+// come last, in turns, and so do those on which nothing else depends, which a policy may refuse for
+// all Machines.
 func (g *group) batch(actions []protocol.Action) []protocol.Action {
 	if len(actions) <= maxActions {
 		return actions
@@ -816,9 +817,9 @@ func (g *group) markNewlyAdmitted(ctx context.Context, s *protocol.Snapshot, d *
 	return err
 }
 
-// restartWaits performs the restarts of waits of a decision whose ledger is about to be written. If that
-// orders Machines for other claims, no agent decides on the restarts again until these Machines are
-// made, and these claims might fail. A restart that fails is left to that decision.
+// restartWaits performs the restarts of waits of a decision whose ledger is about to be written. If
+// that orders Machines for other claims, no agent decides on the restarts again until these
+// Machines are made, and these claims might fail. A restart that fails is left to that decision.
 func (g *group) restartWaits(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) {
 	restarts := lo.Filter(d.Actions, func(a protocol.Action, _ int) bool { return a.Kind == protocol.WaitAnew })
 	if _, err := g.engine.perform(ctx, s, restarts); err != nil {
@@ -883,8 +884,8 @@ const slowest = 32
 // now. Writes that will be followed by another back off exponentially, because each makes Cluster
 // API reconcile every Machine of the group. Assigning a Machine that has its provider ID is
 // deferred only briefly: once its Node has joined, no claim can have it. If that has already
-// happened in this group, every assignment is written at once. No write is deferred for longer because
-// the clock is set back to that of another API server.
+// happened in this group, every assignment is written at once. No write is deferred for longer
+// because the clock is set back to that of another API server.
 func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
 	clock := g.engine.Clock
 	switch {

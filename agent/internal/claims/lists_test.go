@@ -20,9 +20,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// The spokes of many Clusters list their claims at once after an agent has been replaced. Each gets its
-// own, and they share requests, because each request costs the API server as much as the namespace has
-// claims.
+// The spokes of many Clusters list their claims at once after an agent has been replaced. Each gets
+// its own, and they share requests, because each request costs the API server as much as the
+// namespace has claims.
 func TestListsThatWaitShareRequests(t *testing.T) {
 	const clusters = 40
 	claimOf := func(cluster, id, holder string, phase v1alpha1.Phase) *v1alpha1.MachineClaim {

@@ -308,8 +308,8 @@ func orphaned() *clusterv1.Machine {
 	return m
 }
 
-// Once a person has removed a Cluster's finalizer, Cluster API no longer handles the deletion of its
-// MachineDeployments, and their Machines stay.
+// Once a person has removed a Cluster's finalizer, Cluster API no longer handles the deletion of
+// its MachineDeployments, and their Machines stay.
 func TestWithoutItsClusterNoClaimIsMadeAgain(t *testing.T) {
 	md := groupWith("", 1, &protocol.Ledger{Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: 1})
 	md.Annotations[v1alpha1.ClaimedAnnotation] = "1"
@@ -426,8 +426,8 @@ func TestAPauseThatTheCachesDoNotShowYetMakesNoClaimAgain(t *testing.T) {
 	require.ErrorIs(t, err, ErrNotFound)
 }
 
-// A copy of a MachineDeployment without the label of node groups keeps the ledger that it was copied
-// with.
+// A copy of a MachineDeployment without the label of node groups keeps the ledger that it was
+// copied with.
 func TestALedgerThatCannotBeUsedIsLoggedOnce(t *testing.T) {
 	var lines []string
 	ctx := log.IntoContext(t.Context(), funcr.New(func(_, args string) { lines = append(lines, args) }, funcr.Options{}))

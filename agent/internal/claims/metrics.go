@@ -91,8 +91,8 @@ func result(err error) string {
 // results is what the metrics' texts say about their label.
 const results = "result (ok; lost_race: another writer came first, and it is repeated; refused: by the API server, a webhook or a policy; failed)."
 
-// startSeries creates the series of a Cluster before anything is counted. A counter or a histogram that appears with
-// its first increment has no increase that a rule could see.
+// startSeries creates the series of a Cluster before anything is counted. A counter or a histogram
+// that appears with its first increment has no increase that a rule could see.
 func startSeries(cluster types.NamespacedName) {
 	clusterSeries.note(cluster)
 	for _, seconds := range []*prometheus.HistogramVec{createSeconds, boundSeconds, joinedSeconds} {
@@ -106,7 +106,8 @@ func startSeries(cluster types.NamespacedName) {
 	}
 }
 
-// startGroupSeries does so for a node group. Its claims may end in another agent than the one that created them.
+// startGroupSeries does so for a node group. Its claims may end in another agent than the one that
+// created them.
 func startGroupSeries(cluster types.NamespacedName, nodeGroup string) {
 	for _, reason := range []string{
 		protocol.ReasonReleased, protocol.ReasonCancelled, protocol.ReasonHandedOver, protocol.ReasonReturned, protocol.ReasonLate,

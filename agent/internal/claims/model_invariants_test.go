@@ -562,8 +562,8 @@ func (w *world) checkGroupAtRest(group string) {
 		want = *md.Spec.Replicas // no claim was made on it since
 	case l != nil && l.Unassigned() > 0 && w.overfull(group):
 		// Claims wait for room, in the ledger too. Here that may last. A claim that was entered may
-		// have lost its replica: it is given up with a Machine that no claim may have, to be ordered
-		// anew, and meanwhile a person raised the replicas to the max size or above it.
+		// have lost its replica: it is given up with a Machine that no claim may have, to be
+		// ordered anew, and meanwhile a person raised the replicas to the max size or above it.
 		want = max(min(want-w.queued(group), w.maximum(group)), *md.Spec.Replicas)
 	}
 	if w.wiped[group] && *md.Spec.Replicas >= w.maximum(group) {

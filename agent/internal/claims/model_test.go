@@ -64,8 +64,8 @@ func (w *world) runHistory() {
 	w.settle()
 }
 
-// inOneGoroutine skips a test under the race detector, which would find nothing: its agents take turns. `make test`
-// runs it without.
+// inOneGoroutine skips a test under the race detector, which would find nothing: its agents take
+// turns. `make test` runs it without.
 func inOneGoroutine(t *testing.T) {
 	t.Helper()
 	if raced {

@@ -234,7 +234,8 @@ func TestAClaimIsNotForgottenWhileItsClusterIsMoved(t *testing.T) {
 	require.True(t, apierrors.IsNotFound(forget()))
 }
 
-// The claim would be recreated from such a Machine. A claim of another Cluster may have the same ID.
+// The claim would be recreated from such a Machine. A claim of another Cluster may have the same
+// ID.
 func TestAClaimIsNotForgottenWhileAMachineOfItsClusterHasItsLabel(t *testing.T) {
 	long := metav1.NewTime(time.Now().Add(-48 * time.Hour))
 	c := movingClaim("c", v1alpha1.PhaseEnded, "", func(c *v1alpha1.MachineClaim) { c.Status.EndedAt = &long })

@@ -9,8 +9,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
 )
 
-// recovered runs work on one node group and turns a panic into a [*panics.Error], because one group's
-// objects must not end the process that serves all others. The context's logger names the group.
+// recovered runs work on one node group and turns a panic into a [*panics.Error], because one
+// group's objects must not end the process that serves all others. The context's logger names the
+// group.
 func recovered(ctx context.Context, do func() error) error {
 	return panics.Confined(log.FromContext(ctx), panicsTotal, "work on a node group panicked", do)
 }

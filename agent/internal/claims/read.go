@@ -90,7 +90,8 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	e.readReports(ctx, s)
 	s.Group = eligibility.Of(md, cluster)
 	if e.withdraws {
-		// Nothing is ordered any more, no spare is removed, and no failed Machine is kept for debugging.
+		// Nothing is ordered any more, no spare is removed, and no failed Machine is kept for
+		// debugging.
 		s.Group.KeepFailed, s.SpareGrace = 0, forever
 		s.Group.Min, s.Group.Max = min(s.Group.Min, s.Group.Replicas), new(s.Group.Replicas)
 	}
@@ -116,9 +117,9 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 }
 
 // unusableLedger records why a ledger cannot be used, nil if it can or if its MachineDeployment is
-// gone. It reports whether there is a reason that it did not have at the last look. Such a ledger was
-// made invalid by hand, or copied with a MachineDeployment. Without the label of node groups, the copy
-// keeps it.
+// gone. It reports whether there is a reason that it did not have at the last look. Such a ledger
+// was made invalid by hand, or copied with a MachineDeployment. Without the label of node groups,
+// the copy keeps it.
 func (e *Engine) unusableLedger(key types.NamespacedName, why error) (isNew bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -38,8 +38,9 @@ func (e *Engine) settled(s *liveSet) (repairs, is bool) {
 	return setting.repairs, e.Clock.Since(setting.since) >= settledAfter
 }
 
-// noteRepairs records on the claims of the live set whether their holder repairs their Nodes. The next
-// step of a node group follows on its Machines. Claims with other notes are left to a later set.
+// noteRepairs records on the claims of the live set whether their holder repairs their Nodes. The
+// next step of a node group follows on its Machines. Claims with other notes are left to a later
+// set.
 func (e *Engine) noteRepairs(s *liveSet, claims []v1alpha1.MachineClaim, others []note) []note {
 	repairs, is := e.settled(s)
 	if !is || e.prunesRepairs.Load() {

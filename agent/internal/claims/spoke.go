@@ -15,8 +15,8 @@ type origins struct {
 	// matched reports that the caller has an existing claim in its live set, so that it runs where
 	// claims of this Cluster have their owners.
 	matched bool
-	// own reports that the caller's cluster made some of the other claims. others is another cluster
-	// that made some, "" if there is none.
+	// own reports that the caller's cluster made some of the other claims. others is another
+	// cluster that made some, "" if there is none.
 	own    bool
 	others string
 }
@@ -33,9 +33,9 @@ func (o *origins) add(spoke string, c *v1alpha1.MachineClaim) {
 }
 
 // checkSpoke returns a [*ForeignSpokeError] if a call of a holder comes from a cluster that is
-// unrelated to the holder's claims and is not the known one. It returns the known cluster, whose live
-// set was accepted last, or "". A call that names no cluster is accepted, because older shims name
-// none. relate is only called if the claims decide.
+// unrelated to the holder's claims and is not the known one. It returns the known cluster, whose
+// live set was accepted last, or "". A call that names no cluster is accepted, because older shims
+// name none. relate is only called if the claims decide.
 func (e *Engine) checkSpoke(
 	ctx context.Context, cluster types.NamespacedName, holder, spoke string, relate func() (origins, error),
 ) (known string, err error) {
@@ -49,7 +49,8 @@ func (e *Engine) checkSpoke(
 	if err != nil || of.matched || of.own {
 		return known, err
 	}
-	// What this agent knows may be outdated, and the call is about to be refused or to be the first.
+	// What this agent knows may be outdated, and the call is about to be refused or to be the
+	// first.
 	if e.recordsSpoke(holder) {
 		if known, err = e.ReadSpokeOf(ctx, cluster); err != nil {
 			return "", fmt.Errorf("reading the Cluster's spoke: %w", err)

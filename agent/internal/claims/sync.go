@@ -28,8 +28,8 @@ type SyncRequest struct {
 	// Nodes describes all Nodes of the Cluster. Nil means that this holder does not report Nodes,
 	// so nothing is known about them. Empty means that there are none.
 	Nodes []NodeReport
-	// HolderRepairs is whether the holder replaces the Nodes of its claims while they are unhealthy. Nil
-	// means that the claims stay as they are.
+	// HolderRepairs is whether the holder replaces the Nodes of its claims while they are
+	// unhealthy. Nil means that the claims stay as they are.
 	HolderRepairs *bool
 	// NodesComplete reports that Nodes has every Node with a provider ID, read consistently after
 	// the token was taken.
@@ -58,8 +58,8 @@ type SyncResult struct {
 
 // Sync releases the holder's claims that were in the token's listing, are older than it by
 // [Config].CollectGrace, are missing from the live set, and have no reason to be kept. Errors:
-// [ErrInvalidToken], [ErrStaleToken], [*ForeignSpokeError], [ErrConflict], those of [Engine.List], or
-// the API server's. After [ErrConflict] or an error from the API server, some claims may already
+// [ErrInvalidToken], [ErrStaleToken], [*ForeignSpokeError], [ErrConflict], those of [Engine.List],
+// or the API server's. After [ErrConflict] or an error from the API server, some claims may already
 // have been released, and the call can be repeated.
 func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	taken, err := e.parseToken(r)
@@ -132,8 +132,8 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	return result, nil
 }
 
-// recordDecided records which claims a holder's last live set decided. A holder without claims takes
-// no memory, because a caller may have many names for holders.
+// recordDecided records which claims a holder's last live set decided. A holder without claims
+// takes no memory, because a caller may have many names for holders.
 func (e *Engine) recordDecided(holder holderKey, claims map[types.UID]bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -229,9 +229,9 @@ func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 }
 
 // noteOwner records on a claim of the live set which cluster it belongs to, and that its owner
-// exists. Each change of the cluster writes all claims and their Machines. Therefore another cluster
-// is recorded once it is the known one, which changes only now and then, whatever a caller sends.
-// For a holder whose cluster is never known, it is recorded at once.
+// exists. Each change of the cluster writes all claims and their Machines. Therefore another
+// cluster is recorded once it is the known one, which changes only now and then, whatever a caller
+// sends. For a holder whose cluster is never known, it is recorded at once.
 func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 	var notes []note
 	record := s.Spoke != "" && c.Spec.Spoke != s.Spoke && (c.Spec.Spoke == "" || s.known == s.Spoke || !e.recordsSpoke(s.Holder))

@@ -8,13 +8,14 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// perCluster is how many runs for calls one Cluster has at once, and how many writes on claims and Machines all
-// its runs do at once. Their requests to the hub are charged to no caller, so without a bound the requests for
-// one Cluster's calls would queue up before those of all other Clusters. Further ones wait.
+// perCluster is how many runs for calls one Cluster has at once, and how many writes on claims and
+// Machines all its runs do at once. Their requests to the hub are charged to no caller, so without
+// a bound the requests for one Cluster's calls would queue up before those of all other Clusters.
+// Further ones wait.
 const perCluster = 16
 
-// turns bounds what is done for each Cluster at once. The zero value is ready for use. It is safe for
-// concurrent use.
+// turns bounds what is done for each Cluster at once. The zero value is ready for use. It is safe
+// for concurrent use.
 type turns struct {
 	mu sync.Mutex
 	of map[types.NamespacedName]*turnsOf

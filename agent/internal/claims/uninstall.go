@@ -31,8 +31,8 @@ const closedLedger = `{"v":2147483647,"closed":"by capi-agent uninstall"}`
 // for it.
 const uninstallInterval = time.Second
 
-// refusedFor is how long a write that is forbidden is repeated: the API servers need a few seconds until
-// they no longer apply the policies whose bindings were deleted right before.
+// refusedFor is how long a write that is forbidden is repeated: the API servers need a few seconds
+// until they no longer apply the policies whose bindings were deleted right before.
 const refusedFor = 15 * time.Second
 
 // UninstallOptions qualify [Engine.Uninstall].
@@ -50,9 +50,9 @@ type UninstallOptions struct {
 
 // Uninstall removes everything that agents ever wrote to the hub: ledgers, marks, finalizers and
 // hooks, and MachineClaims. Releases in progress are finished first, which requires Cluster API to
-// run. All other Machines stay and become the user's, spares too; none is ordered. Running agents leave a node group alone while
-// it is withdrawn, but make new ledgers for new claims, so stop them first. Uninstall can be
-// repeated, and continues where it stopped.
+// run. All other Machines stay and become the user's, spares too; none is ordered. Running agents
+// leave a node group alone while it is withdrawn, but make new ledgers for new claims, so stop them
+// first. Uninstall can be repeated, and continues where it stopped.
 func (e *Engine) Uninstall(ctx context.Context, o UninstallOptions) error {
 	if o.Report == nil {
 		o.Report = func(string, ...any) {}
@@ -77,7 +77,8 @@ func (e *Engine) Uninstall(ctx context.Context, o UninstallOptions) error {
 	return e.deleteClaims(ctx, o)
 }
 
-// withdrawAll withdraws the node groups. A group that cannot be withdrawn keeps no other one from it.
+// withdrawAll withdraws the node groups. A group that cannot be withdrawn keeps no other one from
+// it.
 func (e *Engine) withdrawAll(ctx context.Context, groups []types.NamespacedName, o UninstallOptions) error {
 	var failed []error
 	said, last := map[types.NamespacedName]string{}, map[types.NamespacedName]error{}

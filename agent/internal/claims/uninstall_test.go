@@ -238,7 +238,8 @@ func TestUninstallGoesOnAfterARefusedWrite(t *testing.T) {
 	require.NotContains(t, md.Annotations, v1alpha1.ReplicasLoweredAnnotation)
 }
 
-// Right after the bindings of the agent's own policies have been deleted, API servers still apply them.
+// Right after the bindings of the agent's own policies have been deleted, API servers still apply
+// them.
 func TestUninstallRepeatsForbiddenWritesForAWhile(t *testing.T) {
 	for name, lasts := range map[string]time.Duration{"a few seconds": refusedFor / 3, "for good": time.Hour} {
 		t.Run(name, func(t *testing.T) {

@@ -182,8 +182,8 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	return items, newToken(o, begun, items).encode(), nil
 }
 
-// manyClaims is the number of claims from which a Cluster's list is not shared, because the other callers
-// would wait for its transfer.
+// manyClaims is the number of claims from which a Cluster's list is not shared, because the other
+// callers would wait for its transfer.
 const manyClaims = 500
 
 // sameLists are lists of claims that differ by the Cluster only.
@@ -192,8 +192,9 @@ type sameLists struct {
 	includeEnded      bool
 }
 
-// listUncached returns the claims as the API server has them, in any order. The cost of a list grows with
-// the number of claims in the namespace, so Clusters of one namespace that wait at the same time share lists.
+// listUncached returns the claims as the API server has them, in any order. The cost of a list
+// grows with the number of claims in the namespace, so Clusters of one namespace that wait at the
+// same time share lists.
 func (e *Engine) listUncached(ctx context.Context, o ListOptions) ([]v1alpha1.MachineClaim, error) {
 	read := func(ctx context.Context, clusters []string) (map[string][]v1alpha1.MachineClaim, error) {
 		same := labels.Set{}

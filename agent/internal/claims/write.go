@@ -256,7 +256,8 @@ func (e *Engine) perform(ctx context.Context, s *protocol.Snapshot, actions []pr
 	return progress.Load(), nil
 }
 
-// actionsError is the error of actions that failed for another reason than a lost race. Nothing else failed.
+// actionsError is the error of actions that failed for another reason than a lost race. Nothing
+// else failed.
 type actionsError struct {
 	error
 
@@ -285,8 +286,8 @@ func (e *Engine) waitAnew(ctx context.Context, claim *v1alpha1.MachineClaim, eve
 }
 
 // reportRefusal records on a Machine's claim that a write on the Machine is refused, and why.
-// Without the write the claim makes no progress. The refusal of a write on a MachineSet concerns all
-// claims of its MachineDeployment, and is recorded there.
+// Without the write the claim makes no progress. The refusal of a write on a MachineSet concerns
+// all claims of its MachineDeployment, and is recorded there.
 func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a protocol.Action, cause error) {
 	if a.Set != nil {
 		e.warn(s.Deployment, protocol.ReasonWriteRefused, "WriteMachineSet",
@@ -449,8 +450,8 @@ func (e *Engine) bind(ctx context.Context, a protocol.Action) error {
 // its status. It fails as after a lost race if the Machine is not the claim's any more, or if the
 // Cluster is gone or paused.
 func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
-	// While a hub is put back to an earlier state, the cache of Machines may still show those from later. A claim
-	// without its Machine would ask for another one.
+	// While a hub is put back to an earlier state, the cache of Machines may still show those from
+	// later. A claim without its Machine would ask for another one.
 	now := &clusterv1.Machine{}
 	if err := e.Reader.Get(ctx, client.ObjectKeyFromObject(m), now); err != nil {
 		return err

@@ -54,14 +54,14 @@ type Config[T any] struct {
 	Parse func(content []byte) (*T, error)
 	// Lasting keeps the content in use when the ConfigMap is deleted.
 	Lasting bool
-	// Patience is how long [Follower.Read] waits for the content, from its first call on. Without it, there
-	// is no content until it can be read. Zero means as long as that takes.
+	// Patience is how long [Follower.Read] waits for the content, from its first call on. Without
+	// it, there is no content until it can be read. Zero means as long as that takes.
 	Patience time.Duration
 	// Changed is called after the content in use has changed, also to nil. It must not call the
 	// follower. It may be nil.
 	Changed func(*T)
-	// WatchFailed is called when the ConfigMap could not be listed or watched, before another attempt. Nil
-	// logs it.
+	// WatchFailed is called when the ConfigMap could not be listed or watched, before another
+	// attempt. Nil logs it.
 	WatchFailed toolscache.WatchErrorHandlerWithContext
 	// Recorder records an event if the content cannot be used. REQUIRED.
 	Recorder events.EventRecorder
@@ -147,8 +147,8 @@ func (f *Follower[T]) Problem() string {
 	return f.problem
 }
 
-// Read returns the content in use, or nil if there is none. Until the content has been read, it waits for
-// that, but not longer than the patience.
+// Read returns the content in use, or nil if there is none. Until the content has been read, it
+// waits for that, but not longer than the patience.
 func (f *Follower[T]) Read(ctx context.Context) (*T, error) {
 	read, until := f.state()
 	if read {

@@ -14,8 +14,8 @@ import (
 // Config configures a [Probe].
 type Config struct {
 	// Ask sends small requests to the API server itself, not to a cache, until the context ends. It
-	// returns an error if what is cached may be outdated: there is no response, or it refuses what the
-	// caches need. REQUIRED.
+	// returns an error if what is cached may be outdated: there is no response, or it refuses what
+	// the caches need. REQUIRED.
 	Ask func(ctx context.Context) error
 	// Interval is the time between two requests, and Timeout limits each of them. REQUIRED.
 	Interval, Timeout time.Duration

@@ -17,9 +17,9 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// Watches follows the caches' watches that fail. A single kind can fail while the API server answers
-// for all others: its objects in the cache are then outdated, and the rest looks well. It is safe for
-// concurrent use.
+// Watches follows the caches' watches that fail. A single kind can fail while the API server
+// answers for all others: its objects in the cache are then outdated, and the rest looks well. It
+// is safe for concurrent use.
 type Watches struct {
 	needed []string
 	log    logr.Logger
@@ -31,8 +31,8 @@ type Watches struct {
 }
 
 // NewWatches returns a Watches without any failure. Nothing can be served without the needed kinds,
-// which are named by the type of their objects, such as *v1beta2.Machine, or as in [Watches.FailedAs].
-// Failures of other kinds are only logged and counted.
+// which are named by the type of their objects, such as *v1beta2.Machine, or as in
+// [Watches.FailedAs]. Failures of other kinds are only logged and counted.
 func NewWatches(needed []string, log logr.Logger) *Watches {
 	return &Watches{
 		needed: needed, log: log, failed: map[string]bool{}, seldom: map[string]*rate.Sometimes{},
@@ -53,8 +53,8 @@ func (w *Watches) Failed(_ context.Context, reflector *cache.Reflector, err erro
 	w.failedAt(reflector.TypeDescription(), err)
 }
 
-// FailedAs returns a handler like [Watches.Failed] for the watches of a cache with a single kind, which
-// it names.
+// FailedAs returns a handler like [Watches.Failed] for the watches of a cache with a single kind,
+// which it names.
 func (w *Watches) FailedAs(kind string) cache.WatchErrorHandlerWithContext {
 	return func(_ context.Context, _ *cache.Reflector, err error) { w.failedAt(kind, err) }
 }
@@ -78,8 +78,8 @@ func (w *Watches) failedAt(kind string, err error) {
 	})
 }
 
-// Ask asks for each needed kind whose watch has failed, until the API server has answered for it. The
-// function ask sends a small request for a kind to the API server itself, and must be safe for
+// Ask asks for each needed kind whose watch has failed, until the API server has answered for it.
+// The function ask sends a small request for a kind to the API server itself, and must be safe for
 // concurrent use. The error names the first of the kinds that are not answered.
 func (w *Watches) Ask(ctx context.Context, ask func(ctx context.Context, kind string) error) error {
 	w.mu.Lock()

@@ -1,7 +1,8 @@
 // Package eventlimit bounds how many events the agent records about one Cluster.
 //
-// A caller can cause events, and the API server keeps each for an hour: without a bound, one shim could fill the
-// hub's etcd. The recorder of client-go counts equal events as one, but not those about an object that has changed.
+// A caller can cause events, and the API server keeps each for an hour: without a bound, one shim
+// could fill the hub's etcd. The recorder of client-go counts equal events as one, but not those
+// about an object that has changed.
 package eventlimit
 
 import (
@@ -21,8 +22,8 @@ import (
 )
 
 const (
-	// burst is how many events with one reason are recorded about a Cluster at once. A Cluster with thousands of
-	// Nodes has as many events when it is made.
+	// burst is how many events with one reason are recorded about a Cluster at once. A Cluster with
+	// thousands of Nodes has as many events when it is made.
 	burst = 5000
 	// interval is the average time between further ones.
 	interval = time.Second
@@ -86,7 +87,8 @@ type limiter struct {
 
 type bucket struct{ namespace, cluster, reason string }
 
-// bucketOf returns what an event counts for. Objects that belong to no Cluster have a bucket per namespace.
+// bucketOf returns what an event counts for. Objects that belong to no Cluster have a bucket per
+// namespace.
 func bucketOf(regarding runtime.Object, reason string) bucket {
 	object, err := meta.Accessor(regarding)
 	if err != nil {

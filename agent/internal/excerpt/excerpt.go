@@ -1,6 +1,6 @@
-// Package excerpt copies the needed fields of an encoded protobuf message, and drops all others, before
-// anything is decoded. Messages of other projects' protocols state no limits of their own, and two
-// bytes on the wire can become a thousand in memory: an empty Container of a Pod does.
+// Package excerpt copies the needed fields of an encoded protobuf message, and drops all others,
+// before anything is decoded. Messages of other projects' protocols state no limits of their own,
+// and two bytes on the wire can become a thousand in memory: an empty Container of a Pod does.
 package excerpt
 
 import (
@@ -36,8 +36,8 @@ type FieldError struct{ Field, Message string }
 
 func (e *FieldError) Error() string { return e.Field + ": " + e.Message }
 
-// Of returns the encoded message with its needed fields. It allocates at most three times as much as
-// the message has bytes, whatever it contains. Errors: [ErrMalformed], [*FieldError].
+// Of returns the encoded message with its needed fields. It allocates at most three times as much
+// as the message has bytes, whatever it contains. Errors: [ErrMalformed], [*FieldError].
 func Of(encoded []byte, fields Fields) ([]byte, error) {
 	var (
 		excerpt []byte

@@ -1,6 +1,6 @@
-// Package fairqueue provides the order in which owners take turns, however much of each is waiting, and
-// queues of controllers whose workers Clusters share in that order. client-go's queues know no owners: their
-// order is that of arrival, or of a priority.
+// Package fairqueue provides the order in which owners take turns, however much of each is waiting,
+// and queues of controllers whose workers Clusters share in that order. client-go's queues know no
+// owners: their order is that of arrival, or of a priority.
 package fairqueue
 
 import (
@@ -23,7 +23,8 @@ type Constructor func(
 ) workqueue.TypedRateLimitingInterface[reconcile.Request]
 
 // New returns a constructor of queues. They behave like a controller's queue without priorities,
-// except that owners take turns. The requests of one owner are handed out in the order of their arrival.
+// except that owners take turns. The requests of one owner are handed out in the order of their
+// arrival.
 func New(of Owner) Constructor {
 	return func(controller string, limiter workqueue.TypedRateLimiter[reconcile.Request]) workqueue.TypedRateLimitingInterface[reconcile.Request] {
 		ready := workqueue.NewTypedWithConfig(workqueue.TypedQueueConfig[reconcile.Request]{

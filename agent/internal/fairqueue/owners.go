@@ -38,8 +38,8 @@ func OwnerOfClaim(r reconcile.Request) types.NamespacedName {
 	return types.NamespacedName{Namespace: r.Namespace, Name: r.Name[:max(0, strings.LastIndex(r.Name, "."))]}
 }
 
-// OwnerOfNamespace is for requests whose name is a namespace, and that are about all of its Clusters
-// at once.
+// OwnerOfNamespace is for requests whose name is a namespace, and that are about all of its
+// Clusters at once.
 func OwnerOfNamespace(r reconcile.Request) types.NamespacedName {
 	return types.NamespacedName{Namespace: r.Name}
 }

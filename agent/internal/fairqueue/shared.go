@@ -11,11 +11,12 @@ import (
 // perFreeWorker is how many workers an owner may have for each one that it leaves free.
 const perFreeWorker = 2
 
-// NewShared returns a constructor of queues like [New]'s for a controller with so many workers. In addition,
-// no owner occupies all of them, however long its requests take: it gets a further one only while it has
-// fewer than twice as many as that would leave free. Alone, it gets two thirds of them, and several owners
-// get fewer each. The last free worker is for an owner that has none. In the queue's metrics, a request that
-// waits for its owner's other ones counts as one that is being processed.
+// NewShared returns a constructor of queues like [New]'s for a controller with so many workers. In
+// addition, no owner occupies all of them, however long its requests take: it gets a further one
+// only while it has fewer than twice as many as that would leave free. Alone, it gets two thirds of
+// them, and several owners get fewer each. The last free worker is for an owner that has none. In
+// the queue's metrics, a request that waits for its owner's other ones counts as one that is being
+// processed.
 func NewShared(of Owner, workers int) Constructor {
 	return func(controller string, limiter workqueue.TypedRateLimiter[reconcile.Request]) workqueue.TypedRateLimitingInterface[reconcile.Request] {
 		return &shared{
@@ -26,8 +27,9 @@ func NewShared(of Owner, workers int) Constructor {
 	}
 }
 
-// shared is a queue whose requests are parked while their owners have enough workers. A parked request has
-// been taken from the queue, and is not done. So it is not handed out, also if it is added again.
+// shared is a queue whose requests are parked while their owners have enough workers. A parked
+// request has been taken from the queue, and is not done. So it is not handed out, also if it is
+// added again.
 type shared struct {
 	workqueue.TypedRateLimitingInterface[reconcile.Request]
 
@@ -51,7 +53,8 @@ func (q *shared) Get() (request reconcile.Request, shutdown bool) {
 	}
 }
 
-// handsOut reports whether the request's owner may have another worker. If not, the request is parked.
+// handsOut reports whether the request's owner may have another worker. If not, the request is
+// parked.
 func (q *shared) handsOut(request reconcile.Request) bool {
 	owner := ownerOf(q.of, request)
 	q.mu.Lock()
@@ -65,8 +68,9 @@ func (q *shared) handsOut(request reconcile.Request) bool {
 	return true
 }
 
-// mayHaveMore reports whether an owner may have another worker. That is so if it has none. A parked request
-// therefore never stays so: others of its owner are being processed, and their end is a cause to look again.
+// mayHaveMore reports whether an owner may have another worker. That is so if it has none. A parked
+// request therefore never stays so: others of its owner are being processed, and their end is a
+// cause to look again.
 func (q *shared) mayHaveMore(owner types.NamespacedName) bool {
 	left := q.workers - len(q.owners) - 1
 	return q.busy[owner] == 0 || q.busy[owner] < perFreeWorker*left
@@ -82,8 +86,8 @@ func (q *shared) Done(request reconcile.Request) {
 	}
 }
 
-// free records that a request is done. It returns parked requests that may be handed out now: one of each
-// owner that may have another worker, as each end of a request frees one worker.
+// free records that a request is done. It returns parked requests that may be handed out now: one
+// of each owner that may have another worker, as each end of a request frees one worker.
 func (q *shared) free(request reconcile.Request) (again []reconcile.Request) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

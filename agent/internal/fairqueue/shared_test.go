@@ -104,7 +104,8 @@ func (c *crew) drain() []string {
 	return c.started
 }
 
-// However many requests an owner has, and however long they take, another one's first request waits for none.
+// However many requests an owner has, and however long they take, another one's first request waits
+// for none.
 func TestAnOwnerLeavesWorkersToOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newCrew(24)
@@ -129,7 +130,8 @@ func TestAnOwnerLeavesWorkersToOthers(t *testing.T) {
 	})
 }
 
-// The requests of one owner come in the order of their arrival, and each as soon as an earlier one ends.
+// The requests of one owner come in the order of their arrival, and each as soon as an earlier one
+// ends.
 func TestAnOwnersRequestsAreNotDelayedWhenEarlierOnesEnd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newCrew(3)

@@ -3,8 +3,8 @@ package fairqueue
 import "slices"
 
 // Turns are items that wait, each for its owner. Owners with waiting items take turns, however many
-// items each of them has. The items of one owner are handed out in the order of their arrival, unless an
-// item is to come first. The zero value has none. It is not safe for concurrent use.
+// items each of them has. The items of one owner are handed out in the order of their arrival,
+// unless an item is to come first. The zero value has none. It is not safe for concurrent use.
 type Turns[O, I comparable] struct {
 	// waiting has the items of each owner that has any, in order.
 	waiting map[O][]I
@@ -27,8 +27,8 @@ func (t *Turns[O, I]) Push(owner O, item I) {
 	t.len++
 }
 
-// PushFirst adds an item that comes before its owner's other ones, and after those that were added by
-// PushFirst earlier.
+// PushFirst adds an item that comes before its owner's other ones, and after those that were added
+// by PushFirst earlier.
 func (t *Turns[O, I]) PushFirst(owner O, item I) {
 	t.Push(owner, item)
 	items := t.waiting[owner][t.first[owner]:]
@@ -58,7 +58,8 @@ func (t *Turns[O, I]) Len() int { return t.len }
 // Next returns the item whose turn it is. There must be one.
 func (t *Turns[O, I]) Next() I { return t.waiting[t.next[0]][0] }
 
-// Pass lets the owner whose turn it is keep its items, and wait for its next turn. There must be one.
+// Pass lets the owner whose turn it is keep its items, and wait for its next turn. There must be
+// one.
 func (t *Turns[O, I]) Pass() { t.next = append(t.next[1:], t.next[0]) }
 
 // Pop removes the item whose turn it is, and returns it. There must be one.

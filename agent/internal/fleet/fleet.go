@@ -54,7 +54,8 @@ func Equal(a, b *agentv1alpha1.Cluster) bool { return proto.Equal(a, b) }
 type Spokes interface {
 	// Read reads all Spokes from the hub.
 	Read(ctx context.Context) error
-	// Status returns what was last read or written of a Cluster's Spoke. It is false if there is none.
+	// Status returns what was last read or written of a Cluster's Spoke. It is false if there is
+	// none.
 	Status(cluster types.NamespacedName) (v1alpha1.SpokeStatus, bool)
 }
 
@@ -66,9 +67,11 @@ type Config struct {
 	NodeGroups *watchcache.Cache[*agentv1alpha1.NodeGroup]
 	Machines   *watchcache.Cache[*agentv1alpha1.Machine]
 	Claims     *watchcache.Cache[*agentv1alpha1.Claim]
-	// Spokes knows the shims. Its owner calls [Fleet.Changed] when it knows something new. REQUIRED.
+	// Spokes knows the shims. Its owner calls [Fleet.Changed] when it knows something new.
+	// REQUIRED.
 	Spokes Spokes
-	// Gone is called with each Cluster that is gone, or that is not served. It must not block. Nil does nothing.
+	// Gone is called with each Cluster that is gone, or that is not served. It must not block. Nil
+	// does nothing.
 	Gone func(cluster types.NamespacedName)
 	// Scope determines which Clusters are served.
 	Scope hub.Scope

@@ -31,9 +31,9 @@ func NewClock(system clock.WithTicker, log logr.Logger) *Clock {
 	return &Clock{WithTicker: system, log: log}
 }
 
-// Now returns the corrected time, without a monotonic clock reading. If the system's clock is set, the
-// offset changes by as much in the other direction, and the corrected time goes on evenly. The monotonic
-// reading does not change with the system's clock, so the new offset would distort it.
+// Now returns the corrected time, without a monotonic clock reading. If the system's clock is set,
+// the offset changes by as much in the other direction, and the corrected time goes on evenly. The
+// monotonic reading does not change with the system's clock, so the new offset would distort it.
 func (c *Clock) Now() time.Time { return c.WithTicker.Now().Round(0).Add(c.Offset()) }
 
 // Since returns the time that has passed since the given corrected time.

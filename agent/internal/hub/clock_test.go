@@ -50,8 +50,8 @@ func TestTheClockFollowsTheAPIServer(t *testing.T) {
 	}
 }
 
-// The system's clock is set while the agent runs, and the offset makes up for it. The monotonic part
-// of a time, which is not set, must not count then.
+// The system's clock is set while the agent runs, and the offset makes up for it. The monotonic
+// part of a time, which is not set, must not count then.
 func TestAStepOfTheSystemsClockIsNoneOfTheCorrectedOne(t *testing.T) {
 	c := hub.NewClock(clock.RealClock{}, logr.Discard())
 	require.Contains(t, time.Now().String(), " m=")

@@ -16,7 +16,8 @@ import (
 )
 
 // NewCache returns a constructor of caches that confine a panic to the object that causes it. All
-// objects of a kind go through the same goroutines of client-go, where a panic would end the process:
+// objects of a kind go through the same goroutines of client-go, where a panic would end the
+// process:
 //
 //   - An object whose default transform panics stays as it is.
 //   - An object whose index panics is not found by that index.

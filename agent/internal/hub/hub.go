@@ -129,7 +129,8 @@ func (s Scope) CacheOptions() (cache.Options, error) {
 const (
 	// DeploymentsByCluster indexes MachineDeployments by spec.clusterName.
 	DeploymentsByCluster = "spec.clusterName"
-	// DeploymentsByTemplate indexes MachineDeployments by their infrastructure template; see [TemplateIndex].
+	// DeploymentsByTemplate indexes MachineDeployments by their infrastructure template; see
+	// [TemplateIndex].
 	DeploymentsByTemplate = "spec.template.spec.infrastructureRef"
 	// ByDeployment indexes Machines and MachineSets by the name of their MachineDeployment, and
 	// MachineClaims that have not ended by spec.nodeGroup.

@@ -53,8 +53,9 @@ func resourceOf(path string) (resource string, namespaced bool) {
 	return "", false
 }
 
-// Kind returns the kind of objects that the path of a request is about, as the name of their resource.
-// It is empty for discovery and for the kinds of the core API, which the agent rarely requests.
+// Kind returns the kind of objects that the path of a request is about, as the name of their
+// resource. It is empty for discovery and for the kinds of the core API, which the agent rarely
+// requests.
 func Kind(path string) string {
 	resource, _ := resourceOf(path)
 	return resource

@@ -71,10 +71,11 @@ func (r *Reports) Of(ctx context.Context, m *clusterv1.Machine, condition string
 	return last.Report, known
 }
 
-// begin reads the report in the background, after those that are waiting. It does nothing if the same
-// read is in flight.
+// begin reads the report in the background, after those that are waiting. It does nothing if the
+// same read is in flight.
 func (r *Reports) begin(ctx context.Context, namespace string, ref clusterv1.ContractVersionedObjectReference, key reportKey) {
-	// Others wait for the turn of this read, so it must not wait for the limits of a call that asked for it.
+	// Others wait for the turn of this read, so it must not wait for the limits of a call that
+	// asked for it.
 	ctx = log.IntoContext(context.Background(), log.FromContext(ctx))
 	r.calls.DoChan(string(key.machine)+"/"+key.condition, func() (any, error) {
 		if err := r.turns.Acquire(ctx, 1); err != nil {

@@ -46,11 +46,12 @@ const kindLife = 5 * time.Minute
 const youngWatch = 2 * time.Second
 
 const (
-	// liveWithin is how long a template's live read may take. The API server gives a conversion webhook
-	// that hangs as long as the request has.
+	// liveWithin is how long a template's live read may take. The API server gives a conversion
+	// webhook that hangs as long as the request has.
 	liveWithin = 5 * time.Second
 	// liveRest is how long no template of a kind is read live after such a read took too long. Few
-	// workers describe all node groups, so those of one kind must not occupy them one after the other.
+	// workers describe all node groups, so those of one kind must not occupy them one after the
+	// other.
 	liveRest = 20 * time.Second
 )
 
@@ -64,9 +65,9 @@ var ErrUnusable = errors.New("unusable")
 type Config struct {
 	// Reader reads directly from the API server. REQUIRED.
 	Reader client.Reader
-	// Cache provides the watches, and reads only what it watches ([cache.Options].ReaderFailOnMissingInformer).
-	// It is for templates alone: controllers wait for all kinds of their cache, and the watch of a
-	// template may never sync. REQUIRED.
+	// Cache provides the watches, and reads only what it watches
+	// ([cache.Options].ReaderFailOnMissingInformer). It is for templates alone: controllers wait
+	// for all kinds of their cache, and the watch of a template may never sync. REQUIRED.
 	Cache cache.Cache
 	// Changed is called from the watches with each template that may have changed. REQUIRED.
 	Changed func(gk schema.GroupKind, template types.NamespacedName)
@@ -137,7 +138,8 @@ func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObje
 	return template, nil
 }
 
-// live reads a template from the API server, unless that recently took too long for one of its kind.
+// live reads a template from the API server, unless that recently took too long for one of its
+// kind.
 func (t *Templates) live(ctx context.Context, key types.NamespacedName, template *unstructured.Unstructured) error {
 	gk := template.GroupVersionKind().GroupKind()
 	t.mu.Lock()

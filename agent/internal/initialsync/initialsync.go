@@ -1,4 +1,5 @@
-// Package initialsync detects when a controller has processed every object that existed when it started.
+// Package initialsync detects when a controller has processed every object that existed when it
+// started.
 package initialsync
 
 import (

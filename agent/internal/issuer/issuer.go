@@ -75,9 +75,9 @@ type Certificate struct {
 	leaf *x509.Certificate
 }
 
-// Open reads the files, which must be usable together. If they become unusable later, or a certificate has
-// expired, nothing is issued until they are usable again: the agent has other callers and other work. The caller
-// must call [Authority.Close].
+// Open reads the files, which must be usable together. If they become unusable later, or a
+// certificate has expired, nothing is issued until they are usable again: the agent has other
+// callers and other work. The caller must call [Authority.Close].
 func Open(files Files, c clock.PassiveClock) (*Authority, error) {
 	if files.Refresh == 0 {
 		files.Refresh = 5 * time.Second
@@ -226,7 +226,8 @@ func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Du
 }
 
 // Sign signs a client certificate like [Authority.Issue], with the authority that is the first
-// certificate of its chain. The others are intermediates, which the new certificate's chain has as well.
+// certificate of its chain. The others are intermediates, which the new certificate's chain has as
+// well.
 func Sign(
 	chain []*x509.Certificate, signer crypto.Signer, key crypto.PublicKey, id spiffeid.ID, now time.Time, lifetime time.Duration,
 ) (Certificate, error) {

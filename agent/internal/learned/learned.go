@@ -2,12 +2,13 @@
 // of claims: the real capacity of a machine, and what its kubelet reserves.
 //
 // For each node group it keeps the minimum capacity and the maximum overhead over the Nodes of the
-// current template in the latest report that has any, so that anything planned fits every Node. Until
-// there is such a Node, those of earlier templates count that differ only in what does not change the
-// machine's size, such as the version of Kubernetes. Otherwise a group that depends on what is learned
-// could never get the first Node of a new version. The values of a Node are dropped with the first report
-// without it. Reports that would be too large omit the oldest Nodes, whose values are then dropped as well.
-// Nothing is persisted: after a restart, the next report supplies the same values again.
+// current template in the latest report that has any, so that anything planned fits every Node.
+// Until there is such a Node, those of earlier templates count that differ only in what does not
+// change the machine's size, such as the version of Kubernetes. Otherwise a group that depends on
+// what is learned could never get the first Node of a new version. The values of a Node are dropped
+// with the first report without it. Reports that would be too large omit the oldest Nodes, whose
+// values are then dropped as well. Nothing is persisted: after a restart, the next report supplies
+// the same values again.
 package learned
 
 import (
@@ -92,8 +93,8 @@ type shown struct {
 	capacity.Learned
 }
 
-// revisions are what distinguishes templates: all of the machine, and its size alone. Both are empty if
-// there is no template.
+// revisions are what distinguishes templates: all of the machine, and its size alone. Both are
+// empty if there is no template.
 type revisions struct{ machine, infrastructure string }
 
 func revisionsOf(template *clusterv1.MachineSpec) revisions {
@@ -130,8 +131,8 @@ func New(c Config) (*Nodes, error) {
 // Changes returns a channel of the groups whose observations have changed. It must have one reader.
 func (n *Nodes) Changes() <-chan event.TypedGenericEvent[types.NamespacedName] { return n.changes }
 
-// Of returns the observation of a group's Nodes that were created from its template, or from an earlier one
-// with the same infrastructure template. It is shared and must not be modified.
+// Of returns the observation of a group's Nodes that were created from its template, or from an
+// earlier one with the same infrastructure template. It is shared and must not be modified.
 func (n *Nodes) Of(group types.NamespacedName, template *clusterv1.MachineSpec) capacity.Learned {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -145,8 +146,8 @@ func (n *Nodes) Of(group types.NamespacedName, template *clusterv1.MachineSpec) 
 	}
 }
 
-// withoutPlace returns an observation of Nodes of an earlier template without their zone and region, which may be
-// elsewhere now.
+// withoutPlace returns an observation of Nodes of an earlier template without their zone and
+// region, which may be elsewhere now.
 func withoutPlace(o capacity.Learned) capacity.Learned {
 	o.Labels = lo.OmitByKeys(o.Labels, []string{corev1.LabelTopologyZone, corev1.LabelTopologyRegion})
 	return o
@@ -197,8 +198,8 @@ func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes 
 	n.reportStranded(ctx, &report, nodes)
 }
 
-// notify publishes that the observations of a group have changed. If the call has ended and the channel is
-// full, the next report does so.
+// notify publishes that the observations of a group have changed. If the call has ended and the
+// channel is full, the next report does so.
 func (n *Nodes) notify(ctx context.Context, group types.NamespacedName) {
 	change := event.TypedGenericEvent[types.NamespacedName]{Object: group}
 	select { // with both cases below ready, one would be chosen at random
@@ -224,8 +225,8 @@ func (n *Nodes) takeUnsent() []types.NamespacedName {
 	return groups
 }
 
-// member is a node group with the reported Nodes of its current template, and of earlier ones with the same
-// infrastructure template.
+// member is a node group with the reported Nodes of its current template, and of earlier ones with
+// the same infrastructure template.
 type member struct {
 	revisions      // empty if there is no such node group in the Cluster
 	nodes, earlier []*Node
@@ -286,7 +287,8 @@ func (r *report) group(ctx context.Context, name string) (*member, error) {
 	return group, nil
 }
 
-// template returns the revisions of a MachineSet's template. They are empty if there is no such MachineSet.
+// template returns the revisions of a MachineSet's template. They are empty if there is no such
+// MachineSet.
 func (r *report) template(ctx context.Context, name string) (revisions, error) {
 	key := types.NamespacedName{Namespace: r.cluster.Namespace, Name: name}
 	if known, ok := r.templates[key]; ok {

@@ -23,17 +23,17 @@ const (
 	// unregistered to be a problem. Until then it may be booting, or be a spare that is about to be
 	// bound or removed.
 	strandedAfter = 10 * time.Minute
-	// ReportLife is how long a report about unregistered Nodes is valid. Holders repeat their report
-	// every minute, each time to one of the agents. An agent that received no recent report must not use
-	// an old one.
+	// ReportLife is how long a report about unregistered Nodes is valid. Holders repeat their
+	// report every minute, each time to one of the agents. An agent that received no recent report
+	// must not use an old one.
 	ReportLife = 5 * time.Minute
 	// strandedShown is how many of these Machines a problem lists.
 	strandedShown = 3
 )
 
 // waiting maps the provider IDs of a Cluster's Nodes to the time since when they have been reported
-// as unregistered. Only those of the Cluster's Machines are kept, whatever is reported. A restart of
-// the agent, or a report without the Node, resets it.
+// as unregistered. Only those of the Cluster's Machines are kept, whatever is reported. A restart
+// of the agent, or a report without the Node, resets it.
 type waiting map[string]time.Time
 
 // strandedMachines are the sorted names of a group's stranded Machines, and the time of the report.

@@ -24,11 +24,12 @@ func FromContext(ctx context.Context) *Call {
 	return c
 }
 
-// Hub limits the rate of requests to the hub's API server, for each kind of object. The calls of all
-// callers together make at most half of them, in turns, so that the other half is left to the agent's
-// own work: the requests whose context carries no call. A request with a large body counts as more than
-// one, because etcd keeps each revision of an object for minutes. Hub stands in for the limiter of
-// client-go, which serves all requests in the order of their arrival. It is safe for concurrent use.
+// Hub limits the rate of requests to the hub's API server, for each kind of object. The calls of
+// all callers together make at most half of them, in turns, so that the other half is left to the
+// agent's own work: the requests whose context carries no call. A request with a large body counts
+// as more than one, because etcd keeps each revision of an object for minutes. Hub stands in for
+// the limiter of client-go, which serves all requests in the order of their arrival. It is safe for
+// concurrent use.
 type Hub struct {
 	perSecond rate.Limit
 	burst     int
@@ -50,8 +51,8 @@ func NewHub(perSecond float64, burst int, kindOf func(path string) string) *Hub 
 	return &Hub{perSecond: rate.Limit(perSecond), burst: burst, kindOf: kindOf, kinds: map[string]*kind{}}
 }
 
-// Transport returns a transport to the hub's API server that keeps to the limits, and to that of each
-// caller. Clients that use it need no limiter of their own.
+// Transport returns a transport to the hub's API server that keeps to the limits, and to that of
+// each caller. Clients that use it need no limiter of their own.
 func (h *Hub) Transport(next http.RoundTripper) http.RoundTripper { return transport{h, next} }
 
 type transport struct {
@@ -76,8 +77,8 @@ func (t transport) RoundTrip(request *http.Request) (*http.Response, error) {
 const (
 	// bytesPerRequest is how many bytes of a write count as one request. A usual claim is smaller.
 	bytesPerRequest = 4 << 10
-	// costliest is the most requests that one counts as. The largest claim has 16 KiB. Only ledgers are
-	// larger. A single write of a ledger serves all waiting claims.
+	// costliest is the most requests that one counts as. The largest claim has 16 KiB. Only ledgers
+	// are larger. A single write of a ledger serves all waiting claims.
 	costliest = 4
 )
 
@@ -111,8 +112,8 @@ func (c *Call) request(ctx context.Context, of *kind, cost int) error {
 	return nil
 }
 
-// turns limit a rate, that of one caller or of all callers together. Callers take turns: a caller's next
-// request comes after those of other callers that wait.
+// turns limit a rate, that of one caller or of all callers together. Callers take turns: a caller's
+// next request comes after those of other callers that wait.
 type turns struct {
 	rate *rate.Limiter
 
@@ -152,8 +153,8 @@ func (t *turns) wait(ctx context.Context, of *caller, cost int, first bool) erro
 	}
 }
 
-// handOut hands out the turns that the rate permits now, and sets a timer for the next one. t.mu must
-// be held.
+// handOut hands out the turns that the rate permits now, and sets a timer for the next one. t.mu
+// must be held.
 func (t *turns) handOut() {
 	for t.waiting.Len() > 0 && t.rate.Allow() {
 		if next := t.waiting.Next(); next.missing > 1 {

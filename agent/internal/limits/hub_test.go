@@ -68,9 +68,9 @@ type crowd struct {
 
 type identityKey struct{}
 
-// newCrowd returns so many callers of a hub, each with 16 calls that request Machines until the test
-// ends. They wait for their turns when it returns. No caller's own rate keeps it from its turns, even if
-// it got the burst of all callers alone. It must be called in a bubble.
+// newCrowd returns so many callers of a hub, each with 16 calls that request Machines until the
+// test ends. They wait for their turns when it returns. No caller's own rate keeps it from its
+// turns, even if it got the burst of all callers alone. It must be called in a bubble.
 func newCrowd(t *testing.T, callers int, perSecond float64, burst int) *crowd {
 	t.Helper()
 	l, _, _ := limiter(t, func(o *limits.Options) { o.HubRequestsPerSecond, o.HubRequestBurst = perSecond, 16+burst })
@@ -132,8 +132,8 @@ func TestCallersTakeTurnsWithTheirRequestsToTheHub(t *testing.T) {
 	})
 }
 
-// All callers together make half of the requests that the agent may make, on average and at once, so
-// that the other half is left to the agent itself.
+// All callers together make half of the requests that the agent may make, on average and at once,
+// so that the other half is left to the agent itself.
 func TestTheAgentsOwnRequestsDoNotWaitForThoseOfCallers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const seconds = 30
@@ -266,8 +266,8 @@ func TestALargeWriteCountsAsSeveralRequests(t *testing.T) {
 	})
 }
 
-// A caller with large writes takes a turn for each part, so that another's small request does not wait
-// for a whole one of each.
+// A caller with large writes takes a turn for each part, so that another's small request does not
+// wait for a whole one of each.
 func TestALargeWriteTakesATurnForEachPart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const writers = 8

@@ -25,18 +25,18 @@ import (
 // Options are the limits. Each must be positive.
 type Options struct {
 	// CallsPerSecond and CallBurst limit how many calls a caller may begin, on average and at once.
-	// A request counts as one more call for each [BytesPerCall] of its size. Each further message of a
-	// stream counts like the request of another call.
+	// A request counts as one more call for each [BytesPerCall] of its size. Each further message
+	// of a stream counts like the request of another call.
 	CallsPerSecond float64
 	CallBurst      int
 	// CallsAtOnce and WatchesAtOnce are how many unary calls and watch streams a caller may have
 	// open.
 	CallsAtOnce, WatchesAtOnce int
 	// AllConnections, AllCallsAtOnce and AllWatchesAtOnce are how many connections, unary calls and
-	// watch streams all callers together may have open. A caller may open one more while it has fewer
-	// than are left, or one of a few that every caller may have. Each must be at least twice what a
-	// single caller may have, which is [ConnectionsOfCaller], CallsAtOnce and WatchesAtOnce: alone, a
-	// caller gets half of all.
+	// watch streams all callers together may have open. A caller may open one more while it has
+	// fewer than are left, or one of a few that every caller may have. Each must be at least twice
+	// what a single caller may have, which is [ConnectionsOfCaller], CallsAtOnce and WatchesAtOnce:
+	// alone, a caller gets half of all.
 	AllConnections, AllCallsAtOnce, AllWatchesAtOnce int
 	// HubCallsAtOnce is how many of a caller's calls may query the hub's API server at once.
 	// Further calls wait.
@@ -71,48 +71,49 @@ const (
 	// caller determines how long they take to arrive, so no other caller waits for them.
 	readsOfCaller = 8
 	// largeOfCaller is how many large requests of a caller are read and handled at once. largeInAll
-	// is how many large requests other than SyncClaims are decoded at once, in total. Little of them
-	// is kept. Further requests wait.
+	// is how many large requests other than SyncClaims are decoded at once, in total. Little of
+	// them is kept. Further requests wait.
 	largeOfCaller, largeInAll = 1, 3
 	// decodedInAll is how many bytes of SyncClaims requests are decoded and handled at once, in
 	// total. Decoded, a request takes up to twenty times as many, until its call ends. Further
 	// requests wait. Those of up to smallDecoded bytes do not count, so that a spoke with a hundred
-	// Nodes does not wait for the large ones of others: syncsInAll bounds them. largeSyncsInAll leaves
-	// them some of its turns.
+	// Nodes does not wait for the large ones of others: syncsInAll bounds them. largeSyncsInAll
+	// leaves them some of its turns.
 	decodedInAll, smallDecoded = 8 << 20, 64 << 10
 	// checksOfCaller is how many requests of a caller are validated at once: of those of up to
-	// smallRequest bytes, and of larger ones. A request with a thousand long names needs milliseconds of a
-	// CPU. Further requests wait. See also [checksInAll].
+	// smallRequest bytes, and of larger ones. A request with a thousand long names needs
+	// milliseconds of a CPU. Further requests wait. See also [checksInAll].
 	checksOfCaller = 1
 	// bytesOfCaller and bytesInAll bound the total size of the requests that are being handled, of
 	// one caller and in total; see [mayGrow]. Requests of up to smallRequest bytes do not count for
-	// the total, so that the large requests of some callers, which may wait for the hub, keep no other
-	// caller from creating and releasing claims. CallsAtOnce bounds their number.
+	// the total, so that the large requests of some callers, which may wait for the hub, keep no
+	// other caller from creating and releasing claims. CallsAtOnce bounds their number.
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
 	smallRequest              = 4 << 10
-	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read, of one
-	// caller and in total; see [mayGrow]. Beyond them, all calls of a caller are rejected. Calls that
-	// were admitted earlier may exceed the limits, by two lists for each caller.
+	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read, of
+	// one caller and in total; see [mayGrow]. Beyond them, all calls of a caller are rejected.
+	// Calls that were admitted earlier may exceed the limits, by two lists for each caller.
 	UnreadOfCaller, unreadInAll = 32 << 20, 128 << 20
-	// assuredConnections, assuredCalls, assuredWatches, assuredBytes and assuredUnread are what every
-	// caller may have, whatever others have. A shim has one connection, and another one while its
-	// certificate is replaced, and three streams. The largest request has 4 MiB.
+	// assuredConnections, assuredCalls, assuredWatches, assuredBytes and assuredUnread are what
+	// every caller may have, whatever others have. A shim has one connection, and another one while
+	// its certificate is replaced, and three streams. The largest request has 4 MiB.
 	assuredConnections, assuredCalls, assuredWatches, assuredBytes, assuredUnread = 4, 8, 8, 4 << 20, 1 << 20
 	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
 	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
-	// objectsPerSecond and objectBurst are how many objects a caller may list, on average and at once.
-	// Further lists wait. Nothing else limits lists that are not read: what waits on a connection goes
-	// with it. The shim of the largest Cluster lists 20,000 claims once a minute, and them and as many Machines
-	// every two minutes; while it looks for Machines to adopt, the latter every five seconds. An object of a watch's
-	// snapshot is taken from a cache, and costs a fraction of one. Fewer than fewObjects cost nothing.
+	// objectsPerSecond and objectBurst are how many objects a caller may list, on average and at
+	// once. Further lists wait. Nothing else limits lists that are not read: what waits on a
+	// connection goes with it. The shim of the largest Cluster lists 20,000 claims once a minute,
+	// and them and as many Machines every two minutes; while it looks for Machines to adopt, the
+	// latter every five seconds. An object of a watch's snapshot is taken from a cache, and costs a
+	// fraction of one. Fewer than fewObjects cost nothing.
 	objectsPerSecond, objectBurst, objectsOfWatch, fewObjects = 4000, 60000, 32, 100
-	// largeList is how many objects a large list has. largeListsOfCaller is how many of them are built
-	// at once for a caller. See also [largeListsInAll].
+	// largeList is how many objects a large list has. largeListsOfCaller is how many of them are
+	// built at once for a caller. See also [largeListsInAll].
 	largeList, largeListsOfCaller = 2000, 1
 	// syncsInAll is how many SyncClaims requests are decoded and handled at once, in total, and
-	// largeSyncsInAll how many of them may have more than smallDecoded bytes. Each reads the claims of
-	// its holder, as a list does. A caller has one at a time: largeOfCaller. Further ones wait.
+	// largeSyncsInAll how many of them may have more than smallDecoded bytes. Each reads the claims
+	// of its holder, as a list does. A caller has one at a time: largeOfCaller. Further ones wait.
 	syncsInAll, largeSyncsInAll = 16, 12
 	// ConnectionsOfCaller is how many connections a caller may have. Each can carry a thousand
 	// streams with 8 KiB of metadata each.
@@ -143,13 +144,14 @@ const (
 	// once. The exporter's queue can hold the spans of that many calls. Further calls are not
 	// traced.
 	tracesPerSecond, traceBurst = 10, 100
-	// certificateInterval and certificateBurst are how often certificates are issued to a caller, on average,
-	// and how many at once. A shim renews its certificate a few times a day, or every few minutes with the
-	// shortest lifetime. Each certificate is a signature, and an event in the hub.
+	// certificateInterval and certificateBurst are how often certificates are issued to a caller,
+	// on average, and how many at once. A shim renews its certificate a few times a day, or every
+	// few minutes with the shortest lifetime. Each certificate is a signature, and an event in the
+	// hub.
 	certificateInterval, certificateBurst = 30 * time.Second, 100
-	// lightPerCall is how many calls of light methods count as one call. Such a call is answered from
-	// memory in less than a tenth of a millisecond. framesOfLight is how many frames each may send
-	// that do not count, and lightFrames how many of them a caller may have left over.
+	// lightPerCall is how many calls of light methods count as one call. Such a call is answered
+	// from memory in less than a tenth of a millisecond. framesOfLight is how many frames each may
+	// send that do not count, and lightFrames how many of them a caller may have left over.
 	lightPerCall, framesOfLight, lightFrames = 20, 5, 10000
 	// enough is the number of remembered callers from which idle ones are forgotten. Until their
 	// number has doubled, it is not tried again: each try looks at all of them.
@@ -162,8 +164,8 @@ type RefusedError struct {
 	Reason string
 	// Message is the reason as a sentence. It is for the caller.
 	Message string
-	// Sums has the numbers behind a reason that concerns all callers. It is for the log: a caller must
-	// not learn what others do. It is empty for other reasons.
+	// Sums has the numbers behind a reason that concerns all callers. It is for the log: a caller
+	// must not learn what others do. It is empty for other reasons.
 	Sums string
 	// RetryAfter is how long to wait before a retry is worthwhile.
 	RetryAfter time.Duration
@@ -217,8 +219,8 @@ type Limiter struct {
 	light                       map[string]bool
 }
 
-// shared are turns that all callers share. They are handed out in the order of arrival, and few calls
-// of a caller wait for one at a time.
+// shared are turns that all callers share. They are handed out in the order of arrival, and few
+// calls of a caller wait for one at a time.
 type shared struct {
 	turns   *semaphore.Weighted
 	waiting prometheus.Gauge
@@ -234,12 +236,12 @@ func (s shared) acquire(ctx context.Context, n int64) error {
 	return s.turns.Acquire(ctx, n)
 }
 
-// largeListsInAll returns how many large lists are built at once, in total. Each occupies a CPU, and one
-// of the API server's. The rest of the CPUs is left to other work, if there are several.
+// largeListsInAll returns how many large lists are built at once, in total. Each occupies a CPU,
+// and one of the API server's. The rest of the CPUs is left to other work, if there are several.
 func largeListsInAll() int64 { return max(1, int64(runtime.GOMAXPROCS(0)/2)) }
 
-// checksInAll returns how many requests of more than smallRequest bytes are validated at once, in total.
-// The rest of the CPUs is left to other work, if there are several.
+// checksInAll returns how many requests of more than smallRequest bytes are validated at once, in
+// total. The rest of the CPUs is left to other work, if there are several.
 func checksInAll() int64 { return max(1, int64(runtime.GOMAXPROCS(0)/2)) }
 
 type caller struct {
@@ -303,7 +305,8 @@ type Call struct {
 	method  string
 	watch   bool
 	atHub   bool
-	// awaited means that the call has a turn that all callers share, so that others may wait for its end.
+	// awaited means that the call has a turn that all callers share, so that others may wait for
+	// its end.
 	awaited     bool
 	held        int64
 	heldOfAll   int64 // what counts for all callers
@@ -338,7 +341,8 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	if err := l.spend(c, method, tokens); err != nil {
 		return nil, err
 	}
-	// Last, because a caller is not blamed for what others have: its rate bounds how often it may try.
+	// Last, because a caller is not blamed for what others have: its rate bounds how often it may
+	// try.
 	if err := l.checkUnread(c, method); err != nil {
 		return nil, err
 	}
@@ -358,12 +362,12 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	return &Call{limiter: l, caller: c, method: method, watch: watch}, nil
 }
 
-// mayGrow reports whether a caller that has own of something may have more of it, if every caller is
-// assured of some, and others are left for all. It may take one while it has fewer than are left, or
-// than it is assured of, and several if it may take them one by one. Alone, a caller gets half of
-// all. The more callers take as much as they can, the fewer each of them gets, and the one with the
-// most is the first to get no more. A caller that comes later thus finds some left, and the assured
-// ones in any case. They may come on top of the sum.
+// mayGrow reports whether a caller that has own of something may have more of it, if every caller
+// is assured of some, and others are left for all. It may take one while it has fewer than are
+// left, or than it is assured of, and several if it may take them one by one. Alone, a caller gets
+// half of all. The more callers take as much as they can, the fewer each of them gets, and the one
+// with the most is the first to get no more. A caller that comes later thus finds some left, and
+// the assured ones in any case. They may come on top of the sum.
 func mayGrow[N int | int64](own, more, assured, left N) bool {
 	before := more - 1 // what it has taken when it takes the last one
 	return own+before < assured || own+before < left-before
@@ -402,7 +406,8 @@ func (l *Limiter) Trace(identity string) bool {
 	return l.caller(identity).traces.AllowN(l.clock.Now(), 1)
 }
 
-// Issue admits the issue of a certificate to an identity that calls the method. The error is a [*RefusedError].
+// Issue admits the issue of a certificate to an identity that calls the method. The error is a
+// [*RefusedError].
 func (l *Limiter) Issue(identity, method string) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -460,8 +465,8 @@ func (l *Limiter) spend(c *caller, method string, tokens int) error {
 	return l.refuse(c, method, ReasonRate, wait, "this identity calls more often than %v times a second", l.CallsPerSecond)
 }
 
-// checkUnread returns an error if a caller has left too much unread for another call or event, and nil
-// otherwise. l.mu must be held.
+// checkUnread returns an error if a caller has left too much unread for another call or event, and
+// nil otherwise. l.mu must be held.
 func (l *Limiter) checkUnread(c *caller, method string) error {
 	switch {
 	case c.unread >= UnreadOfCaller:
@@ -472,15 +477,16 @@ func (l *Limiter) checkUnread(c *caller, method string) error {
 	return nil
 }
 
-// refuse counts a rejection that the caller itself causes, and returns its error. l.mu must be held.
+// refuse counts a rejection that the caller itself causes, and returns its error. l.mu must be
+// held.
 func (l *Limiter) refuse(c *caller, method, reason string, after time.Duration, format string, args ...any) error {
 	l.refused.WithLabelValues(reason, method).Inc()
 	l.blame(c)
 	return &RefusedError{Reason: reason, RetryAfter: after, Message: fmt.Sprintf(format, args...)}
 }
 
-// refuseForAll counts a rejection because of what all callers have together, which its caller may have
-// little part in, and returns its error.
+// refuseForAll counts a rejection because of what all callers have together, which its caller may
+// have little part in, and returns its error.
 func refuseForAll[N int | int64](l *Limiter, method, reason string, after time.Duration, what string, own, sum, most N) error {
 	l.refused.WithLabelValues(reason, method).Inc()
 	return &RefusedError{
@@ -598,10 +604,11 @@ func (c *Call) Decode(ctx context.Context) (done func(), err error) {
 	return func() { c.limiter.large.Release(1) }, nil
 }
 
-// Check waits until the call's request, which [Call.Hold] has counted, may be validated. It waits for
-// the caller's other calls first, and for other callers only if the request is not small. Small requests
-// do not wait for those that are not. It returns a function to call once the request has been validated.
-// The call must hold no turn that other callers wait for. The error is that of the context.
+// Check waits until the call's request, which [Call.Hold] has counted, may be validated. It waits
+// for the caller's other calls first, and for other callers only if the request is not small. Small
+// requests do not wait for those that are not. It returns a function to call once the request has
+// been validated. The call must hold no turn that other callers wait for. The error is that of the
+// context.
 func (c *Call) Check(ctx context.Context) (done func(), err error) {
 	own := c.caller.checks
 	if c.held > smallRequest {
@@ -632,8 +639,8 @@ func (c *Call) keep(ctx context.Context, s *semaphore.Weighted) error {
 	return nil
 }
 
-// keepShared acquires n of the turns that all callers share, until the call ends. Its requests to the
-// hub then come before its caller's other ones, which only that caller waits for.
+// keepShared acquires n of the turns that all callers share, until the call ends. Its requests to
+// the hub then come before its caller's other ones, which only that caller waits for.
 func (c *Call) keepShared(ctx context.Context, s shared, n int64) error {
 	if err := s.acquire(ctx, n); err != nil {
 		return err
@@ -670,8 +677,8 @@ func (c *Call) Hold(bytes int) error {
 	return nil
 }
 
-// Free ends what [Call.Hold] counts, before the call ends. It is for streams: once a request of theirs
-// has been decoded, little of it is kept.
+// Free ends what [Call.Hold] counts, before the call ends. It is for streams: once a request of
+// theirs has been decoded, little of it is kept.
 func (c *Call) Free() {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
@@ -707,11 +714,11 @@ func (c *Call) LeaveHub() {
 	}
 }
 
-// Sync waits until the call, whose SyncClaims request of that many bytes has arrived, may be decoded
-// and handled. It waits for the caller's other calls first, so that a caller that keeps itself waiting
-// keeps no other caller waiting, and last for a turn. Small requests wait for one as well, and large
-// ones leave them a few. A request that is not handled within CallTimeout is cut, whatever its
-// deadline: others wait for it. The error is that of the context.
+// Sync waits until the call, whose SyncClaims request of that many bytes has arrived, may be
+// decoded and handled. It waits for the caller's other calls first, so that a caller that keeps
+// itself waiting keeps no other caller waiting, and last for a turn. Small requests wait for one as
+// well, and large ones leave them a few. A request that is not handled within CallTimeout is cut,
+// whatever its deadline: others wait for it. The error is that of the context.
 func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 	if err := c.AskHub(ctx); err != nil {
 		return err
@@ -738,10 +745,10 @@ func (c *Call) Sync(ctx context.Context, bytes int, cut func()) error {
 }
 
 // List waits until the call may build a list of about so many objects, and query the hub for it if
-// asksHub is set. Its request must have arrived, and the call must not wait for the caller's other calls later, because
-// other callers wait for it. Few of the caller's lists query the hub at once, so that they leave the
-// hub to its other calls; its lists that do not query the hub do not wait for that. The error is that
-// of the context or a [*RefusedError].
+// asksHub is set. Its request must have arrived, and the call must not wait for the caller's other
+// calls later, because other callers wait for it. Few of the caller's lists query the hub at once,
+// so that they leave the hub to its other calls; its lists that do not query the hub do not wait
+// for that. The error is that of the context or a [*RefusedError].
 func (c *Call) List(ctx context.Context, objects int, asksHub bool) error {
 	if asksHub {
 		if err := c.keep(ctx, c.caller.hubLists); err != nil {
@@ -778,9 +785,9 @@ func (c *Call) List(ctx context.Context, objects int, asksHub bool) error {
 	return c.limiter.checkUnread(c.caller, c.method)
 }
 
-// pace waits until the caller may list so many more objects. Once it returns, they count, even if the
-// call ends before its list is built. The error is that of the context, or a [*RefusedError] if they
-// may be listed only after the call's deadline.
+// pace waits until the caller may list so many more objects. Once it returns, they count, even if
+// the call ends before its list is built. The error is that of the context, or a [*RefusedError] if
+// they may be listed only after the call's deadline.
 func (c *Call) pace(ctx context.Context, objects int) error {
 	if objects < fewObjects {
 		return nil
@@ -806,8 +813,8 @@ func (c *Call) pace(ctx context.Context, objects int) error {
 	}
 }
 
-// Watch waits until the stream may send a snapshot of about so many objects. The error is that of the
-// context or a [*RefusedError].
+// Watch waits until the stream may send a snapshot of about so many objects. The error is that of
+// the context or a [*RefusedError].
 func (c *Call) Watch(ctx context.Context, objects int) error {
 	return c.pace(ctx, objects/objectsOfWatch)
 }
@@ -829,8 +836,8 @@ func (c *Call) Send(bytes int) (gone func()) {
 	}
 }
 
-// Again counts a further message that the caller sends on a stream: it costs as much as another call.
-// The error is a [*RefusedError].
+// Again counts a further message that the caller sends on a stream: it costs as much as another
+// call. The error is a [*RefusedError].
 func (c *Call) Again() error {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()

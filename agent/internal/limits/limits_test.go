@@ -308,8 +308,8 @@ func beginning(l *limits.Limiter, watch bool) func(identity string) (end func(),
 	}
 }
 
-// Several callers that take as much as they can leave enough to every other one, and the one with the
-// most is refused first.
+// Several callers that take as much as they can leave enough to every other one, and the one with
+// the most is refused first.
 func TestWhatAllCallersHaveOpenIsBounded(t *testing.T) {
 	after := map[string]time.Duration{
 		limits.ReasonAllCalls: time.Second, limits.ReasonAllWatches: 5 * time.Second, limits.ReasonAllConnections: time.Second,
@@ -380,9 +380,9 @@ func TestTheCallerWithTheMostIsRefusedFirst(t *testing.T) {
 	begin(t, l, "d", false)
 }
 
-// Each shim has a connection, and a second one while its certificate is replaced, up to three streams
-// and some calls at once. All of them may come to one of two agents, and leave enough to a tool: it is
-// the sums that do, because every shim may have as many in any case.
+// Each shim has a connection, and a second one while its certificate is replaced, up to three
+// streams and some calls at once. All of them may come to one of two agents, and leave enough to a
+// tool: it is the sums that do, because every shim may have as many in any case.
 func TestFifteenHundredShimsAreNeverRefusedAndLeaveEnoughToATool(t *testing.T) {
 	for reason, c := range map[string]struct{ ofShim, ofTool int }{
 		limits.ReasonAllConnections: {2, limits.ConnectionsOfCaller}, limits.ReasonAllWatches: {3, 100}, limits.ReasonAllCalls: {2, 500},
@@ -966,7 +966,8 @@ func TestAFewLargeSyncsAreDecodedAndHandledAtATime(t *testing.T) {
 	_, err := begin(t, l, "d", false).Decode(t.Context())
 	require.NoError(t, err, "what keeps little does not wait for them")
 
-	// They are served in the order of their arrival, whatever their size, and keep no small one waiting meanwhile.
+	// They are served in the order of their arrival, whatever their size, and keep no small one
+	// waiting meanwhile.
 	turns := make(chan string, 20)
 	waiting := func(calls int) {
 		t.Helper()

@@ -5,7 +5,8 @@ package limits
 type Sum[N int | int64] struct {
 	// Limit is how much all owners together may have. 0 means no limit.
 	Limit N
-	// Assured is how much each owner may have, whatever others have. It may come on top of the limit.
+	// Assured is how much each owner may have, whatever others have. It may come on top of the
+	// limit.
 	Assured N
 }
 

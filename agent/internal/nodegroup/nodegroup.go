@@ -68,7 +68,8 @@ func ParseID(id string) (types.NamespacedName, error) {
 	if !found || namespace == "" || name == "" || strings.Contains(name, "/") {
 		return types.NamespacedName{}, fmt.Errorf("%q is not <namespace>/<MachineDeployment name>", id)
 	}
-	// The API's pattern for candidates does not limit the lengths: it would take four times as long to match.
+	// The API's pattern for candidates does not limit the lengths: it would take four times as long
+	// to match.
 	if len(namespace) > validation.DNS1123LabelMaxLength || len(name) > validation.DNS1123SubdomainMaxLength {
 		return types.NamespacedName{}, fmt.Errorf("%q: a namespace has at most %d characters, and a MachineDeployment's name %d",
 			id, validation.DNS1123LabelMaxLength, validation.DNS1123SubdomainMaxLength)
@@ -148,8 +149,8 @@ func revision(md *clusterv1.MachineDeployment) string {
 // template may be that of a MachineDeployment or a MachineSet.
 func MachineRevision(template *clusterv1.MachineSpec) string { return hash(compared(template)) }
 
-// InfrastructureRevision returns the same value for two templates whose machines have the same size: those
-// with the same infrastructure template, which never changes.
+// InfrastructureRevision returns the same value for two templates whose machines have the same
+// size: those with the same infrastructure template, which never changes.
 func InfrastructureRevision(template *clusterv1.MachineSpec) string {
 	ref := template.InfrastructureRef
 	return hash([]byte(ref.APIGroup + "/" + ref.Kind + "/" + ref.Name))

@@ -12,7 +12,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 )
 
-// The goroutine that maps a channel's events is controller-runtime's, which recovers no panic there.
+// The goroutine that maps a channel's events is controller-runtime's, which recovers no panic
+// there.
 func TestAPanicCostsOneEventOfAChannelAlone(t *testing.T) {
 	events := make(chan event.TypedGenericEvent[types.NamespacedName])
 	queue := workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](time.Millisecond, time.Second))

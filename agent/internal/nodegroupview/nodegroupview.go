@@ -1,7 +1,7 @@
-// Package nodegroupview maintains the node groups of every Cluster. Each is updated individually when
-// one of its inputs changes: its MachineDeployment, its Cluster, its infrastructure template, what
-// its Nodes report, whether its MachineSets create Machines, the quotas of its namespace, the price
-// list.
+// Package nodegroupview maintains the node groups of every Cluster. Each is updated individually
+// when one of its inputs changes: its MachineDeployment, its Cluster, its infrastructure template,
+// what its Nodes report, whether its MachineSets create Machines, the quotas of its namespace, the
+// price list.
 package nodegroupview
 
 import (
@@ -70,8 +70,8 @@ type Config struct {
 	// Held receives the node groups of the holder [v1alpha1.ClusterAutoscaler], by ID. Nil leaves
 	// them out.
 	Held *watchcache.Cache[nodegroup.NodeGroup]
-	// Templates provides the watches of infrastructure templates, and reads only what it watches. It is
-	// not the manager's cache ([infrastructure.Config]). REQUIRED.
+	// Templates provides the watches of infrastructure templates, and reads only what it watches.
+	// It is not the manager's cache ([infrastructure.Config]). REQUIRED.
 	Templates cache.Cache
 	// Scope determines which Clusters are served.
 	Scope hub.Scope
@@ -90,8 +90,8 @@ type Config struct {
 	Pricing pricing.Policy
 	// PriceList may be nil.
 	PriceList *pricelist.Follower
-	// Clock determines when a cool-down is over, and when the versions of infrastructure templates are
-	// looked up again. REQUIRED.
+	// Clock determines when a cool-down is over, and when the versions of infrastructure templates
+	// are looked up again. REQUIRED.
 	Clock clock.PassiveClock
 }
 
@@ -114,8 +114,8 @@ type entry struct {
 	cluster  types.NamespacedName
 	uid      types.UID
 	reported map[capacity.Problem]struct{}
-	// template is the one that the group was last described with, nil if it could not be read, and ref
-	// is the reference to it.
+	// template is the one that the group was last described with, nil if it could not be read, and
+	// ref is the reference to it.
 	ref      clusterv1.ContractVersionedObjectReference
 	template *unstructured.Unstructured
 }
@@ -210,8 +210,9 @@ func (c *View) SetupWithManager(mgr manager.Manager) error {
 	return nil
 }
 
-// each returns a source of the requests for each event of a channel. The caches confine panics in the
-// map functions of what they watch ([hub.NewCache]), and nothing else would do so for a channel.
+// each returns a source of the requests for each event of a channel. The caches confine panics in
+// the map functions of what they watch ([hub.NewCache]), and nothing else would do so for a
+// channel.
 func each[T any](changes <-chan event.TypedGenericEvent[T], requests handler.TypedMapFunc[T, reconcile.Request]) source.Source {
 	return source.TypedChannel(changes, handler.TypedEnqueueRequestsFromMapFunc(func(ctx context.Context, object T) (mapped []reconcile.Request) {
 		_ = panics.Confined(log.FromContext(ctx), panics.Objects, "a change is ignored because of a bug in the agent", func() error {
@@ -337,8 +338,9 @@ func (c *View) Reconcile(ctx context.Context, request reconcile.Request) (reconc
 	object, templateErr := c.templates.Get(ctx, ref, md.Namespace)
 	passing := templateErr != nil && !errors.Is(templateErr, infrastructure.ErrUnusable)
 	if templateErr != nil {
-		// While a provider is upgraded, its conversion webhook may not answer for minutes, and its CRD may be
-		// missing. A group that lost its description meanwhile would be refused, or look like another machine.
+		// While a provider is upgraded, its conversion webhook may not answer for minutes, and its
+		// CRD may be missing. A group that lost its description meanwhile would be refused, or look
+		// like another machine.
 		object = c.lastTemplate(md)
 	}
 	described := capacity.Template{Object: object}
@@ -392,8 +394,8 @@ func (c *View) Reconcile(ctx context.Context, request reconcile.Request) (reconc
 	return reconcile.Result{RequeueAfter: lo.Min(again)}, nil
 }
 
-// lastTemplate returns the template that a group was last described with, nil if there is none or if
-// the group refers to another one now.
+// lastTemplate returns the template that a group was last described with, nil if there is none or
+// if the group refers to another one now.
 func (c *View) lastTemplate(md *clusterv1.MachineDeployment) *unstructured.Unstructured {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -438,8 +440,8 @@ func (c *View) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGrou
 	}
 }
 
-// know records what is published of a group. It returns the problems that were not reported yet, and the
-// number of all.
+// know records what is published of a group. It returns the problems that were not reported yet,
+// and the number of all.
 func (c *View) know(
 	md *clusterv1.MachineDeployment, group nodegroup.NodeGroup, template *unstructured.Unstructured,
 ) (fresh []capacity.Problem, all int) {

@@ -156,8 +156,8 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	return f
 }
 
-// coolDown is long enough to be seen, also where times are in whole seconds and the machine is busy, and
-// short enough to wait for.
+// coolDown is long enough to be seen, also where times are in whole seconds and the machine is
+// busy, and short enough to wait for.
 const coolDown = 8 * time.Second
 
 func TestAGroupIsUnavailableWhileItCoolsDown(t *testing.T) {
@@ -363,7 +363,8 @@ func TestKindsThatCannotBeResolvedAreProblemsOfTheirGroupsAlone(t *testing.T) {
 	require.Equal(t, "4", f.group("missing").GetCapacity()["cpu"])
 }
 
-// While a provider is upgraded, its CRD has a new version that only its webhook can convert to, and the webhook does not answer.
+// While a provider is upgraded, its CRD has a new version that only its webhook can convert to, and
+// the webhook does not answer.
 func TestAGroupKeepsItsDescriptionWhileItsTemplateCannotBeRead(t *testing.T) {
 	now := clocktesting.NewFakePassiveClock(time.Now())
 	f := start(t, func(f *fixture) { f.now = now })

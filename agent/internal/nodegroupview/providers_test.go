@@ -198,7 +198,8 @@ func (p providerPage) compare(t *testing.T, f *fixture, name string) {
 	require.NotEmpty(t, written, "the page has a table of %s", name)
 	if *writeDerived {
 		derived := ""
-		// The views follow within milliseconds; only the writer of a page waits for them in this way.
+		// The views follow within milliseconds; only the writer of a page waits for them in this
+		// way.
 		require.Eventually(t, func() bool {
 			before := derived
 			derived = derivedTable(f, name)
@@ -265,7 +266,8 @@ func capacityTypeOf(group *agentv1alpha1.NodeGroup) string {
 	return strings.ToLower(strings.ReplaceAll(text, "_", "-"))
 }
 
-// installProviderSchemas installs the providers' CustomResourceDefinitions in the tests' API server.
+// installProviderSchemas installs the providers' CustomResourceDefinitions in the tests' API
+// server.
 func installProviderSchemas(t *testing.T) {
 	t.Helper()
 	kubeadm, err := capitest.ClusterAPICRDs("bootstrap/kubeadm/config/crd/bases/bootstrap.cluster.x-k8s.io_kubeadmconfigtemplates.yaml")

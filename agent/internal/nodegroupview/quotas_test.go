@@ -26,8 +26,8 @@ func agentsRole(f *fixture, core ...string) *rbacv1.Role {
 	}}
 }
 
-// limited gives the View an account that may do in its namespace what it needs, but of the core group only
-// with these resources.
+// limited gives the View an account that may do in its namespace what it needs, but of the core
+// group only with these resources.
 func limited(core ...string) func(*fixture) {
 	return func(f *fixture) {
 		role := agentsRole(f, core...)

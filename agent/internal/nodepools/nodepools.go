@@ -1,5 +1,5 @@
-// Package nodepools publishes the objects of NodePoolSets to the Clusters that they select, and reports in
-// their status whether the spokes have applied them.
+// Package nodepools publishes the objects of NodePoolSets to the Clusters that they select, and
+// reports in their status whether the spokes have applied them.
 package nodepools
 
 import (
@@ -109,16 +109,16 @@ func (p *Publisher) SetupWithManager(mgr manager.Manager) error {
 	return nil
 }
 
-// reportsAnew reports whether a Spoke shows that something else became of what is published. A Spoke is also
-// written for each time that its shim synchronizes.
+// reportsAnew reports whether a Spoke shows that something else became of what is published. A
+// Spoke is also written for each time that its shim synchronizes.
 func reportsAnew(e event.UpdateEvent) bool {
 	before, is := e.ObjectOld.(*v1alpha1.Spoke)
 	after, also := e.ObjectNew.(*v1alpha1.Spoke)
 	return !is || !also || !equality.Semantic.DeepEqual(before.Status.Published, after.Status.Published)
 }
 
-// writesAnew reports whether a NodePoolSet is another one, or has another status: an older write of another agent
-// is corrected.
+// writesAnew reports whether a NodePoolSet is another one, or has another status: an older write of
+// another agent is corrected.
 func writesAnew(e event.UpdateEvent) bool {
 	before, is := e.ObjectOld.(*v1alpha1.NodePoolSet)
 	after, also := e.ObjectNew.(*v1alpha1.NodePoolSet)
@@ -141,8 +141,8 @@ func (p *Publisher) expect(ctx context.Context) error {
 
 // Reconcile publishes the NodePoolSets of a namespace, and writes their status.
 func (p *Publisher) Reconcile(ctx context.Context, request reconcile.Request) (_ reconcile.Result, err error) {
-	// Also after a panic: no agent may stay unready because of one namespace. Shims remove nothing that
-	// is missing from the view before [Publisher.List] has confirmed it.
+	// Also after a panic: no agent may stay unready because of one namespace. Shims remove nothing
+	// that is missing from the view before [Publisher.List] has confirmed it.
 	defer func() { p.initialSync.SeenUnless(err, request.NamespacedName) }()
 	in := client.InNamespace(request.Name)
 	var (
@@ -228,8 +228,8 @@ func (p *Publisher) publish(cluster types.NamespacedName, objects []*agentv1alph
 }
 
 // List returns what is published to a Cluster, and the names of the NodePoolSets that exist, as the
-// hub's API server has them now. The Cluster must have been read before: otherwise NodePoolSets that
-// move with it may be missing.
+// hub's API server has them now. The Cluster must have been read before: otherwise NodePoolSets
+// that move with it may be missing.
 func (p *Publisher) List(ctx context.Context, cluster *clusterv1.Cluster) ([]*agentv1alpha1.PublishedObject, []string, error) {
 	var sets v1alpha1.NodePoolSetList
 	if err := p.live.List(ctx, &sets, client.InNamespace(cluster.Namespace)); err != nil {

@@ -15,8 +15,9 @@ import (
 const (
 	// maxNamed is how many Clusters a condition's message names.
 	maxNamed = 3
-	// maxMessage and maxNote are the limits of the sizes of a condition's message and of an event's text, in
-	// bytes. The API server accepts 32768 and 1024 characters. Spokes determine what both quote.
+	// maxMessage and maxNote are the limits of the sizes of a condition's message and of an event's
+	// text, in bytes. The API server accepts 32768 and 1024 characters. Spokes determine what both
+	// quote.
 	maxMessage = 8 << 10
 	maxNote    = 1000
 )

@@ -74,15 +74,15 @@ func plain(values map[string]v1alpha1.PublishedValue) map[string]string {
 	return into
 }
 
-// unpublished is an entry of a selecting set that is not published to a Cluster, because another set
-// publishes the same object.
+// unpublished is an entry of a selecting set that is not published to a Cluster, because another
+// set publishes the same object.
 type unpublished struct {
 	set, message string
 }
 
 // plan returns what is published to a Cluster with these labels, ordered by kind and name, and what
-// is not. The sets are all of the Cluster's namespace, in the order of [byAge], and all has their entries, which
-// Clusters share.
+// is not. The sets are all of the Cluster's namespace, in the order of [byAge], and all has their
+// entries, which Clusters share.
 func plan(
 	clusterLabels map[string]string, sets []v1alpha1.NodePoolSet, all map[string][]entry,
 ) (published []*agentv1alpha1.PublishedObject, not []unpublished) {

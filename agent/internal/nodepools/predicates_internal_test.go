@@ -10,7 +10,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// Hundreds of Spokes are written every few minutes, and each look at a namespace plans for all its Clusters.
+// Hundreds of Spokes are written every few minutes, and each look at a namespace plans for all its
+// Clusters.
 func TestOnlyWhatBecameOfPublishedObjectsIsLookedAt(t *testing.T) {
 	before := &v1alpha1.Spoke{}
 	before.Status.Published = []v1alpha1.SpokePublished{{Name: "a"}}

@@ -77,8 +77,8 @@ type Onboarding struct {
 	ID, Before string
 	// NotAfter is when the bootstrap certificate expires.
 	NotAfter time.Time
-	// Connected reports whether the Cluster has no onboarding, and its shim is connected all the same: Begin revokes
-	// the certificate that it uses, which was issued by other means.
+	// Connected reports whether the Cluster has no onboarding, and its shim is connected all the
+	// same: Begin revokes the certificate that it uses, which was issued by other means.
 	Connected bool
 
 	cluster *clusterv1.Cluster
@@ -158,8 +158,8 @@ func Prepare(ctx context.Context, hub client.Reader, o Options, c clock.PassiveC
 	return onboarding, nil
 }
 
-// readIssuer reads the secret with the agent's issuer. It returns the chain of the issuer's certificate and
-// its key, and the authorities of the agent's own certificate.
+// readIssuer reads the secret with the agent's issuer. It returns the chain of the issuer's
+// certificate and its key, and the authorities of the agent's own certificate.
 func readIssuer(ctx context.Context, hub client.Reader, o Options) ([]*x509.Certificate, crypto.Signer, []byte, error) {
 	fail := func(format string, args ...any) ([]*x509.Certificate, crypto.Signer, []byte, error) {
 		return nil, nil, nil, fmt.Errorf("the issuer's secret %s: %w", o.Issuer, fmt.Errorf(format, args...))
@@ -311,17 +311,17 @@ func create(ctx context.Context, c client.Client, object client.Object, dryRun b
 // resourceType is the type of secrets that a ClusterResourceSet applies.
 const resourceType corev1.SecretType = "addons.cluster.x-k8s.io/resource-set"
 
-// Dispatch makes Cluster API apply the secret, and its namespace, to the spoke as soon as the spoke has an API
-// server. It creates ClusterResourceSets for this onboarding of this Cluster only. [Onboarding.Recall]
-// must be called once the onboarding has begun.
+// Dispatch makes Cluster API apply the secret, and its namespace, to the spoke as soon as the spoke
+// has an API server. It creates ClusterResourceSets for this onboarding of this Cluster only.
+// [Onboarding.Recall] must be called once the onboarding has begun.
 func (o *Onboarding) Dispatch(ctx context.Context, hub client.Client, dryRun bool) error {
 	namespace, secret, err := o.manifests()
 	if err != nil {
 		return err
 	}
 	name := fmt.Sprintf("%s-onboarding-%s", o.cluster.Name, o.ID[:8])
-	// A secret of an earlier onboarding is replaced. A namespace that exists keeps its labels, which the strategy
-	// Reconcile would take off.
+	// A secret of an earlier onboarding is replaced. A namespace that exists keeps its labels,
+	// which the strategy Reconcile would take off.
 	return errors.Join(
 		o.dispatch(ctx, hub, name+"-namespace", "namespace.yaml", namespace, addonsv1.ClusterResourceSetStrategyApplyOnce, dryRun),
 		o.dispatch(ctx, hub, name, "bootstrap.yaml", secret, addonsv1.ClusterResourceSetStrategyReconcile, dryRun),

@@ -36,8 +36,8 @@ type Options struct {
 	// ListenUnixSocket is the path of a unix socket. Empty means none.
 	ListenUnixSocket string
 	// UnixSocketRole is the role of callers on the unix socket, REQUIRED if there is one.
-	// UnixSocketClusters are the Clusters that the role is granted for, as <namespace>/<name>, where
-	// `*` matches any characters. Empty means all Clusters.
+	// UnixSocketClusters are the Clusters that the role is granted for, as <namespace>/<name>,
+	// where `*` matches any characters. Empty means all Clusters.
 	UnixSocketRole     string
 	UnixSocketClusters []string
 	// TLSCertFile, TLSKeyFile and ClientCAFile are PEM files, which are reloaded when they change.
@@ -105,8 +105,8 @@ type Options struct {
 	// MaxClaimBytesPerCluster is how many bytes of the hub's etcd the claims of a Cluster may take
 	// up, including ended ones. 0 means no limit.
 	MaxClaimBytesPerCluster resource.QuantityValue
-	// MaxAllEndedClaims and MaxAllClaimBytes are how many ended claims, and how many bytes of claims,
-	// all Clusters together may store in the hub. 0 means no limit.
+	// MaxAllEndedClaims and MaxAllClaimBytes are how many ended claims, and how many bytes of
+	// claims, all Clusters together may store in the hub. 0 means no limit.
 	MaxAllEndedClaims int
 	MaxAllClaimBytes  resource.QuantityValue
 	// MaxCreationsPerMinute is how many claims may be created in a node group within a minute.
@@ -768,7 +768,8 @@ func (o *Options) ClusterNames() []types.NamespacedName {
 // architectures are those that Kubernetes is released for.
 var architectures = []string{"amd64", "arm64", "ppc64le", "s390x"}
 
-// MachineSettings returns the settings for the machines of all node groups. Validate must have passed.
+// MachineSettings returns the settings for the machines of all node groups. Validate must have
+// passed.
 func (o *Options) MachineSettings() capacity.Settings {
 	patterns := make([]*regexp.Regexp, 0, len(o.AdditionalSyncMachineLabels))
 	for _, text := range o.AdditionalSyncMachineLabels {

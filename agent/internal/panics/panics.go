@@ -1,6 +1,6 @@
-// Package panics turns panics into errors. The process serves all Clusters, so a panic on one object or call must
-// not affect any other. Each panic is logged and counted. Its stack, which may be long, is logged as well,
-// once a minute for each place that panics.
+// Package panics turns panics into errors. The process serves all Clusters, so a panic on one
+// object or call must not affect any other. Each panic is logged and counted. Its stack, which may
+// be long, is logged as well, once a minute for each place that panics.
 //
 // Reconcilers do not need it: controller-runtime does the same for them.
 package panics
@@ -26,8 +26,8 @@ var total = prometheus.NewCounterVec(prometheus.CounterOpts{
 		"Panics of node groups' steps and of controllers are counted elsewhere.",
 }, []string{"confined_to"})
 
-// These count the panics that were confined to one call or stream, one connection, one object of the
-// hub, and the metrics of one part of the agent.
+// These count the panics that were confined to one call or stream, one connection, one object of
+// the hub, and the metrics of one part of the agent.
 var (
 	Calls       = total.WithLabelValues("call")
 	Connections = total.WithLabelValues("connection")
@@ -64,15 +64,15 @@ type place struct {
 	at      uintptr
 }
 
-// stacks has a [*rate.Sometimes] for each place: callers that have found a bug may cause thousands of
-// panics a second.
+// stacks has a [*rate.Sometimes] for each place: callers that have found a bug may cause thousands
+// of panics a second.
 var stacks sync.Map
 
 // stacksInterval is how often the stack of the panics of a place is logged.
 const stacksInterval = time.Minute
 
-// Note is for a function that has recovered a panic itself. The function that was deferred must call
-// it, or else the stack is lost. There must be few messages.
+// Note is for a function that has recovered a panic itself. The function that was deferred must
+// call it, or else the stack is lost. There must be few messages.
 func Note(log logr.Logger, counter prometheus.Counter, message string, value any, keysAndValues ...any) *Error {
 	err := &Error{Value: value}
 	counter.Inc()
@@ -84,7 +84,8 @@ func Note(log logr.Logger, counter prometheus.Counter, message string, value any
 	return err
 }
 
-// panickedAt returns the program counter of the function that has panicked, or 0 if it is not known.
+// panickedAt returns the program counter of the function that has panicked, or 0 if it is not
+// known.
 func panickedAt() uintptr {
 	var counters [32]uintptr
 	frames := runtime.CallersFrames(counters[:runtime.Callers(1, counters[:])])

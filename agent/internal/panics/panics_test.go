@@ -43,7 +43,8 @@ func TestAPanicIsAnErrorThatIsLoggedAndCounted(t *testing.T) {
 	require.Len(t, lines, 1)
 }
 
-// Callers that have found a bug would otherwise fill the log's storage. Another bug has its own stack.
+// Callers that have found a bug would otherwise fill the log's storage. Another bug has its own
+// stack.
 func TestAStackIsLoggedOnceAMinuteForEachPlace(t *testing.T) {
 	var lines []string
 	log := funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{})

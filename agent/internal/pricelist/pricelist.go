@@ -83,8 +83,8 @@ func New(mgr manager.Manager, c Config) (*Follower, error) {
 func (f *Follower) Changes() <-chan event.TypedGenericEvent[types.NamespacedName] { return f.changes }
 
 // List returns the list in use, or nil if there is none and prices are estimated. The first calls
-// wait for the list, so that no listed price is estimated, but not for long: node groups without listed
-// prices are better than none. A nil follower has no list.
+// wait for the list, so that no listed price is estimated, but not for long: node groups without
+// listed prices are better than none. A nil follower has no list.
 func (f *Follower) List(ctx context.Context) (*pricing.List, error) {
 	if f == nil {
 		return nil, nil

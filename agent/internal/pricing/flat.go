@@ -24,8 +24,8 @@ type FlatRates struct {
 	PerMachine float64
 	// PerCPU, PerGiB and PerDiskGiB are the prices of a CPU, and of a GiB of memory and of disk.
 	PerCPU, PerGiB, PerDiskGiB float64
-	// PerAccelerator is the price of one unit of any extended resource. If it is nil, machines may have none: they would
-	// look as cheap as others.
+	// PerAccelerator is the price of one unit of any extended resource. If it is nil, machines may
+	// have none: they would look as cheap as others.
 	PerAccelerator *float64
 }
 

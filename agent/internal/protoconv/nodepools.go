@@ -10,8 +10,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// NodePoolReport converts a report, sorted by name. If it has an object twice, repeated is the field
-// with the second one, and the report cannot be used.
+// NodePoolReport converts a report, sorted by name. If it has an object twice, repeated is the
+// field with the second one, and the report cannot be used.
 func NodePoolReport(request *agentv1alpha1.ReportNodePoolsRequest) (report spokes.Report, repeated string) {
 	seen := map[string]bool{}
 	for i, pool := range request.GetNodePools() {

@@ -136,8 +136,8 @@ func valueSource(source capacity.Source) *agentv1alpha1.ValueSource {
 	return &agentv1alpha1.ValueSource{Kind: sourceKinds[source.Kind], Detail: text(source.Detail)}
 }
 
-// availability puts reserved, if it is not nil, before the other refusals, because a caller may wait for those to
-// pass.
+// availability puts reserved, if it is not nil, before the other refusals, because a caller may
+// wait for those to pass.
 func availability(limits eligibility.Group, reserved *eligibility.Refusal) *agentv1alpha1.Availability {
 	if reserved != nil {
 		limits.Refusals = append([]eligibility.Refusal{*reserved}, limits.Refusals...)

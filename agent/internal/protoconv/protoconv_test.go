@@ -64,8 +64,8 @@ func TestInfrastructureFailureIsShownAsItsProviderSaysIt(t *testing.T) {
 	require.Empty(t, protoconv.Machine(machine).GetInfrastructureReason())
 }
 
-// docs/security.md names the conditions of a Machine whose texts callers see. All others stay in the
-// hub, as do annotations.
+// docs/security.md names the conditions of a Machine whose texts callers see. All others stay in
+// the hub, as do annotations.
 func TestOnlyThreeConditionsOfAMachineAreShown(t *testing.T) {
 	machine := &clusterv1.Machine{}
 	machine.Name, machine.Annotations = "m", map[string]string{"example.com/note": "the text of an annotation"}

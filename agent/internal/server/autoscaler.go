@@ -23,8 +23,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/proto/clusterautoscaler/externalgrpc"
 )
 
-// autoscalerService serves the protocol of the cluster-autoscaler's cloud provider externalgrpc. Its
-// requests name no Cluster; they are for the only one that the caller has the role autoscaler for.
+// autoscalerService serves the protocol of the cluster-autoscaler's cloud provider externalgrpc.
+// Its requests name no Cluster; they are for the only one that the caller has the role autoscaler
+// for.
 type autoscalerService struct {
 	externalgrpc.UnimplementedCloudProviderServer
 	*Server
@@ -87,8 +88,8 @@ func (s *autoscalerService) Refresh(ctx context.Context, _ *externalgrpc.Refresh
 	return &externalgrpc.RefreshResponse{}, nil
 }
 
-// NodeGroups also answers while the hub is unreachable: the cluster-autoscaler takes an error for the
-// answer that there are no groups.
+// NodeGroups also answers while the hub is unreachable: the cluster-autoscaler takes an error for
+// the answer that there are no groups.
 func (s *autoscalerService) NodeGroups(ctx context.Context, _ *externalgrpc.NodeGroupsRequest) (*externalgrpc.NodeGroupsResponse, error) {
 	cluster, err := onlyCluster(ctx)
 	if err != nil {

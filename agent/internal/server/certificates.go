@@ -34,14 +34,16 @@ type Issuing struct {
 	// Issue signs a certificate. REQUIRED.
 	Issue func(key crypto.PublicKey, id spiffeid.ID, lifetime time.Duration) (issuer.Certificate, error)
 	// Enroll records the key that a bootstrap certificate is used for. It returns
-	// [spokes.ErrOtherKey] for a second key, [spokes.ErrNotExpected] if an earlier use may have been
-	// forgotten, and [spokes.ErrEnded] if the onboarding is not the Cluster's current one. REQUIRED.
+	// [spokes.ErrOtherKey] for a second key, [spokes.ErrNotExpected] if an earlier use may have
+	// been forgotten, and [spokes.ErrEnded] if the onboarding is not the Cluster's current one.
+	// REQUIRED.
 	Enroll func(ctx context.Context, of authz.Onboarding, publicKey string) error
 	// TrustDomain is the trust domain of the issued identities. Lifetime is how long the
 	// certificates are valid. REQUIRED.
 	TrustDomain string
 	Lifetime    time.Duration
-	// Issued is called when a certificate was issued. It must not block for long. Nil calls nothing.
+	// Issued is called when a certificate was issued. It must not block for long. Nil calls
+	// nothing.
 	Issued func(ctx context.Context, cluster types.NamespacedName, issued spokes.Issued)
 }
 
@@ -139,14 +141,16 @@ func (s *certificateService) issue(
 	case !exists:
 		return nil, agenterrors.ClusterNotFound(request.GetCluster())
 	case id != of.ID:
-		// It is asked here, and not when the call was admitted. It slows the caller down as any other that is shut out.
+		// It is asked here, and not when the call was admitted. It slows the caller down as any
+		// other that is shut out.
 		s.limits.Denied(c.limitedAs)
 		return nil, otherOnboarding(of)
 	case of.ID == "":
 		return nil, agenterrors.CertificatesNotIssued("the Cluster is not onboarded; `capi-agent onboard` makes a bootstrap certificate for it")
 	}
 	if purpose == enrollment {
-		// A move would leave the record of the use behind, and the bootstrap certificate could be used again.
+		// A move would leave the record of the use behind, and the bootstrap certificate could be
+		// used again.
 		if _, err := s.config.Engine.UnpausedCluster(ctx, of.Cluster); err != nil {
 			return nil, s.answer(ctx, err, keyOf(request.GetCluster(), ""))
 		}
@@ -248,9 +252,9 @@ func otherOnboarding(of authz.Onboarding) error {
 // the Cluster exists.
 type OnboardingOf func(ctx context.Context, cluster types.NamespacedName) (id string, exists bool, err error)
 
-// note passes on details of the shim that has just synchronized its Cluster's claims. matched reports
-// that its live set has an existing one. Callers with another role may synchronize claims too, but
-// they are not shims and are ignored.
+// note passes on details of the shim that has just synchronized its Cluster's claims. matched
+// reports that its live set has an existing one. Callers with another role may synchronize claims
+// too, but they are not shims and are ignored.
 func (s *Server) note(ctx context.Context, request *agentv1alpha1.SyncClaimsRequest, matched bool) {
 	cluster, by := clusterName(request.GetCluster()), callerOf(ctx)
 	if s.config.Note == nil || !by.MayCallFor(authz.Rule{Roles: []authz.Role{authz.RoleCluster}}, cluster) {

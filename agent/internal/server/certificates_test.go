@@ -24,7 +24,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// startIssuing starts an agent that issues certificates for the Cluster's onboarding named first, until offboarded is set.
+// startIssuing starts an agent that issues certificates for the Cluster's onboarding named first,
+// until offboarded is set.
 func startIssuing(t *testing.T, now clock.PassiveClock, offboarded *atomic.Bool) (f *fixture, issued *atomic.Int32) {
 	t.Helper()
 	issued = &atomic.Int32{}

@@ -82,7 +82,8 @@ func (s *claimService) CreateClaim(
 		TraceID:           tracing.ID(ctx),
 	})
 	if errors.Is(err, claims.ErrWriteRefused) {
-		// A caller that took it for an error that passes would wait for this claim, and try no other way.
+		// A caller that took it for an error that passes would wait for this claim, and try no
+		// other way.
 		log.FromContext(ctx).Error(err, "a call failed: the hub refuses to create the claim")
 		return nil, agenterrors.WriteRefused(
 			"the hub refuses to create the claim; a Warning event " + protocol.ReasonWriteRefused + " on the Cluster, and the agent's log, have the reason")
@@ -97,7 +98,8 @@ func (s *claimService) CreateClaim(
 	return &agentv1alpha1.CreateClaimResponse{Claim: message}, nil
 }
 
-// candidatesOf returns the names of the MachineDeployments, which must all be in the Cluster's namespace.
+// candidatesOf returns the names of the MachineDeployments, which must all be in the Cluster's
+// namespace.
 func candidatesOf(request *agentv1alpha1.CreateClaimRequest) ([]string, error) {
 	names := make([]string, 0, len(request.GetCandidates()))
 	var violations []agenterrors.FieldViolation

@@ -150,7 +150,8 @@ func TestStatusListsVersionsAndFeatures(t *testing.T) {
 	}
 }
 
-// The versions of an agent reveal its known vulnerabilities, and a generation what goes on in a Cluster.
+// The versions of an agent reveal its known vulnerabilities, and a generation what goes on in a
+// Cluster.
 func TestStatusTellsAnEndedOnboardingNothing(t *testing.T) {
 	f := start(t, func(_ *fixture, c *server.Config) {
 		c.Onboarded = func(context.Context, types.NamespacedName) (string, bool, error) { return "second", true, nil }

@@ -141,8 +141,8 @@ func (f failing) UnpausedCluster(context.Context, types.NamespacedName) (*cluste
 	return &clusterv1.Cluster{}, f.cluster()
 }
 
-// requests are valid requests for all methods whose answers depend on the hub, or on the caches of it.
-// Each caller is a path of a SPIFFE id.
+// requests are valid requests for all methods whose answers depend on the hub, or on the caches of
+// it. Each caller is a path of a SPIFFE id.
 var requests = map[string]struct {
 	caller   string
 	request  proto.Message
@@ -230,15 +230,15 @@ func fromMemory(method string) bool {
 	return rule.Anyone || rule.Everyone || strings.HasPrefix(method, "/"+externalgrpc.CloudProvider_ServiceDesc.ServiceName+"/")
 }
 
-// The words with which the hub's API server, its webhooks and its policies answer the agent never reach
-// a caller, in no method: there are as many texts as docs/security.md lists, and the agent's log has the
-// rest, under the id of the request.
+// The words with which the hub's API server, its webhooks and its policies answer the agent never
+// reach a caller, in no method: there are as many texts as docs/security.md lists, and the agent's
+// log has the rest, under the id of the request.
 func TestWhatTheHubAnswersStaysInTheHub(t *testing.T) {
 	why := &atomic.Pointer[error]{}
 	fine := error(nil)
 	why.Store(&fine)
-	// broken is the source of the agent's that fails: all but the cache of onboardings, that cache, or
-	// the records of enrollments.
+	// broken is the source of the agent's that fails: all but the cache of onboardings, that cache,
+	// or the records of enrollments.
 	var broken atomic.Value
 	broken.Store("")
 	from := func(source string) error {

@@ -51,8 +51,8 @@ func (a accepting) Accept() (net.Conn, error) {
 	return c, nil
 }
 
-// ipv6Network is the prefix length of the smallest IPv6 network that is assigned. One host may use any
-// of its addresses.
+// ipv6Network is the prefix length of the smallest IPv6 network that is assigned. One host may use
+// any of its addresses.
 const ipv6Network = 64
 
 // sourceOf returns the remote host of a connection, without the port, or its network for IPv6.
@@ -117,8 +117,8 @@ func newConnection(accepted net.Conn, writeTimeout time.Duration) *connection {
 	return c
 }
 
-// call returns a context for a unary call that [connection.endCalls] cancels. done must be called at the
-// end of the call.
+// call returns a context for a unary call that [connection.endCalls] cancels. done must be called
+// at the end of the call.
 func (c *connection) call(ctx context.Context) (limited context.Context, done func()) {
 	limited, cancel := context.WithCancelCause(ctx)
 	c.mu.Lock()
@@ -162,15 +162,15 @@ func (c *connection) Write(data []byte) (int, error) {
 	}
 	n, err := c.Conn.Write(data)
 	if err != nil {
-		// gRPC closes it once it reads the error, and a connection that is read slowly is read late. Until
-		// then its calls would go on, and it would count for its identity.
+		// gRPC closes it once it reads the error, and a connection that is read slowly is read
+		// late. Until then its calls would go on, and it would count for its identity.
 		_ = c.Close()
 	}
 	return n, err
 }
 
-// linger waits for a second, or until the connection ends. A client that is refused and connects again
-// at once would otherwise make the agent do handshakes all the time.
+// linger waits for a second, or until the connection ends. A client that is refused and connects
+// again at once would otherwise make the agent do handshakes all the time.
 func (c *connection) linger() {
 	timer := time.NewTimer(lingers)
 	defer timer.Stop()
@@ -311,8 +311,8 @@ func (i identifying) present() *x509.CertPool {
 const readAtOnce = 1 << 10
 
 // paced is a connection, above TLS, that is read more slowly when its caller's calls have been
-// rejected or it sends many frames, and no faster than its calls are admitted or rejected. Unread data
-// costs nothing, and TCP flow control holds the sender back.
+// rejected or it sends many frames, and no faster than its calls are admitted or rejected. Unread
+// data costs nothing, and TCP flow control holds the sender back.
 type paced struct {
 	net.Conn
 
@@ -363,8 +363,8 @@ func (i identifying) Clone() credentials.TransportCredentials {
 	return identifying{i.TransportCredentials.Clone(), i.server, i.authorities}
 }
 
-// openConnections is the set of connections with certificates, whose callers can be moved to another
-// agent.
+// openConnections is the set of connections with certificates, whose callers can be moved to
+// another agent.
 type openConnections struct {
 	mu  sync.Mutex
 	all map[*connection]connectionInfo
@@ -445,8 +445,8 @@ func (s *Server) outgoing(ctx context.Context, message any) (mem.BufferSlice, er
 		}
 	})
 	sent := limits.FromContext(ctx).Send(cap(bytes) + answerOverhead)
-	// gRPC does not free what is still unsent when a connection ends. No timer may outlive the connection: all
-	// that it refers to would stay in memory, and is not counted any more.
+	// gRPC does not free what is still unsent when a connection ends. No timer may outlive the
+	// connection: all that it refers to would stay in memory, and is not counted any more.
 	gone := info.connection.until(func() {
 		timer.Stop()
 		sent()

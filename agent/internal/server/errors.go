@@ -110,9 +110,9 @@ func answerOther(ctx context.Context, err error) error {
 	return grpcstatus.Error(codes.Internal, "internal error; the agent's log has details under this request id")
 }
 
-// outOfTurn reports whether a request was not sent because the agent's own rate would have allowed it
-// only after the call's deadline. The limiter says so before the deadline, in an error that has no
-// type. The API server's answer may quote such an error of a webhook's own client.
+// outOfTurn reports whether a request was not sent because the agent's own rate would have allowed
+// it only after the call's deadline. The limiter says so before the deadline, in an error that has
+// no type. The API server's answer may quote such an error of a webhook's own client.
 func outOfTurn(err error) bool {
 	status := apierrors.APIStatus(nil)
 	return !errors.As(err, &status) && strings.Contains(err.Error(), "would exceed context deadline")

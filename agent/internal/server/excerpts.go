@@ -15,11 +15,12 @@ import (
 // maxDeletedNodes is the maximum number of nodes of one NodeGroupDeleteNodes call.
 const maxDeletedNodes = 5000
 
-// maxNodeName bounds a node's name and provider ID, in bytes. An object's name has at most 253, and names of
-// template nodes consist of a group's name and a suffix.
+// maxNodeName bounds a node's name and provider ID, in bytes. An object's name has at most 253, and
+// names of template nodes consist of a group's name and a suffix.
 const maxNodeName = 1 << 10
 
-// nodeFields are the needed fields of an ExternalGrpcNode. Its labels and annotations are not decoded.
+// nodeFields are the needed fields of an ExternalGrpcNode. Its labels and annotations are not
+// decoded.
 var nodeFields = excerpt.Fields{1: {Name: "providerID", Check: isNodeName}, 2: {Name: "name", Check: isNodeName}}
 
 func isNodeName(value []byte) error {
@@ -29,8 +30,8 @@ func isNodeName(value []byte) error {
 	return nil
 }
 
-// excerpts lists, for methods of the cluster-autoscaler whose requests have more than the agent needs,
-// what it needs. The messages of that protocol have no constraints.
+// excerpts lists, for methods of the cluster-autoscaler whose requests have more than the agent
+// needs, what it needs. The messages of that protocol have no constraints.
 var excerpts = map[string]excerpt.Fields{
 	externalgrpc.CloudProvider_NodeGroupForNode_FullMethodName: {1: {Name: "node", Inside: nodeFields}},
 	externalgrpc.CloudProvider_PricingNodePrice_FullMethodName: {

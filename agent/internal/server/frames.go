@@ -17,8 +17,8 @@ type frames struct {
 
 func newFrames() *frames { return &frames{rest: len(http2.ClientPreface)} }
 
-// count consumes data, and returns how many frame headers were completed by it, and how many of them
-// are of frames that begin a call.
+// count consumes data, and returns how many frame headers were completed by it, and how many of
+// them are of frames that begin a call.
 func (f *frames) count(data []byte) (begun, calls int) {
 	for len(data) > 0 {
 		if f.rest > 0 {

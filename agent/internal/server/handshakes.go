@@ -139,8 +139,8 @@ func newFailedHandshakes(log logr.Logger) *failedHandshakes {
 	return f
 }
 
-// HandshakeMetric returns the metric of failed handshakes, for its description. [ListenTLS] registers
-// the one that counts.
+// HandshakeMetric returns the metric of failed handshakes, for its description. [ListenTLS]
+// registers the one that counts.
 func HandshakeMetric() prometheus.Collector { return newFailedHandshakes(logr.Discard()) }
 
 // maxCause is how many bytes of an error are logged. It may quote the client's certificate.

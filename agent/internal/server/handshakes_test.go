@@ -189,8 +189,8 @@ func TestEveryConnectionIsVerifiedAnew(t *testing.T) {
 		MinVersion: tls.VersionTLS13, InsecureSkipVerify: true, NextProtos: []string{"h2"},
 		Certificates: []tls.Certificate{certificate}, ClientSessionCache: cache,
 	}
-	// connect returns an error unless the server has accepted the certificate and sent its settings,
-	// which come after the tickets.
+	// connect returns an error unless the server has accepted the certificate and sent its
+	// settings, which come after the tickets.
 	connect := func() error {
 		dialer := tls.Dialer{Config: config}
 		conn, err := dialer.DialContext(f.ctx(), "tcp", f.address)

@@ -47,8 +47,8 @@ func (s *Server) before() grpc.UnaryServerInterceptor {
 }
 
 // after runs once the request has been decoded. The request's Cluster is only known once the
-// request is valid. The caller's rights are checked again after the call has waited for its turns, which
-// can take minutes.
+// request is valid. The caller's rights are checked again after the call has waited for its turns,
+// which can take minutes.
 func (s *Server) after(validator *validation.Validator) grpc.UnaryServerInterceptor {
 	return chain(s.endWhenShutOut, inTurn(validator.Unary()), s.authorizeUnary, limitAtHub, s.limitLists, s.authorizeUnary)
 }
@@ -207,9 +207,9 @@ func (s *Server) identifyStream(service any, stream grpc.ServerStream, info *grp
 	return handler(service, &middleware.WrappedServerStream{ServerStream: stream, WrappedContext: ctx})
 }
 
-// compressed reports whether the call's messages may be compressed. An answer would be, too, and the
-// transport would keep it in buffers of its own, which [Server.outgoing] can neither count nor bound
-// in time. And a request of a few bytes may expand to the largest one before it is counted.
+// compressed reports whether the call's messages may be compressed. An answer would be, too, and
+// the transport would keep it in buffers of its own, which [Server.outgoing] can neither count nor
+// bound in time. And a request of a few bytes may expand to the largest one before it is counted.
 func compressed(ctx context.Context) bool {
 	stream, ok := grpc.ServerTransportStreamFromContext(ctx).(interface{ RecvCompress() string })
 	return !ok || stream.RecvCompress() != "" && stream.RecvCompress() != encoding.Identity
@@ -217,8 +217,8 @@ func compressed(ctx context.Context) bool {
 
 var errCompressed = grpcstatus.Error(codes.Unimplemented, "this agent serves calls without compression only (grpc-encoding: identity)")
 
-// admit rejects calls with compression, callers that are shut out or may not call the method for any
-// Cluster, and, during shutdown, all callers.
+// admit rejects calls with compression, callers that are shut out or may not call the method for
+// any Cluster, and, during shutdown, all callers.
 func (s *Server) admit(ctx context.Context, method string) error {
 	c := callerOf(ctx)
 	if compressed(ctx) {
@@ -239,8 +239,8 @@ func (s *Server) admit(ctx context.Context, method string) error {
 	return nil
 }
 
-// mayCall returns an error if the caller is shut out or may not call a method for any Cluster, and nil
-// otherwise.
+// mayCall returns an error if the caller is shut out or may not call a method for any Cluster, and
+// nil otherwise.
 func (s *Server) mayCall(ctx context.Context, rule authz.Rule, c caller) error {
 	err := s.shutOut(ctx, c)
 	if of, ok := handshakeOf(ctx).(connectionInfo); ok {
@@ -317,8 +317,8 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 	return nil
 }
 
-// authorizeOnly rejects callers of methods whose requests name no Cluster, unless they are for exactly
-// one.
+// authorizeOnly rejects callers of methods whose requests name no Cluster, unless they are for
+// exactly one.
 func (s *Server) authorizeOnly(ctx context.Context, rule authz.Rule) error {
 	cluster, err := callerOf(ctx).OnlyCluster(rule)
 	if err != nil {
@@ -334,8 +334,8 @@ func holdersFor(ctx context.Context, method string, cluster *agentv1alpha1.Clust
 	return callerOf(ctx).Holders(authz.Methods[method], clusterName(cluster)).Has
 }
 
-// authorizeNow is like [Server.authorize], with the caller's current rights: they may have changed while
-// the request arrived or waited. The returned context has the caller with these rights.
+// authorizeNow is like [Server.authorize], with the caller's current rights: they may have changed
+// while the request arrived or waited. The returned context has the caller with these rights.
 func (s *Server) authorizeNow(ctx context.Context, method string, request any) (context.Context, error) {
 	c := s.presently(ctx)
 	c.requestID = callerOf(ctx).requestID
@@ -360,8 +360,8 @@ func (s *Server) authorizeStream(service any, stream grpc.ServerStream, info *gr
 	})
 }
 
-// authorizedStream authorizes each received message. Its context has the caller with the rights that it
-// had then.
+// authorizedStream authorizes each received message. Its context has the caller with the rights
+// that it had then.
 type authorizedStream struct {
 	*middleware.WrappedServerStream
 
@@ -400,7 +400,8 @@ func clusterName(ref *agentv1alpha1.ClusterRef) types.NamespacedName {
 	return types.NamespacedName{Namespace: ref.GetNamespace(), Name: ref.GetName()}
 }
 
-// errInternal is the response to a call or a stream that panicked. Callers learn nothing of the cause.
+// errInternal is the response to a call or a stream that panicked. Callers learn nothing of the
+// cause.
 var errInternal = grpcstatus.Error(codes.Internal, "internal error")
 
 // recovered is the response to a call whose handler panicked.
@@ -432,8 +433,9 @@ var changing = []string{
 	"NodeGroupIncreaseSize", "NodeGroupDeleteNodes", "NodeGroupDecreaseTargetSize",
 }
 
-// logger logs the end of a call. The messages differ, because the log has only a hundred lines a second with the
-// same one: failed calls, which one caller can cause by the thousand, leave room for the changes of others.
+// logger logs the end of a call. The messages differ, because the log has only a hundred lines a
+// second with the same one: failed calls, which one caller can cause by the thousand, leave room
+// for the changes of others.
 func (s *Server) logger() logging.Logger {
 	return logging.LoggerFunc(func(_ context.Context, level logging.Level, message string, fields ...any) {
 		logger := s.config.Log

@@ -78,9 +78,10 @@ func cut(ctx context.Context) {
 }
 
 // limitedAs returns the key under which a caller is limited. A Cluster's certificates are
-// distinguished by onboarding. All certificates with a SPIFFE ID that cannot be used, because they are
-// denied for example, are limited together: the same caller may have thousands of them. They use up
-// no limits of those that can be used. Certificates without a SPIFFE ID are distinguished by content.
+// distinguished by onboarding. All certificates with a SPIFFE ID that cannot be used, because they
+// are denied for example, are limited together: the same caller may have thousands of them. They
+// use up no limits of those that can be used. Certificates without a SPIFFE ID are distinguished by
+// content.
 func limitedAs(c caller, handshake credentials.AuthInfo) string {
 	switch {
 	case c.problem != "":
@@ -172,9 +173,9 @@ func ended(ctx context.Context) error {
 	return nil
 }
 
-// inTurn makes an interceptor check requests in their turns. The rest of the call is not serialized.
-// Large requests are exempt: they are handled one at a time anyway, and a SyncClaims has turns by now
-// that other callers wait for.
+// inTurn makes an interceptor check requests in their turns. The rest of the call is not
+// serialized. Large requests are exempt: they are handled one at a time anyway, and a SyncClaims
+// has turns by now that other callers wait for.
 func inTurn(check grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 		if slices.Contains(largeRequests, info.FullMethod) {
@@ -220,8 +221,8 @@ func (s *Server) limitLists(ctx context.Context, request any, info *grpc.UnarySe
 	return handler(ctx, request)
 }
 
-// objects returns how many objects the answer to a list has at most, by the views. It is zero for the
-// lists of the fleet, which are small.
+// objects returns how many objects the answer to a list has at most, by the views. It is zero for
+// the lists of the fleet, which are small.
 func (s *Server) objects(request any) int {
 	switch of := request.(type) {
 	case *agentv1alpha1.ListClaimsRequest:

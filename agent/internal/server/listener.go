@@ -127,11 +127,11 @@ func ListenLoopback(ctx context.Context, address string) (Listener, error) {
 	return Listener{Listener: listener, Credentials: listensLocally(callers), Security: "none, loopback only"}, nil
 }
 
-// ListenUnix listens on a unix socket that only the agent's user and group can open, in a folder that
-// not every user can write. Every connection has the given grant. A socket left behind by an earlier
-// process is replaced; a socket that is being served is not. The process's umask changes while the
-// socket is created, so files and directories that other goroutines create at that moment may get a
-// stricter mode.
+// ListenUnix listens on a unix socket that only the agent's user and group can open, in a folder
+// that not every user can write. Every connection has the given grant. A socket left behind by an
+// earlier process is replaced; a socket that is being served is not. The process's umask changes
+// while the socket is created, so files and directories that other goroutines create at that moment
+// may get a stricter mode.
 func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, error) {
 	if err := protectedFolder(filepath.Dir(path), "/proc/self/mountinfo"); err != nil {
 		return Listener{}, err
@@ -148,7 +148,8 @@ func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, 
 			return Listener{}, fmt.Errorf("removing an old socket: %w", err)
 		}
 	}
-	// The umask keeps other users out before the mode is set. The group may connect: a sidecar can run as another user.
+	// The umask keeps other users out before the mode is set. The group may connect: a sidecar can
+	// run as another user.
 	before := syscall.Umask(0o117)
 	listener, err := listen(ctx, "unix", path)
 	syscall.Umask(before)
@@ -264,8 +265,8 @@ func certificateMetrics(followed *certificates.Follower) []prometheus.Collector 
 		})...)
 }
 
-// CertificateMetrics returns metrics of a followed certificate: when its validity begins and ends, and
-// how often its files could not be used.
+// CertificateMetrics returns metrics of a followed certificate: when its validity begins and ends,
+// and how often its files could not be used.
 func CertificateMetrics(name string, stats func() (notBefore, notAfter time.Time, errors int64)) []prometheus.Collector {
 	labels := prometheus.Labels{"certificate": name}
 	return []prometheus.Collector{

@@ -28,8 +28,8 @@ var (
 )
 
 // load counts what each Cluster's calls cost. Only Clusters that exist have numbers of their own,
-// so certificates for invented names cannot make up new ones. All other callers are counted by their
-// role.
+// so certificates for invented names cannot make up new ones. All other callers are counted by
+// their role.
 type load struct {
 	// exists reports whether a Cluster exists and is served.
 	exists func(cluster types.NamespacedName) bool
@@ -140,8 +140,8 @@ func (l *load) current() map[loader]loadOf {
 	return all
 }
 
-// servedCluster reports whether the agent serves a Cluster. It is false for a Cluster that the caches
-// do not show yet.
+// servedCluster reports whether the agent serves a Cluster. It is false for a Cluster that the
+// caches do not show yet.
 func (s *Server) servedCluster(cluster types.NamespacedName) bool {
 	select {
 	case <-s.config.NodeGroups.Ready():

@@ -28,9 +28,9 @@ import (
 
 // The generated handlers of unary calls decode a request before they call any interceptor, and a
 // server has a single size limit for the messages of all its methods. This file changes both.
-// Checks that need only the caller and the method run before the body is read. The body is read only
-// if the size that it announces is within the method's limit, and decoded only once its number of
-// elements is known to be within the limits of the API.
+// Checks that need only the caller and the method run before the body is read. The body is read
+// only if the size that it announces is within the method's limit, and decoded only once its number
+// of elements is known to be within the limits of the API.
 //
 // grpc.InTapHandle also runs before the body is read, but is not suited to reject calls: the timer
 // of each rejected call keeps running for the time-out that its caller chose.
@@ -38,11 +38,11 @@ import (
 const (
 	// maxMessageBytes is the size limit of a request of the methods in largeRequests.
 	maxMessageBytes = 4 << 20
-	// maxSmallMessageBytes is the size limit of most requests. A CreateClaim request with a thousand
-	// candidates is half as large.
+	// maxSmallMessageBytes is the size limit of most requests. A CreateClaim request with a
+	// thousand candidates is half as large.
 	maxSmallMessageBytes = 256 << 10
-	// maxOpenMessageBytes is the size limit of the requests that every caller may send, whatever its
-	// rights. They have a name at most, and a health watch keeps it for as long as it is open.
+	// maxOpenMessageBytes is the size limit of the requests that every caller may send, whatever
+	// its rights. They have a name at most, and a health watch keeps it for as long as it is open.
 	maxOpenMessageBytes = 4 << 10
 )
 
@@ -91,9 +91,9 @@ type messageReader interface {
 // messageHeader is the length of what precedes a message: whether it is compressed, and its size.
 const messageHeader = 5
 
-// readMessage reads the next message of a call into raw. It reads nothing of a message that is larger
-// than its method's requests may be. Unless the caller may send several, there must be exactly one, as
-// the generated handlers expect. After the last of several, it returns [io.EOF].
+// readMessage reads the next message of a call into raw. It reads nothing of a message that is
+// larger than its method's requests may be. Unless the caller may send several, there must be
+// exactly one, as the generated handlers expect. After the last of several, it returns [io.EOF].
 func readMessage(ctx context.Context, method string, several bool, raw *body) error {
 	stream, ok := grpc.ServerTransportStreamFromContext(ctx).(messageReader)
 	if !ok {
@@ -242,8 +242,8 @@ func (r registrar) guard(method string, handler grpc.MethodHandler) grpc.MethodH
 	}
 }
 
-// boundMessages is the outermost interceptor of streaming calls: all others see the messages that it
-// reads, each into a [body].
+// boundMessages is the outermost interceptor of streaming calls: all others see the messages that
+// it reads, each into a [body].
 func boundMessages(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	return handler(service, &boundedStream{ServerStream: stream, info: info})
 }

@@ -254,7 +254,8 @@ func TestNothingIsReadOfACallerWithoutARight(t *testing.T) {
 	}
 }
 
-// A caller that is denied or offboarded could starve others otherwise, with calls that need no right.
+// A caller that is denied or offboarded could starve others otherwise, with calls that need no
+// right.
 func TestNothingIsReadOfACallerThatIsShutOut(t *testing.T) {
 	f := start(t, limited(func(o *limits.Options) { o.RequestTimeout = time.Hour }), func(_ *fixture, c *server.Config) {
 		policy := policyOf(t, "deny:\n- id: spiffe://karpenter-capi/cluster/fleet/denied\n")

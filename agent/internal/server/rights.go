@@ -23,21 +23,21 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
-// defaultRightsInterval is how often the rights of watchers are checked again. Those of other callers
-// are checked when the call begins, and again when it has waited for its turns. A call in progress ends
-// if its caller is shut out altogether.
+// defaultRightsInterval is how often the rights of watchers are checked again. Those of other
+// callers are checked when the call begins, and again when it has waited for its turns. A call in
+// progress ends if its caller is shut out altogether.
 const defaultRightsInterval = 5 * time.Second
 
-// endedRightsError is the cause that ends a watch stream, or a call of a caller that was shut out. It
-// wraps the error that the caller receives.
+// endedRightsError is the cause that ends a watch stream, or a call of a caller that was shut out.
+// It wraps the error that the caller receives.
 type endedRightsError struct{ error }
 
 func (e *endedRightsError) Unwrap() error { return e.error }
 
 // whileEntitled returns a context that is cancelled with an [*endedRightsError] once the caller of
 // a stream is no longer entitled to it: because the policy has changed, or its certificate has
-// expired, or belongs to a past onboarding or a withdrawn authority. entitled is called from another
-// goroutine, with the context that whileEntitled returns. If it panics, the stream ends.
+// expired, or belongs to a past onboarding or a withdrawn authority. entitled is called from
+// another goroutine, with the context that whileEntitled returns. If it panics, the stream ends.
 func (s *Server) whileEntitled(ctx context.Context, entitled func(context.Context) error) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	go func() {
@@ -84,8 +84,8 @@ func (s *Server) presently(ctx context.Context) caller {
 	return caller{problem: "the connection has no identity"}
 }
 
-// entitledToMany is like [Server.entitled] for a stream of all Clusters that the caller may read. It
-// ends when the caller may read others, so that the next stream shows them.
+// entitledToMany is like [Server.entitled] for a stream of all Clusters that the caller may read.
+// It ends when the caller may read others, so that the next stream shows them.
 func (s *Server) entitledToMany(ctx context.Context, rule authz.Rule, since caller) error {
 	c := s.presently(ctx)
 	switch {
@@ -99,12 +99,13 @@ func (s *Server) entitledToMany(ctx context.Context, rule authz.Rule, since call
 	return s.onboarded(ctx, c)
 }
 
-// endWhenShutOut ends a unary call in progress when its caller is found to be shut out: what it has not
-// done yet, it may not do any more.
+// endWhenShutOut ends a unary call in progress when its caller is found to be shut out: what it has
+// not done yet, it may not do any more.
 func (s *Server) endWhenShutOut(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	p, _ := peer.FromContext(ctx)
 	of, accepted := p.AuthInfo.(connectionInfo)
-	// A method that asks about the onboarding itself may know of one that the caches do not show yet.
+	// A method that asks about the onboarding itself may know of one that the caches do not show
+	// yet.
 	if !accepted || authz.Methods[info.FullMethod].AsksOnboarding {
 		return handler(ctx, request)
 	}
@@ -117,14 +118,14 @@ func (s *Server) endWhenShutOut(ctx context.Context, request any, info *grpc.Una
 	return response, err
 }
 
-// shutOutGrace is how long a connection stays open whose caller is shut out. Meanwhile its calls and
-// streams end, and further ones are refused, with the reason. Then its client has to connect again,
-// with a new certificate if it has one.
+// shutOutGrace is how long a connection stays open whose caller is shut out. Meanwhile its calls
+// and streams end, and further ones are refused, with the reason. Then its client has to connect
+// again, with a new certificate if it has one.
 const shutOutGrace = 10 * time.Second
 
 // shutOut returns an error, with the reason, if a caller may not use the agent at all, and nil
-// otherwise: its certificate is denied or has expired, its authority was withdrawn or may not sign it,
-// or its onboarding has ended.
+// otherwise: its certificate is denied or has expired, its authority was withdrawn or may not sign
+// it, or its onboarding has ended.
 func (s *Server) shutOut(ctx context.Context, c caller) error {
 	if c.problem != "" && !c.unnamed {
 		return agenterrors.Unauthenticated(c.problem)
@@ -136,8 +137,8 @@ func (s *Server) shutOut(ctx context.Context, c caller) error {
 	return nil
 }
 
-// partWithShutOut closes the connections whose callers have been shut out for the grace period, until
-// the context ends.
+// partWithShutOut closes the connections whose callers have been shut out for the grace period,
+// until the context ends.
 func (s *Server) partWithShutOut(ctx context.Context) {
 	wait.UntilWithContext(ctx, func(ctx context.Context) {
 		for c, info := range s.remote.current() {

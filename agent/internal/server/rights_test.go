@@ -407,8 +407,8 @@ func TestACallerThatIsDeniedLaterIsReadSlowly(t *testing.T) {
 	f.requireSlowed(func() { require.Equal(t, "16", call()) })
 }
 
-// requireSlowed requires that a connection is read slowly by the time that it has been refused 2,000
-// calls.
+// requireSlowed requires that a connection is read slowly by the time that it has been refused
+// 2,000 calls.
 func (f *fixture) requireSlowed(refused func()) {
 	f.Helper()
 	slowed := func() bool { return sum(f.T, f.registry, "capi_agent_slow_reads_total", "reason", "refusals") > 0 }

@@ -101,8 +101,8 @@ type Config struct {
 	TracerProvider trace.TracerProvider
 	// Clock provides the time. Nil means the system clock.
 	Clock clock.PassiveClock
-	// RightsInterval is how often the rights of watchers are checked again, and whether the callers of
-	// open connections are shut out. Zero means every five seconds.
+	// RightsInterval is how often the rights of watchers are checked again, and whether the callers
+	// of open connections are shut out. Zero means every five seconds.
 	RightsInterval time.Duration
 	// NoReflection leaves out gRPC's reflection.
 	NoReflection bool
@@ -154,7 +154,8 @@ type Server struct {
 	limits   *limits.Limiter
 	load     *load
 	remote   openConnections
-	// refusals and closures are the identities whose connections were refused or closed a moment ago.
+	// refusals and closures are the identities whose connections were refused or closed a moment
+	// ago.
 	refusals, closures seldom
 	// listeners are set by Serve.
 	listeners atomic.Pointer[[]Listener]
@@ -212,7 +213,8 @@ func New(c Config) (*Server, error) {
 		grpc.InTapHandle(cuttable),
 		grpc.ForceServerCodecV2(s.codec),
 		grpc.MaxConcurrentStreams(maxStreams),
-		// The default pool's buffers are up to four times as large as the frame that is read into them.
+		// The default pool's buffers are up to four times as large as the frame that is read into
+		// them.
 		experimental.BufferPool(mem.NopBufferPool{}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinimumTime, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{

@@ -409,8 +409,8 @@ func TestCertificatesRotateWithoutARestart(t *testing.T) {
 	require.Equal(t, codes.Unavailable, grpcstatus.Code(f.list(f.signedBy(old, "spiffe://karpenter-capi/cluster/fleet/spoke"))))
 }
 
-// A renewed authority that keeps its key verifies what the earlier one has signed, on both sides, so
-// that the sides may learn of it at different times.
+// A renewed authority that keeps its key verifies what the earlier one has signed, on both sides,
+// so that the sides may learn of it at different times.
 func TestARenewedAuthorityWithTheSameKeyKeepsAllCallers(t *testing.T) {
 	f := start(t)
 	earlier := f.cluster()

@@ -29,8 +29,8 @@ var reads = authz.Methods[agentv1alpha1.NodeGroupService_ListNodeGroups_FullMeth
 func (s *status) GetStatus(ctx context.Context, _ *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
 	c := callerOf(ctx)
 	if grpcstatus.Code(s.onboarded(ctx, c)) == codes.Unauthenticated {
-		// Its onboarding has ended, and all its rights with it. Before the view of the hub is complete,
-		// this cannot be told.
+		// Its onboarding has ended, and all its rights with it. Before the view of the hub is
+		// complete, this cannot be told.
 		c.Grants = nil
 	}
 	clusters, all := c.Clusters()

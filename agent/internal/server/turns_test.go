@@ -164,8 +164,9 @@ func TestCallsThatQueryTheHubForMachinesWaitForTheirCallersOtherOnes(t *testing.
 	require.NoError(t, list(t.Context()))
 }
 
-// However many spokes synchronize at once, a bounded number of their requests is decoded and handled.
-// The others wait, in the order of their arrival, and calls of other methods do not wait for them.
+// However many spokes synchronize at once, a bounded number of their requests is decoded and
+// handled. The others wait, in the order of their arrival, and calls of other methods do not wait
+// for them.
 func TestABoundedNumberOfSyncClaimsIsHandledAtOnce(t *testing.T) {
 	f := start(t, func(f *fixture, _ *server.Config) { f.engine.block = make(chan struct{}) })
 	const tenants, handled = 24, 16

@@ -7,19 +7,20 @@ import (
 )
 
 const (
-	// undecidedCalls is how many calls of a connection may be undecided before it is read further. Its
-	// caller has up to sixteen connections.
+	// undecidedCalls is how many calls of a connection may be undecided before it is read further.
+	// Its caller has up to sixteen connections.
 	undecidedCalls = 16
 	// undecidedWithin is how long a connection is left unread for them at most. A decision takes a
-	// fraction of a millisecond, but no interceptor sees calls of unknown methods, or those that the
-	// transport refuses.
+	// fraction of a millisecond, but no interceptor sees calls of unknown methods, or those that
+	// the transport refuses.
 	undecidedWithin = 50 * time.Millisecond
 )
 
 // undecided counts the calls of a connection that have been read, and that the limits have neither
-// admitted nor refused yet. The transport starts a goroutine for each call that it reads. If a caller
-// sends thousands of calls that will be refused, all of them would be read and started before the first
-// refusal makes the agent read its connections slowly. It is safe for concurrent use.
+// admitted nor refused yet. The transport starts a goroutine for each call that it reads. If a
+// caller sends thousands of calls that will be refused, all of them would be read and started
+// before the first refusal makes the agent read its connections slowly. It is safe for concurrent
+// use.
 type undecided struct {
 	mu    sync.Mutex
 	calls int
@@ -50,8 +51,8 @@ func (u *undecided) set(calls int) {
 	}
 }
 
-// wait returns when there are few undecided calls, when it has waited for long, or when ctx is done.
-// There must not be two waits at a time.
+// wait returns when there are few undecided calls, when it has waited for long, or when ctx is
+// done. There must not be two waits at a time.
 func (u *undecided) wait(ctx context.Context) {
 	u.mu.Lock()
 	if u.calls <= undecidedCalls {

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/net/http2"
 )
 
-// flooded returns a connection on which thousands of calls arrive, and a function that reads what it may
-// of them and returns how many are undecided then.
+// flooded returns a connection on which thousands of calls arrive, and a function that reads what
+// it may of them and returns how many are undecided then.
 func flooded(t *testing.T) (c *connection, read func() int) {
 	t.Helper()
 	near, far := net.Pipe()

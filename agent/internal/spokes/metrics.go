@@ -44,8 +44,8 @@ func seenOf(status v1alpha1.SpokeStatus) seen {
 	return s
 }
 
-// Collector returns metrics of the Spokes, as of the last [Spokes.Look] and of what was noted since.
-// All agents report the same Spokes, whichever of them the shims call.
+// Collector returns metrics of the Spokes, as of the last [Spokes.Look] and of what was noted
+// since. All agents report the same Spokes, whichever of them the shims call.
 func (s *Spokes) Collector() prometheus.Collector { return collector{s} }
 
 type collector struct{ *Spokes }

@@ -15,9 +15,9 @@ import (
 )
 
 const (
-	// reportInterval is the minimum interval between writes of what a shim reports about NodePools, for
-	// reports of up to reportBytes. It grows with their size: etcd keeps each version of a Spoke for
-	// minutes, and a report may have 256 KiB.
+	// reportInterval is the minimum interval between writes of what a shim reports about NodePools,
+	// for reports of up to reportBytes. It grows with their size: etcd keeps each version of a
+	// Spoke for minutes, and a report may have 256 KiB.
 	reportInterval = 10 * time.Second
 	reportBytes    = 8 << 10
 )
@@ -53,8 +53,8 @@ func (e *TooSoonError) Error() string {
 	return fmt.Sprintf("the last change was reported a moment ago; the next is accepted in %s", e.RetryAfter)
 }
 
-// Report records in a Cluster's Spoke what its shim reports about NodePools. It writes only changes,
-// and fails with [*TooSoonError] if they come too fast.
+// Report records in a Cluster's Spoke what its shim reports about NodePools. It writes only
+// changes, and fails with [*TooSoonError] if they come too fast.
 func (s *Spokes) Report(ctx context.Context, cluster *clusterv1.Cluster, report Report) error {
 	key := client.ObjectKeyFromObject(cluster)
 	due, err := s.reportDue(key, report)

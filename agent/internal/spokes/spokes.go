@@ -40,8 +40,8 @@ const (
 	// silence is how long after its last sync a Spoke is no longer connected. It covers several
 	// sync intervals of a shim, and two intervals between writes.
 	silence = 3 * noteInterval
-	// catchUp is how long an agent must have been able to list the Spokes before it calls one silent. Shims
-	// synchronize every minute by default.
+	// catchUp is how long an agent must have been able to list the Spokes before it calls one
+	// silent. Shims synchronize every minute by default.
 	catchUp = 3 * time.Minute
 	// lookInterval is how often Spokes are checked for silence.
 	lookInterval = time.Minute
@@ -75,16 +75,16 @@ type Config struct {
 	Namespaces []string
 	// Serves reports whether the agent serves a Cluster. REQUIRED.
 	Serves func(cluster types.NamespacedName) bool
-	// Changed is called when [Spokes.Status] has changed for a Cluster. It must not block. Nil calls
-	// nothing.
+	// Changed is called when [Spokes.Status] has changed for a Cluster. It must not block. Nil
+	// calls nothing.
 	Changed func(cluster types.NamespacedName)
-	// AgentVersion and APIVersion describe the agent. Spokes show those of the agent that their shim
-	// has called last.
+	// AgentVersion and APIVersion describe the agent. Spokes show those of the agent that their
+	// shim has called last.
 	AgentVersion, APIVersion string
 	// Recorder records events on Spokes. Nil records none.
 	Recorder events.EventRecorder
-	// HubTime is the time that is written to Spokes and compared with theirs. All agents of a hub must
-	// agree on it. Nil means Clock.
+	// HubTime is the time that is written to Spokes and compared with theirs. All agents of a hub
+	// must agree on it. Nil means Clock.
 	HubTime clock.PassiveClock
 	// Clock measures intervals. REQUIRED.
 	Clock clock.WithTicker
@@ -100,13 +100,15 @@ type Spokes struct {
 	noted map[types.NamespacedName]note
 	// reports are the last reports about NodePools.
 	reports map[types.NamespacedName]reported
-	// paused is when the Clusters of Spokes that are silent, or nearly so, were last seen to be paused.
+	// paused is when the Clusters of Spokes that are silent, or nearly so, were last seen to be
+	// paused.
 	paused map[types.NamespacedName]time.Time
 	// seen are the served Spokes, as last read or written.
 	seen map[types.NamespacedName]sight
 	// failed is the error that was logged last.
 	failed string
-	// looking is since when this agent has been able to list the Spokes; zero if it was not the last time.
+	// looking is since when this agent has been able to list the Spokes; zero if it was not the
+	// last time.
 	looking time.Time
 }
 
@@ -114,7 +116,8 @@ type note struct {
 	contact Contact
 	at      time.Time
 	failed  bool // to be written
-	// wait is how long the next note has to wait because of the Spoke's size: etcd keeps each version of it.
+	// wait is how long the next note has to wait because of the Spoke's size: etcd keeps each
+	// version of it.
 	wait time.Duration
 }
 
@@ -155,9 +158,9 @@ var ErrNotExpected = errors.New(
 	"the Cluster's Spoke does not expect this bootstrap certificate: the Spoke was deleted since, or an older release onboarded the Cluster")
 
 // Expect records in a Cluster's Spoke that a bootstrap certificate of an onboarding may be used,
-// once ([Spokes.Enroll]). It must be called before the onboarding begins. unchanged returns an error
-// if the onboarding must not begin; it is called once the Spoke has been read, and no concurrent call
-// of Expect for that Spoke succeeds from then on.
+// once ([Spokes.Enroll]). It must be called before the onboarding begins. unchanged returns an
+// error if the onboarding must not begin; it is called once the Spoke has been read, and no
+// concurrent call of Expect for that Spoke succeeds from then on.
 func Expect(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, onboarding string, unchanged func() error) error {
 	s := New(Config{Client: hub})
 	err := retry.OnError(retry.DefaultBackoff, retryable, func() error {
@@ -268,7 +271,8 @@ func (s *Spokes) NoteIssued(ctx context.Context, name types.NamespacedName, issu
 	if issued.Enrolled {
 		how = "issued for a bootstrap certificate"
 	}
-	// Events that differ in their message alone are counted as one, which shows the first serial number.
+	// Events that differ in their message alone are counted as one, which shows the first serial
+	// number.
 	s.event(spoke, corev1.EventTypeNormal, "CertificateIssued", "Issue-"+issued.Serial,
 		fmt.Sprintf("the shim's certificate was %s: serial %s, valid until %s", how, issued.Serial, issued.NotAfter.UTC().Format(time.RFC3339)))
 }
@@ -433,8 +437,8 @@ func (s *Spokes) Status(cluster types.NamespacedName) (v1alpha1.SpokeStatus, boo
 }
 
 // SpokeID returns the id of the cluster whose shim last synchronized a Cluster's claims, "" if none
-// has since the Cluster was onboarded, or if the agent does not know yet. It knows what another agent
-// has recorded from the next [Spokes.Look] on.
+// has since the Cluster was onboarded, or if the agent does not know yet. It knows what another
+// agent has recorded from the next [Spokes.Look] on.
 func (s *Spokes) SpokeID(cluster types.NamespacedName) string {
 	status, _ := s.Status(cluster)
 	return status.SpokeID
@@ -458,15 +462,15 @@ func (s *Spokes) ReadSpokeID(ctx context.Context, cluster types.NamespacedName) 
 	return spoke.Status.SpokeID, nil
 }
 
-// wrote is [Spokes.see] for a Spoke that this agent has just written, after a read that began at the
-// given time.
+// wrote is [Spokes.see] for a Spoke that this agent has just written, after a read that began at
+// the given time.
 func (s *Spokes) wrote(spoke *v1alpha1.Spoke, began time.Time) {
 	s.see(client.ObjectKeyFromObject(spoke), &spoke.Status, began, s.Clock.Now())
 }
 
-// see records the status of a Spoke that was read by a request which began at the given time, or was
-// written based on it; nil if there is no Spoke. What was written since then is newer, and stays.
-// written is zero for a read.
+// see records the status of a Spoke that was read by a request which began at the given time, or
+// was written based on it; nil if there is no Spoke. What was written since then is newer, and
+// stays. written is zero for a read.
 func (s *Spokes) see(key types.NamespacedName, status *v1alpha1.SpokeStatus, began, written time.Time) {
 	s.mu.Lock()
 	before, known := s.seen[key]
@@ -548,8 +552,8 @@ func (s *Spokes) Run(ctx context.Context) error {
 	return nil
 }
 
-// Look marks silent Spokes once. After a time without the hub or without an agent, shims first get the time to
-// synchronize: their silence is not theirs.
+// Look marks silent Spokes once. After a time without the hub or without an agent, shims first get
+// the time to synchronize: their silence is not theirs.
 func (s *Spokes) Look(ctx context.Context) error {
 	s.forget()
 	now := s.Clock.Now()
@@ -570,8 +574,8 @@ func (s *Spokes) Read(ctx context.Context) error {
 	return s.readAll(ctx, func(context.Context, *v1alpha1.Spoke) error { return nil })
 }
 
-// readAll calls a function for each served Spoke, and then sees it. A function that fails leaves the
-// Spoke as it was read.
+// readAll calls a function for each served Spoke, and then sees it. A function that fails leaves
+// the Spoke as it was read.
 func (s *Spokes) readAll(ctx context.Context, do func(context.Context, *v1alpha1.Spoke) error) error {
 	began := s.Clock.Now()
 	all, unread := map[types.NamespacedName]v1alpha1.SpokeStatus{}, map[types.NamespacedName]bool{}
@@ -617,8 +621,8 @@ func (s *Spokes) forget() {
 	}
 }
 
-// each calls a function for every Spoke in the namespaces. No namespaces means all. complete is false
-// if not all Spokes could be listed.
+// each calls a function for every Spoke in the namespaces. No namespaces means all. complete is
+// false if not all Spokes could be listed.
 func each(
 	ctx context.Context, c client.Client, namespaces []string, do func(context.Context, *v1alpha1.Spoke) error,
 ) (complete bool, err error) {
@@ -672,8 +676,9 @@ func Remove(
 	return removed, err
 }
 
-// held reports whether the Cluster is paused, or was a short time ago. No live set of it is accepted while it is,
-// and a Spoke that is being moved is not written. Thereafter the shim first gets the time to synchronize.
+// held reports whether the Cluster is paused, or was a short time ago. No live set of it is
+// accepted while it is, and a Spoke that is being moved is not written. Thereafter the shim first
+// gets the time to synchronize.
 func (s *Spokes) held(ctx context.Context, name types.NamespacedName) (bool, error) {
 	var cluster clusterv1.Cluster
 	if err := s.Client.Get(ctx, name, &cluster); client.IgnoreNotFound(err) != nil {

@@ -91,7 +91,8 @@ func (w *world) enroll(agent *spokes.Spokes, id string) {
 	require.NoError(w, agent.Enroll(w.Context(), key("a"), id, "key of "+id))
 }
 
-// What a set without an id, or one that is unrelated to the claims, says is no news about the cluster.
+// What a set without an id, or one that is unrelated to the claims, says is no news about the
+// cluster.
 func TestOnlyASetOfExistingClaimsReplacesTheCluster(t *testing.T) {
 	w := newWorld(t, "a")
 	agent := w.agent(interceptor.Funcs{})

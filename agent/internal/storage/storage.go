@@ -1,6 +1,7 @@
-// Package storage limits how many bytes of the hub's etcd claims take up, ended ones included: those of
-// one Cluster, and those of all Clusters together. It also limits how many ended claims all Clusters
-// have together. The numbers of one Cluster's claims have limits of their own, in package claims.
+// Package storage limits how many bytes of the hub's etcd claims take up, ended ones included:
+// those of one Cluster, and those of all Clusters together. It also limits how many ended claims
+// all Clusters have together. The numbers of one Cluster's claims have limits of their own, in
+// package claims.
 package storage
 
 import (
@@ -33,8 +34,8 @@ const (
 	// retryAfter is when a caller should try again. Ended claims that have been kept for
 	// --tombstone-retention may be deleted by then.
 	retryAfter = time.Minute
-	// assuredEnded and assuredBytes are what every Cluster may have, whatever others have. The bytes
-	// suffice for so many claims of 8 KiB, and a usual one takes up 3.2 KB.
+	// assuredEnded and assuredBytes are what every Cluster may have, whatever others have. The
+	// bytes suffice for so many claims of 8 KiB, and a usual one takes up 3.2 KB.
 	assuredEnded, assuredBytes = 500, 4 << 20
 )
 
@@ -42,15 +43,15 @@ const (
 type Limits struct {
 	// Bytes is how many bytes the claims of one Cluster may take up.
 	Bytes int64
-	// AllBytes is how many bytes the claims of all Clusters together may take up, and AllEnded how many
-	// ended claims they may have. The Clusters with the most are the first to get no more.
+	// AllBytes is how many bytes the claims of all Clusters together may take up, and AllEnded how
+	// many ended claims they may have. The Clusters with the most are the first to get no more.
 	AllBytes int64
 	AllEnded int
 }
 
-// Budget knows how many bytes the claims of each Cluster take up, how many of them have ended, and the
-// limits. It measures each claim on its way into the cache, because the cache does not keep all of it.
-// Its methods may be called concurrently.
+// Budget knows how many bytes the claims of each Cluster take up, how many of them have ended, and
+// the limits. It measures each claim on its way into the cache, because the cache does not keep all
+// of it. Its methods may be called concurrently.
 type Budget struct {
 	limit    int64 // of one Cluster; 0 means none
 	allBytes limits.Sum[int64]
@@ -101,8 +102,8 @@ type account struct {
 	timesExceeded uint64
 }
 
-// New returns a budget with these limits. [Budget.Measure] and [Budget.Follow] must be used before the
-// cache starts.
+// New returns a budget with these limits. [Budget.Measure] and [Budget.Follow] must be used before
+// the cache starts.
 func New(l Limits) *Budget {
 	return &Budget{
 		limit:    l.Bytes,
@@ -122,8 +123,8 @@ func (b *Budget) Measure(then toolscache.TransformFunc) toolscache.TransformFunc
 	}
 }
 
-// measure measures each version once: an informer transforms the objects of a streamed list twice, the
-// second time after the given transform has changed them, and lists versions again that it has.
+// measure measures each version once: an informer transforms the objects of a streamed list twice,
+// the second time after the given transform has changed them, and lists versions again that it has.
 func (b *Budget) measure(claim *v1alpha1.MachineClaim) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -193,8 +194,8 @@ func (b *Budget) see(object any) {
 	b.stored[claim.UID] = entry{of, last}
 }
 
-// change is [Budget.see] of a claim in the place of another version, or, after a list, of another claim
-// of the same name.
+// change is [Budget.see] of a claim in the place of another version, or, after a list, of another
+// claim of the same name.
 func (b *Budget) change(before, after any) {
 	old, isClaim := before.(*v1alpha1.MachineClaim)
 	if now, ok := after.(*v1alpha1.MachineClaim); ok && isClaim && old.UID != now.UID {
@@ -247,8 +248,8 @@ func (b *Budget) of(cluster types.NamespacedName) usage {
 	return usage{}
 }
 
-// Crowded reports whether ended claims of a Cluster have to go early, because it has nearly as many as
-// the limit of all Clusters leaves to it.
+// Crowded reports whether ended claims of a Cluster have to go early, because it has nearly as many
+// as the limit of all Clusters leaves to it.
 func (b *Budget) Crowded(cluster types.NamespacedName) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -275,8 +276,8 @@ func (b *Budget) Room(ctx context.Context, key claims.Key, find func(context.Con
 	return full
 }
 
-// full returns which limit a Cluster has used up; nil if none. A message about what all Clusters have
-// contains no numbers: a caller could compute from them what others have.
+// full returns which limit a Cluster has used up; nil if none. A message about what all Clusters
+// have contains no numbers: a caller could compute from them what others have.
 func (b *Budget) full(cluster types.NamespacedName) *claims.TooManyError {
 	b.mu.Lock()
 	defer b.mu.Unlock()

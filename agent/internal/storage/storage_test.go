@@ -195,8 +195,8 @@ var (
 	victim = types.NamespacedName{Namespace: "team-a", Name: "victim"}
 )
 
-// fill makes claims of a Cluster, until it is refused or has as many as given. It returns how many it
-// made, and the refusal.
+// fill makes claims of a Cluster, until it is refused or has as many as given. It returns how many
+// it made, and the refusal.
 func (w *environment) fill(
 	t *testing.T, cluster types.NamespacedName, most int, claim func(id string) *v1alpha1.MachineClaim,
 ) (made int, refused error) {
@@ -214,8 +214,8 @@ func (w *environment) fill(
 	return made, refused
 }
 
-// fillAll makes claims of all attackers in turns, until each is refused or there are as many as given,
-// and returns how many it made.
+// fillAll makes claims of all attackers in turns, until each is refused or there are as many as
+// given, and returns how many it made.
 func (w *environment) fillAll(
 	t *testing.T, most int, claim func(cluster types.NamespacedName, id string) *v1alpha1.MachineClaim,
 ) (all int, refused error) {

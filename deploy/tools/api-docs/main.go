@@ -1,7 +1,9 @@
-// Command protoc-gen-api-docs is a protoc plugin that writes one Markdown page, api.md, about all the files it is asked to
-// generate: each service and RPC with its comment, each message with its fields and their constraints, each enum.
+// Command protoc-gen-api-docs is a protoc plugin that writes one Markdown page, api.md, about all
+// the files it is asked to generate: each service and RPC with its comment, each message with its
+// fields and their constraints, each enum.
 //
-// Comments are taken as Markdown, as they are. The generators that exist do not show protovalidate's constraints.
+// Comments are taken as Markdown, as they are. The generators that exist do not show
+// protovalidate's constraints.
 package main
 
 import (
@@ -189,7 +191,8 @@ func cell(field *protogen.Field) string {
 	return text + " Constraints: " + strings.Join(constraints, ", ") + "."
 }
 
-// constraints are the rules that are set, each as "`path` = `value`", in the order in which protovalidate declares them.
+// constraints are the rules that are set, each as "`path` = `value`", in the order in which
+// protovalidate declares them.
 func constraints(prefix string, rules protoreflect.Message) []string {
 	var found []string
 	fields := rules.Descriptor().Fields()

@@ -2,8 +2,8 @@
 //
 //	crd-docs docs/objects.md <file with a CustomResourceDefinition> …
 //
-// A field without a description is an error, which the generators of the field do not report; they also read Go types, not the CRDs that the
-// charts install.
+// A field without a description is an error, which the generators of the field do not report; they
+// also read Go types, not the CRDs that the charts install.
 package main
 
 import (

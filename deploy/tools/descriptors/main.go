@@ -1,6 +1,6 @@
-// Command descriptors completes a descriptor set for clients that have no generated code. It adds the messages that the details
-// of the API's errors consist of, google.rpc.Status and its like: no method names them, so they are not among the imports of
-// the protos.
+// Command descriptors completes a descriptor set for clients that have no generated code. It adds
+// the messages that the details of the API's errors consist of, google.rpc.Status and its like: no
+// method names them, so they are not among the imports of the protos.
 package main
 
 import (

@@ -1,10 +1,12 @@
-// Command metrics-docs writes the reference of the binaries' metrics from what they print with the hidden command metrics-docs:
-// for each metric the Go type that serves it, a tab, and its description as github.com/prometheus/client_golang formats it.
+// Command metrics-docs writes the reference of the binaries' metrics from what they print with the
+// hidden command metrics-docs: for each metric the Go type that serves it, a tab, and its
+// description as github.com/prometheus/client_golang formats it.
 //
 //	metrics-docs docs/metrics.md <binary>:<prefix of its own metrics> …
 //
-// Generators that parse Go source, such as that of github.com/aws/karpenter-provider-aws, are not used: they do not see the metrics that
-// libraries create at run time, such as those of each kind's conditions, unless these are listed by hand.
+// Generators that parse Go source, such as that of github.com/aws/karpenter-provider-aws, are not
+// used: they do not see the metrics that libraries create at run time, such as those of each kind's
+// conditions, unless these are listed by hand.
 package main
 
 import (

@@ -1,12 +1,14 @@
-// Command options-docs writes the reference of the binaries' options from what they print with --help, as packages flag and
-// github.com/spf13/pflag format it. The commands of a binary are those that github.com/spf13/cobra lists there.
+// Command options-docs writes the reference of the binaries' options from what they print with
+// --help, as packages flag and github.com/spf13/pflag format it. The commands of a binary are those
+// that github.com/spf13/cobra lists there.
 //
 //	options-docs docs/options.md <binary>:<prefix of its environment variables>[:all] …
 //
-// Cobra's own generator is not used: it writes a page for each command, without environment variables, and does not see the
-// shim's flags, which Karpenter core defines with package flag.
+// Cobra's own generator is not used: it writes a page for each command, without environment
+// variables, and does not see the shim's flags, which Karpenter core defines with package flag.
 //
-// With all, the flags of commands can be set by environment variables, too. Otherwise only those of the binary itself can.
+// With all, the flags of commands can be set by environment variables, too. Otherwise only those of
+// the binary itself can.
 package main
 
 import (
@@ -91,7 +93,8 @@ func sections(page io.Writer, variable func(string) string, binary string, path 
 	return nil
 }
 
-// help returns what the binary, or its command, prints with --help, without anything that its environment could put into the defaults.
+// help returns what the binary, or its command, prints with --help, without anything that its
+// environment could put into the defaults.
 func help(binary string, path ...string) (string, error) {
 	command := exec.Command(binary, append(path, "--help")...)
 	command.Env = []string{}
@@ -143,7 +146,8 @@ func parse(usage string) []option {
 	return options
 }
 
-// commands returns the names of the commands that a help text lists, except for those that cobra adds.
+// commands returns the names of the commands that a help text lists, except for those that cobra
+// adds.
 func commands(usage string) []string {
 	_, list, _ := strings.Cut(usage, "\nAvailable Commands:\n")
 	var names []string

@@ -1,6 +1,7 @@
-// Command print-proto writes the .proto source of the protovalidate rules, printed from the descriptor that their Go
-// module carries, below the folder given as its argument. The buf CLI needs that source to resolve
-// `import "buf/validate/validate.proto"`, and this way it comes from the pinned Go module instead of a schema registry.
+// Command print-proto writes the .proto source of the protovalidate rules, printed from the
+// descriptor that their Go module carries, below the folder given as its argument. The buf CLI
+// needs that source to resolve `import "buf/validate/validate.proto"`, and this way it comes from
+// the pinned Go module instead of a schema registry.
 package main
 
 import (

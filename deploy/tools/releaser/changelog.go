@@ -60,8 +60,8 @@ const (
 )
 
 // history returns the commits since the last tag before the current commit, newest first, and that
-// tag. Without such a tag it returns all commits, and since is "the beginning". Merges are left out,
-// because they say nothing that their commits do not.
+// tag. Without such a tag it returns all commits, and since is "the beginning". Merges are left
+// out, because they say nothing that their commits do not.
 func history(ctx context.Context, repository string) (since string, commits []commit, err error) {
 	revisions := "HEAD"
 	since = "the beginning"

@@ -157,8 +157,8 @@ func signingKey() (*ecdsa.PrivateKey, error) {
 	return nil, errors.New("RELEASE_KEY contains no unencrypted private key in PEM")
 }
 
-// sign returns the signature of a message in base64, as openssl and cosign verify it: ECDSA over the
-// message's SHA-256, in ASN.1.
+// sign returns the signature of a message in base64, as openssl and cosign verify it: ECDSA over
+// the message's SHA-256, in ASN.1.
 func sign(key *ecdsa.PrivateKey, message []byte) ([]byte, error) {
 	sum := sha256.Sum256(message)
 	signature, err := key.Sign(rand.Reader, sum[:], crypto.SHA256)

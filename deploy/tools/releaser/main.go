@@ -56,8 +56,8 @@ type release struct {
 	Version string
 	// Commit is the source revision.
 	Commit string
-	// Created is the revision's time. Everything in an image has it, so that the same sources result
-	// in the same digests.
+	// Created is the revision's time. Everything in an image has it, so that the same sources
+	// result in the same digests.
 	Created time.Time
 	// Registry is what the names of images begin with, for example ghcr.io/karpenter-capi.
 	Registry string

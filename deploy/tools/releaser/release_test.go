@@ -26,8 +26,8 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/validate"
 )
 
-// What is pushed to a registry is what was built, and a chart from there refers to the image there by
-// its digest.
+// What is pushed to a registry is what was built, and a chart from there refers to the image there
+// by its digest.
 func TestAReleaseIsInstalledFromARegistry(t *testing.T) {
 	root := chdirRoot(t)
 	helm := filepath.Join(root, "bin", "helm")
@@ -201,7 +201,8 @@ func TestAChangelogHasTheCommitsSinceTheLastTag(t *testing.T) {
 	}
 }
 
-// The signature is ECDSA over the SHA-256 of the checksums, as openssl and cosign verify it, and sha256sum accepts the checksums.
+// The signature is ECDSA over the SHA-256 of the checksums, as openssl and cosign verify it, and
+// sha256sum accepts the checksums.
 func TestChecksumsAreSigned(t *testing.T) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	must(t, err)
@@ -251,7 +252,8 @@ func TestChecksumsAreSigned(t *testing.T) {
 	}
 }
 
-// The commands of docs/releases.md make a key with which the releaser signs, and verify its signature.
+// The commands of docs/releases.md make a key with which the releaser signs, and verify its
+// signature.
 func TestAReleaseIsVerifiedAsThePageSays(t *testing.T) {
 	if _, err := exec.LookPath("openssl"); err != nil {
 		t.Skip("openssl is not installed")

@@ -1,11 +1,13 @@
-// Command values-docs writes the reference of the charts' values from values.yaml, in which the comment "# -- …" above a value
-// describes it, and from values.schema.json, which has the types and is generated from values.yaml by values-schema.
+// Command values-docs writes the reference of the charts' values from values.yaml, in which the
+// comment "# -- …" above a value describes it, and from values.schema.json, which has the types and
+// is generated from values.yaml by values-schema.
 //
 //	values-docs docs/values.md <chart's folder> …
 //
-// A map with such a comment is one value. A map without one is a section, whose values have comments of their own. A value without a
-// comment, or one that is not in both files, is an error, unless the schema describes it as deprecated.
-// helm-docs, whose comments these are, does neither know the schema nor require a comment.
+// A map with such a comment is one value. A map without one is a section, whose values have
+// comments of their own. A value without a comment, or one that is not in both files, is an error,
+// unless the schema describes it as deprecated. helm-docs, whose comments these are, does neither
+// know the schema nor require a comment.
 package main
 
 import (
@@ -61,8 +63,8 @@ type schema struct {
 	Properties  map[string]*schema `json:"properties"`
 }
 
-// section writes the values of a chart. Its link holds for a page in a folder at the top of the repository, if the chart's folder is
-// given from there.
+// section writes the values of a chart. Its link holds for a page in a folder at the top of the
+// repository, if the chart's folder is given from there.
 func section(page io.Writer, chart string) error {
 	var description struct{ Name, Description string }
 	if err := read(filepath.Join(chart, "Chart.yaml"), yaml.Unmarshal, &description); err != nil {
@@ -156,8 +158,8 @@ func rows(page io.Writer, path []string, values *yaml.Node, types *schema) error
 	return errors.Join(errs...)
 }
 
-// comment returns the description in a comment, without the annotations of values-schema, and without the example that follows it in
-// indented lines.
+// comment returns the description in a comment, without the annotations of values-schema, and
+// without the example that follows it in indented lines.
 func comment(text string) (description string, documented bool) {
 	_, text, documented = strings.Cut("\n"+text, "\n# -- ")
 	var words []string
@@ -209,7 +211,8 @@ func kind(of *schema) string {
 	return strings.Join(names, " or ")
 }
 
-// plural returns the kind of a list's elements: in the plural, unless it is an enumeration of values.
+// plural returns the kind of a list's elements: in the plural, unless it is an enumeration of
+// values.
 func plural(kind string) string {
 	if strings.HasPrefix(kind, "`") {
 		return kind

@@ -1,26 +1,31 @@
-// Command values-schema writes the JSON schema of a chart's values from values.yaml, whose comments "# @schema …" hold what the defaults
-// do not show, and from schema.yaml, a schema with the title, the definitions and the values that values.yaml does not have.
+// Command values-schema writes the JSON schema of a chart's values from values.yaml, whose comments
+// "# @schema …" hold what the defaults do not show, and from schema.yaml, a schema with the title,
+// the definitions and the values that values.yaml does not have.
 //
 //	values-schema <chart's folder> <file>
 //
-// An annotation is in the comment above its value. It has one or several keywords of JSON schema, separated by semicolons:
+// An annotation is in the comment above its value. It has one or several keywords of JSON schema,
+// separated by semicolons:
 //
 //	# @schema minimum: 1; maximum: 10
 //	replicas: 2
 //
-// The value of a keyword is YAML, but that of pattern, $ref and itemRef is taken as it is. These keywords have a form of their own:
+// The value of a keyword is YAML, but that of pattern, $ref and itemRef is taken as it is. These
+// keywords have a form of their own:
 //
 //	item: string             items: {type: string}
 //	itemEnum: [a, b]         items: {type: string, enum: [a, b]}
 //	itemRef: #/definitions/x items: {$ref: '#/definitions/x'}
 //	required: true           the map that contains the value requires it
 //
-// The syntax follows that of github.com/losisin/helm-values-schema-json, which is not used: it describes a map whose keys are the user's as it
-// describes a section, and accepts an empty list or a null that does not show its type.
+// The syntax follows that of github.com/losisin/helm-values-schema-json, which is not used: it
+// describes a map whose keys are the user's as it describes a section, and accepts an empty list or
+// a null that does not show its type.
 //
-// The type is that of the default. A map without a comment "# -- …" is a section, as in values-docs: it has the values that it shows, and
-// no others. A map with one may have any keys, unless additionalProperties is false. What the default does not show must be annotated: the
-// items of an empty list, and the type of null.
+// The type is that of the default. A map without a comment "# -- …" is a section, as in
+// values-docs: it has the values that it shows, and no others. A map with one may have any keys,
+// unless additionalProperties is false. What the default does not show must be annotated: the items
+// of an empty list, and the type of null.
 package main
 
 import (
@@ -134,7 +139,8 @@ func fill(root *jsonschema.Schema, content []byte) error {
 	return errors.Join(err, r.unread(content))
 }
 
-// check reports references without a definition, definitions without a reference, and defaults that the schema does not admit.
+// check reports references without a definition, definitions without a reference, and defaults that
+// the schema does not admit.
 func check(root *jsonschema.Schema, content []byte) error {
 	resolved, err := root.Resolve(nil)
 	if err != nil {
@@ -364,7 +370,8 @@ func parse(keywords map[string]any) (*jsonschema.Schema, error) {
 	return s, err
 }
 
-// supported are the keywords that a schema may have: of draft 7, without those that [walk] does not enter.
+// supported are the keywords that a schema may have: of draft 7, without those that [walk] does not
+// enter.
 var supported = []string{
 	"$ref", "additionalProperties", "allOf", "anyOf", "const", "definitions", "description", "enum", "exclusiveMaximum", "exclusiveMinimum", "format",
 	"items", "maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf",

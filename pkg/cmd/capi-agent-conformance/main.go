@@ -1,7 +1,7 @@
 // Command capi-agent-conformance checks that an agent keeps the contract of the API: this project's
 // agent, the fake, or any other. The last line of its output is the verdict. The exit status is 0
-// if the agent conforms, 1 if it does not, and 2 if it could not be checked, or the verdict could not be
-// written.
+// if the agent conforms, 1 if it does not, and 2 if it could not be checked, or the verdict could
+// not be written.
 //
 // It uses pflag without cobra: it has no subcommands, and this module's requirements are also those
 // of every module that imports the client.

@@ -47,8 +47,8 @@ const (
 // These operations are OPTIONAL; see [NodePoolSets]. An environment lists those that its control
 // has.
 const (
-	// ApplyNodePoolSet creates the NodePoolSet, or replaces the one of that name. It publishes to the
-	// Cluster. One that is created is newer than every other one: no two have the same age.
+	// ApplyNodePoolSet creates the NodePoolSet, or replaces the one of that name. It publishes to
+	// the Cluster. One that is created is newer than every other one: no two have the same age.
 	ApplyNodePoolSet = "apply-node-pool-set"
 	// DeleteNodePoolSet deletes the NodePoolSet of that name.
 	DeleteNodePoolSet = "delete-node-pool-set"

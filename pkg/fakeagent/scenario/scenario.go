@@ -30,8 +30,8 @@ type Scenario struct {
 	Clusters []Cluster `json:"clusters,omitempty"`
 	// NodeGroups are the node groups that can be claimed from.
 	NodeGroups []NodeGroup `json:"nodeGroups,omitempty"`
-	// NodePoolSets are what is published to the Clusters. Of two sets of a Cluster that have an entry
-	// of the same kind and name, the first publishes it.
+	// NodePoolSets are what is published to the Clusters. Of two sets of a Cluster that have an
+	// entry of the same kind and name, the first publishes it.
 	NodePoolSets []NodePoolSet `json:"nodePoolSets,omitempty"`
 	// Identities are callers other than the Clusters' own identities.
 	Identities []Identity `json:"identities,omitempty"`

@@ -32,9 +32,9 @@ type ClusterAPINodeClass struct {
 
 // ClusterAPINodeClassSpec is the desired configuration.
 type ClusterAPINodeClassSpec struct {
-	// scalableResourceSelector selects node groups by the labels of their MachineDeployments. Absent or empty selects every
-	// node group of the Cluster. Only MachineDeployments with the label node.cluster.x-k8s.io/karpenter-member are node
-	// groups at all.
+	// scalableResourceSelector selects node groups by the labels of their MachineDeployments.
+	// Absent or empty selects every node group of the Cluster. Only MachineDeployments with the
+	// label node.cluster.x-k8s.io/karpenter-member are node groups at all.
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, e.operator in ['In','NotIn','Exists','DoesNotExist'])",message="scalableResourceSelector.matchExpressions[].operator must be one of In, NotIn, Exists, DoesNotExist"
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, e.operator in ['In','NotIn'] ? has(e.values) && size(e.values) > 0 : !has(e.values) || size(e.values) == 0)",message="scalableResourceSelector.matchExpressions[].values must be set with the operators In and NotIn, and must not be set with the others"
 	// +optional
@@ -76,7 +76,8 @@ type ClusterAPINodeClassList struct {
 }
 
 const (
-	// ConditionNodeGroupsFound is True when the selector matches at least one node group. Ready needs it.
+	// ConditionNodeGroupsFound is True when the selector matches at least one node group. Ready
+	// needs it.
 	ConditionNodeGroupsFound = "NodeGroupsFound"
 	// ConditionAgentReachable is False when the agent has been unreachable for the grace period.
 	// Ready needs it.
@@ -91,8 +92,8 @@ const (
 	ConditionAgentCompatible = "AgentCompatible"
 	// ConditionNodeGroupsValid is False when the description of a selected node group has values
 	// that could not be used, or when node groups or fields of the NodeClass have no effect in the
-	// way that they are combined. Ready does not need it: such a group is used without those values,
-	// or not at all.
+	// way that they are combined. Ready does not need it: such a group is used without those
+	// values, or not at all.
 	ConditionNodeGroupsValid = "NodeGroupsValid"
 )
 
@@ -113,15 +114,15 @@ type ClusterAPINodeClassStatus struct {
 	// problems is how many values in the descriptions of these node groups could not be used.
 	// +optional
 	Problems int32 `json:"problems"`
-	// selected lists the node groups that the selector matches, ordered by name. At most 50 are listed;
-	// unavailable ones take precedence. It follows the agent's reports within seconds.
+	// selected lists the node groups that the selector matches, ordered by name. At most 50 are
+	// listed; unavailable ones take precedence. It follows the agent's reports within seconds.
 	// +listType=map
 	// +listMapKey=name
 	// +kubebuilder:validation:MaxItems=50
 	// +optional
 	Selected []SelectedNodeGroup `json:"selected,omitempty"`
-	// conditions are the signals for health and readiness: Ready, NodeGroupsFound, AgentReachable, AgentCertificateValid,
-	// AgentCompatible, NodeGroupsValid.
+	// conditions are the signals for health and readiness: Ready, NodeGroupsFound, AgentReachable,
+	// AgentCertificateValid, AgentCompatible, NodeGroupsValid.
 	// +optional
 	Conditions []status.Condition `json:"conditions,omitempty"`
 }

@@ -42,9 +42,10 @@ const (
 
 // PricePolicy selects the prices that Karpenter may use.
 type PricePolicy struct {
-	// whenUnknown is what happens to a node group that has neither an annotation with its price nor an entry in a price list:
-	// Estimate, the default, uses the agent's estimate, which is calculated from the machines' resources; Unavailable
-	// launches nothing from it. Existing Nodes are not affected.
+	// whenUnknown is what happens to a node group that has neither an annotation with its price nor
+	// an entry in a price list: Estimate, the default, uses the agent's estimate, which is
+	// calculated from the machines' resources; Unavailable launches nothing from it. Existing Nodes
+	// are not affected.
 	// +optional
 	WhenUnknown UnknownPriceAction `json:"whenUnknown,omitempty"`
 }
@@ -57,7 +58,8 @@ type AdoptionMode string
 const (
 	// AdoptNever adopts none: they stay the user's.
 	AdoptNever AdoptionMode = "Never"
-	// AdoptOnRequest adopts those whose Node has the annotation karpenter.cluster.x-k8s.io/adopt=true.
+	// AdoptOnRequest adopts those whose Node has the annotation
+	// karpenter.cluster.x-k8s.io/adopt=true.
 	AdoptOnRequest AdoptionMode = "OnRequest"
 	// AdoptAll adopts all machines of a floor beyond the min size.
 	AdoptAll AdoptionMode = "All"

@@ -13,8 +13,8 @@ const Group = "karpenter.cluster.x-k8s.io"
 // GroupVersion is the version of this package.
 var GroupVersion = schema.GroupVersion{Group: Group, Version: "v1alpha1"}
 
-// Karpenter core resolves the kind of a NodeClass through client-go's scheme and panics on a type that is not there, so
-// registration cannot be left to the binary.
+// Karpenter core resolves the kind of a NodeClass through client-go's scheme and panics on a type
+// that is not there, so registration cannot be left to the binary.
 func init() { //nolint:gochecknoinits // Karpenter core demands it
 	AddToScheme(scheme.Scheme)
 }

@@ -13,9 +13,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 )
 
-// describeMetrics prints a line for each metric of the shim: the type that serves it, "?" if that is
-// one of several metrics of a collector, a tab, and its description. deploy/tools/metrics-docs makes
-// docs/metrics.md of it.
+// describeMetrics prints a line for each metric of the shim: the type that serves it, "?" if that
+// is one of several metrics of a collector, a tab, and its description. deploy/tools/metrics-docs
+// makes docs/metrics.md of it.
 func describeMetrics(w io.Writer) error {
 	if err := connectivity.RegisterMirrors(crmetrics.Registry, map[string]connectivity.Mirror{"nodegroups": nil}); err != nil {
 		return err
@@ -41,7 +41,8 @@ func describeMetrics(w io.Writer) error {
 	return nil
 }
 
-// described is a collector that claims to serve a metric, so that the registry tells which one does.
+// described is a collector that claims to serve a metric, so that the registry tells which one
+// does.
 type described struct{ *prometheus.Desc }
 
 // Describe implements [prometheus.Collector].

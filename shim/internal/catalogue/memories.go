@@ -126,13 +126,13 @@ func (m *memories) all() []memory {
 	return slices.Collect(maps.Keys(m.count))
 }
 
-// addRemembered adds to the snapshot what NodeClaims remember, with the last known price of each node
-// group, and when the agent stopped knowing the group.
+// addRemembered adds to the snapshot what NodeClaims remember, with the last known price of each
+// node group, and when the agent stopped knowing the group.
 //
 // Both are only in memory, and each replica has its own. After a start, a group that is gone counts
-// as gone since then, so that its Nodes drift later, but never earlier. Its price is unknown until it
-// is back: core does not replace its Nodes with cheaper ones. A price that was stored at the launch
-// could be too high by now, and make core replace a Node with a dearer one.
+// as gone since then, so that its Nodes drift later, but never earlier. Its price is unknown until
+// it is back: core does not replace its Nodes with cheaper ones. A price that was stored at the
+// launch could be too high by now, and make core replace a Node with a dearer one.
 func (c *Catalogue) addRemembered(snapshot *Snapshot, memories []memory) {
 	gone, prices := map[string]time.Time{}, map[string]float64{}
 	for _, m := range memories {

@@ -275,8 +275,8 @@ func (c *Class) withoutEffect() []string {
 		instancetype.Enumerate(rolling))}
 }
 
-// declaredBefore returns the distinct sets of taints that NodePools of the class declared against the
-// previous snapshot. The next snapshot is built with them, so that callers find their instance
+// declaredBefore returns the distinct sets of taints that NodePools of the class declared against
+// the previous snapshot. The next snapshot is built with them, so that callers find their instance
 // types ready.
 func declaredBefore(before *Snapshot, name string) [][]corev1.Taint {
 	declared := [][]corev1.Taint{nil}

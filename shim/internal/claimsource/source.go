@@ -25,18 +25,19 @@ type Claims interface {
 	Subscribe() *agentclient.Subscription
 }
 
-// NodeClaims returns a source that enqueues the NodeClaim of each claim that appears, changes or leaves
-// the mirror. A claim leaves it if the hub no longer has it: normally long after its NodeClaim, but also
-// when the hub has been restored from a backup.
+// NodeClaims returns a source that enqueues the NodeClaim of each claim that appears, changes or
+// leaves the mirror. A claim leaves it if the hub no longer has it: normally long after its
+// NodeClaim, but also when the hub has been restored from a backup.
 func NodeClaims(claims Claims) source.Source {
 	return changes(claims, 0, func(seen, seen) bool { return true })
 }
 
-// Outdated returns a source that enqueues the NodeClaim of each claim whose Machine stops or resumes
-// being up to date with its template, is replaced by another one that is not, or leaves the mirror
-// while it is not. Claims of Machines that are outdated when the source starts count. A Machine that is
-// being deleted does not. The NodeClaim is enqueued a second time after lag, for reconcilers that also
-// depend on what is known of the claim's node group, which comes in another stream.
+// Outdated returns a source that enqueues the NodeClaim of each claim whose Machine stops or
+// resumes being up to date with its template, is replaced by another one that is not, or leaves the
+// mirror while it is not. Claims of Machines that are outdated when the source starts count. A
+// Machine that is being deleted does not. The NodeClaim is enqueued a second time after lag, for
+// reconcilers that also depend on what is known of the claim's node group, which comes in another
+// stream.
 func Outdated(claims Claims, lag time.Duration) source.Source {
 	return changes(claims, lag, func(before, after seen) bool { return before.outdated != after.outdated })
 }
@@ -44,7 +45,8 @@ func Outdated(claims Claims, lag time.Duration) source.Source {
 // seen is what a source remembers of a claim. The zero value is that of a claim that is not there.
 type seen struct {
 	nodeClaim string
-	// outdated is the UID of its Machine if that is not up to date, and not being deleted; else empty.
+	// outdated is the UID of its Machine if that is not up to date, and not being deleted; else
+	// empty.
 	outdated string
 }
 
@@ -56,8 +58,8 @@ func seenOf(claim *agentv1alpha1.Claim) seen {
 	return s
 }
 
-// changes returns a source that calls concerns for each claim that was added, changed or removed, and
-// enqueues its NodeClaim if the result is true: at once, and again after lag unless that is 0.
+// changes returns a source that calls concerns for each claim that was added, changed or removed,
+// and enqueues its NodeClaim if the result is true: at once, and again after lag unless that is 0.
 func changes(claims Claims, lag time.Duration, concerns func(before, after seen) bool) source.Source {
 	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		go func() {

@@ -68,8 +68,8 @@ func (c *CloudProvider) adopt(
 	return claim, err
 }
 
-// adopting returns the NodeClaim's claim if it is to adopt a Machine and is not Bound to it yet, and
-// nil otherwise.
+// adopting returns the NodeClaim's claim if it is to adopt a Machine and is not Bound to it yet,
+// and nil otherwise.
 func (c *CloudProvider) adopting(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Claim, error) {
 	claim, known := c.Claims.Get(string(nodeClaim.UID))
 	if !known && nodeClaim.Status.ProviderID != "" && !placeholder.Is(nodeClaim.Status.ProviderID) {

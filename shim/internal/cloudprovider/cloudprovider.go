@@ -78,8 +78,8 @@ type Config struct {
 	// RepairAfter is how long a Node may be unhealthy before core replaces it, with the feature
 	// gate NodeRepair on.
 	RepairAfter time.Duration
-	// Repairs means that core replaces unhealthy Nodes, and that MachineHealthChecks must not remediate
-	// their machines as well.
+	// Repairs means that core replaces unhealthy Nodes, and that MachineHealthChecks must not
+	// remediate their machines as well.
 	Repairs bool
 	// Timeout bounds one method's calls to the agent. A method that adopts a Machine gets
 	// adoptionTimeouts times as long.
@@ -88,8 +88,8 @@ type Config struct {
 	// checked for adoption. Until then nothing is planned or disrupted.
 	Settled func() bool
 	// Refused returns why the agent accepts no live set of this cluster, nil if it does or is not
-	// known to refuse. Until it accepts one, no claim is created: the machine would join the cluster
-	// whose identity the shim has.
+	// known to refuse. Until it accepts one, no claim is created: the machine would join the
+	// cluster whose identity the shim has.
 	Refused func() error
 	// TracerProvider traces Create and Delete. Nil disables tracing.
 	TracerProvider trace.TracerProvider
@@ -127,8 +127,8 @@ func (c *CloudProvider) GetSupportedNodeClasses() []status.Object {
 //
 // It returns an error before the agent was first reached, while existing NodeClaims are being
 // adopted, for a NodeClass that does not exist, and for one that selects nothing and that no
-// NodeClaim remembers. An empty result instead would make core treat the NodePool's Nodes as drifted
-// because of a typo in a selector.
+// NodeClaim remembers. An empty result instead would make core treat the NodePool's Nodes as
+// drifted because of a typo in a selector.
 func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.NodePool) ([]*cloudprovider.InstanceType, error) {
 	if nodePool == nil || !isOurs(nodePool.Spec.Template.Spec.NodeClassRef) {
 		return nil, nil
@@ -242,8 +242,8 @@ func (c *CloudProvider) releasing(nodeClaim *karpv1.NodeClaim) *agentv1alpha1.Cl
 	return nil
 }
 
-// stuckAfter is how long a Machine may be deleting, or the claim on it pending, before the NodeClaim
-// gets an event about it.
+// stuckAfter is how long a Machine may be deleting, or the claim on it pending, before the
+// NodeClaim gets an event about it.
 const stuckAfter = 5 * time.Minute
 
 // tellPending publishes an event on a NodeClaim whose claim has long been waiting for the Machine
@@ -304,10 +304,10 @@ func releaseReason(nodeClaim *karpv1.NodeClaim) string {
 	return reason
 }
 
-// Get returns the machine with the provider ID, which may be a claim's placeholder. While the mirror
-// of claims is connected and shows a live claim with that ID, Get does not call the agent: core asks
-// about each draining Node that is not Ready once a second. A NodeClaimNotFoundError, upon which
-// core drops the Node without draining it, is always based on an answer of the agent.
+// Get returns the machine with the provider ID, which may be a claim's placeholder. While the
+// mirror of claims is connected and shows a live claim with that ID, Get does not call the agent:
+// core asks about each draining Node that is not Ready once a second. A NodeClaimNotFoundError,
+// upon which core drops the Node without draining it, is always based on an answer of the agent.
 func (c *CloudProvider) Get(ctx context.Context, providerID string) (*karpv1.NodeClaim, error) {
 	if providerID == "" {
 		return nil, errors.New("a Node without a provider ID cannot be looked up")
@@ -327,9 +327,10 @@ func (c *CloudProvider) Get(ctx context.Context, providerID string) (*karpv1.Nod
 }
 
 // find returns the claim with the provider ID. For a Machine without a claim it returns a made-up
-// claim. The claim may have ended if the provider ID is a placeholder. While the agent is away, a claim that
-// was live with this provider ID when it was seen last is taken to be so: core then drains a Node that it is to remove, and Delete
-// waits for the agent. An error would keep core from evicting the pods of a Node that is dead.
+// claim. The claim may have ended if the provider ID is a placeholder. While the agent is away, a
+// claim that was live with this provider ID when it was seen last is taken to be so: core then
+// drains a Node that it is to remove, and Delete waits for the agent. An error would keep core from
+// evicting the pods of a Node that is dead.
 func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1alpha1.Claim, error) {
 	if placeholder.Is(providerID) {
 		namespace, name, claimID, ok := placeholder.Parse(providerID)
@@ -403,8 +404,8 @@ func (c *CloudProvider) isUnknown(ctx context.Context, nodeClaim *karpv1.NodeCla
 	return false, err
 }
 
-// mayBeUnknown reports whether the state of the NodeClaim's machine matters. It returns false if the user is
-// detaching the NodeClaim from its machine.
+// mayBeUnknown reports whether the state of the NodeClaim's machine matters. It returns false if
+// the user is detaching the NodeClaim from its machine.
 func mayBeUnknown(nodeClaim *karpv1.NodeClaim) bool {
 	return isOurs(nodeClaim.Spec.NodeClassRef) && !v1alpha1.ReturnsMachine(nodeClaim)
 }

@@ -171,8 +171,8 @@ func TestNothingIsConcludedWhileTheAgentIsAway(t *testing.T) {
 	assert.Empty(t, list)
 }
 
-// Core asks about a Node that is not Ready before it evicts its pods: an error would keep them on a dead Node
-// for as long as the hub is away. Their instance stays until Delete reaches the agent.
+// Core asks about a Node that is not Ready before it evicts its pods: an error would keep them on a
+// dead Node for as long as the hub is away. Their instance stays until Delete reaches the agent.
 func TestANodeOnAKnownMachineIsDrainedWhileTheAgentIsAway(t *testing.T) {
 	w := shimtest.New(t, oneGroup())
 	nodeClaim := w.Launched("claim")

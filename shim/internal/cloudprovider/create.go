@@ -132,9 +132,9 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 // classWithin is how long after a NodeClaim its NodeClass may be created.
 const classWithin = 15 * time.Second
 
-// withoutClass returns the error for a NodeClaim whose NodeClass is not in the catalogue. Core retries for as
-// long as the class may come, or a claim exists, and plans and disrupts nothing meanwhile. So a name that is
-// wrong ends the NodeClaim.
+// withoutClass returns the error for a NodeClaim whose NodeClass is not in the catalogue. Core
+// retries for as long as the class may come, or a claim exists, and plans and disrupts nothing
+// meanwhile. So a name that is wrong ends the NodeClaim.
 func (c *CloudProvider) withoutClass(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 	name := nodeClaim.Spec.NodeClassRef.Name
 	missing := fmt.Errorf("ClusterAPINodeClass %q does not exist", name)
@@ -151,8 +151,8 @@ func (c *CloudProvider) withoutClass(ctx context.Context, nodeClaim *karpv1.Node
 	return cloudprovider.NewInsufficientCapacityError(missing)
 }
 
-// notReady returns why the NodeClass is not Ready; nil if it is, if that is not known of its present
-// specification, or if the agent is the reason: a call may reach it after all.
+// notReady returns why the NodeClass is not Ready; nil if it is, if that is not known of its
+// present specification, or if the agent is the reason: a call may reach it after all.
 func (c *CloudProvider) notReady(ctx context.Context, name string) (why, err error) {
 	var class v1alpha1.ClusterAPINodeClass
 	if err := c.Kube.Get(ctx, client.ObjectKey{Name: name}, &class); err != nil {
@@ -296,8 +296,8 @@ func (c *CloudProvider) nodeClaimOf(claim *agentv1alpha1.Claim, providerID strin
 	if created := claim.GetCreatedAt(); created != nil {
 		nodeClaim.CreationTimestamp = metav1.NewTime(created.AsTime())
 	}
-	// Core treats a machine that is being deleted as gone, and removes its NodeClaim once the Node is
-	// not Ready.
+	// Core treats a machine that is being deleted as gone, and removes its NodeClaim once the Node
+	// is not Ready.
 	switch {
 	case claim.GetReleasedAt() != nil:
 		nodeClaim.DeletionTimestamp = &metav1.Time{Time: claim.GetReleasedAt().AsTime()}

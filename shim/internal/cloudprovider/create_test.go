@@ -273,8 +273,8 @@ func TestAGroupOfItsOwnIsUsed(t *testing.T) {
 	w.Eventually(func() bool { return !offered() }, "the group has reached its max size")
 }
 
-// A NodeClaim without a machine holds up all planning and all disruption of core, and those that would end
-// claims as well.
+// A NodeClaim without a machine holds up all planning and all disruption of core, and those that
+// would end claims as well.
 func TestAClusterAtItsLimitIsLeftAloneForAWhile(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	nodePool := w.NodePool()

@@ -70,7 +70,8 @@ func TestOnlyTheDriftPolicyDecidesWhetherANodeIsReplacedForItsNodeGroup(t *testi
 				refreshed(w)
 				clk.Step(2 * time.Hour)
 				core := disruption.NewController(clk, w.Kube, w.CloudProvider)
-				// The catalogue may not have heard of the NodeClaim yet, by which it remembers what the Node is.
+				// The catalogue may not have heard of the NodeClaim yet, by which it remembers what
+				// the Node is.
 				w.Eventually(func() bool {
 					w.Get(nodeClaim)
 					_, err := core.Reconcile(w.Context(), nodeClaim)
@@ -84,8 +85,9 @@ func TestOnlyTheDriftPolicyDecidesWhetherANodeIsReplacedForItsNodeGroup(t *testi
 	}
 }
 
-// A node group may vanish for good, and with it all that the agent says of it. Neither the time that
-// has passed, nor a restart of the shim, nor core's own check of instance types overrules the policy.
+// A node group may vanish for good, and with it all that the agent says of it. Neither the time
+// that has passed, nor a restart of the shim, nor core's own check of instance types overrules the
+// policy.
 func TestOnlyTheDriftPolicyDecidesWhenANodeGroupHasVanished(t *testing.T) {
 	for policy, want := range map[v1alpha1.DriftAction]corecloudprovider.DriftReason{
 		v1alpha1.DriftReplace: cloudprovider.DriftNodeGroupNotSelected, v1alpha1.DriftIgnore: "",
@@ -134,8 +136,8 @@ func TestOnlyTheDriftPolicyDecidesWhenANodeGroupHasVanished(t *testing.T) {
 	}
 }
 
-// loseGroupOf removes the NodeClaim's node group, and waits until the catalogue has seen both the NodeClaim and
-// that its group is gone.
+// loseGroupOf removes the NodeClaim's node group, and waits until the catalogue has seen both the
+// NodeClaim and that its group is gone.
 func loseGroupOf(w *shimtest.Env, nodeClaim *karpv1.NodeClaim) {
 	id := nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]
 	w.Agent.RemoveNodeGroup(id)
@@ -322,8 +324,9 @@ func selects(selector *metav1.LabelSelector) func(*lastGroup) {
 	}
 }
 
-// Most often this is a mistake. Until it is corrected, core knows what it needs to know of the Nodes,
-// and launches nothing. The NodePool stays Ready in this test, as it is until its NodeClass is not.
+// Most often this is a mistake. Until it is corrected, core knows what it needs to know of the
+// Nodes, and launches nothing. The NodePool stays Ready in this test, as it is until its NodeClass
+// is not.
 func TestANodeClassThatSelectsNothingCostsNoNode(t *testing.T) {
 	typo := &metav1.LabelSelector{MatchLabels: map[string]string{"team": "rde"}}
 	invalid := &metav1.LabelSelector{MatchExpressions: []metav1.LabelSelectorRequirement{{Key: "team", Operator: "Near"}}}

@@ -64,8 +64,8 @@ const maxConditionMessage = 1024
 //	UNAUTHENTICATED, PERMISSION_DENIED, INVALID_ARGUMENT, others | CreateError | retried; needs an operator's action
 //
 // explain never returns NodeClassNotReady, which is for a NodeClass whose condition says so. Core
-// would delete the NodeClaim and create the next one at once, for as long as the NodeClass is ready.
-// Core gives up a NodeClaim whose creation keeps failing after the launch timeout.
+// would delete the NodeClaim and create the next one at once, for as long as the NodeClass is
+// ready. Core gives up a NodeClaim whose creation keeps failing after the launch timeout.
 func (c *CloudProvider) explain(err error, candidates []*instancetype.Group, refused map[string]error) error {
 	switch {
 	case errors.Is(err, errNoCandidate):

@@ -120,7 +120,8 @@ func TestCorePlansNoPodThatMustSpreadOverZonesForAGroupWithoutOne(t *testing.T) 
 		least  int
 	}{
 		"no group has a zone": {[]*agentv1alpha1.NodeGroup{group("a", ""), group("b", "")}, spread, nil, 0},
-		// Core chooses between the two zones at random, and finds no group in the one without a name.
+		// Core chooses between the two zones at random, and finds no group in the one without a
+		// name.
 		"one group has":   {[]*agentv1alpha1.NodeGroup{group("a", ""), group("b", "z1")}, spread, []string{"default/b"}, 0},
 		"all groups have": {[]*agentv1alpha1.NodeGroup{group("a", "z1")}, spread, []string{"default/a", "default/a", "default/a"}, 3},
 		"no group has, and the pods only prefer to spread": {

@@ -334,8 +334,8 @@ func TestNothingIsConcludedAboutAMachineThatTheAgentDoesNotShow(t *testing.T) {
 	notFound(t, w.CloudProvider.Delete(w.Context(), elsewhere))
 }
 
-// Such as after a restore of the hub, or a migration whose MachineDeployments have not been labelled yet. Core collects
-// no NodeClaim while List fails.
+// Such as after a restore of the hub, or a migration whose MachineDeployments have not been
+// labelled yet. Core collects no NodeClaim while List fails.
 func TestListMakesNoCallForEachUnknownMachine(t *testing.T) {
 	const unknown, groups, machinesOfEach, delay = 300, 3, 10, 50 * time.Millisecond
 	w, _, _ := leftBehind(t)
@@ -410,8 +410,8 @@ func TestAMachineThatTheAgentShowedIsGoneUnlessItsNodeGroupIsToo(t *testing.T) {
 	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
 }
 
-// A hub that is restored from a backup has neither the Machine nor the claim of a Node that is newer. The Node
-// runs on.
+// A hub that is restored from a backup has neither the Machine nor the claim of a Node that is
+// newer. The Node runs on.
 func TestANodeWhoseClaimTheHubHasLostIsUnknown(t *testing.T) {
 	w, nodeClaim, machine := leftBehind(t)
 	node := w.Node(nodeClaim)

@@ -95,8 +95,8 @@ func CompatibilityOf(agent *agentv1alpha1.GetStatusResponse, shim string) Compat
 	return Compatibility{Known: true}
 }
 
-// skewed returns which of the two is too old for the other. It is empty if they are close enough, or
-// if one is no release.
+// skewed returns which of the two is too old for the other. It is empty if they are close enough,
+// or if one is no release.
 func skewed(agent, shim string) string {
 	a, err := version.ParseSemantic(agent)
 	if err != nil {

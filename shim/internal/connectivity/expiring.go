@@ -27,15 +27,14 @@ const (
 	ReasonRefused = "AgentCertificateRefused"
 )
 
-// Expiring warns if the client certificate is about to expire and has not been renewed, or if the agent refuses
-// the new one. As a
-// runnable of a manager it does so only in the leader.
+// Expiring warns if the client certificate is about to expire and has not been renewed, or if the
+// agent refuses the new one. As a runnable of a manager it does so only in the leader.
 type Expiring struct {
-	// Stats returns the statistics of the certificate. While calls use a former one, they are those of the one
-	// that expires first. REQUIRED.
+	// Stats returns the statistics of the certificate. While calls use a former one, they are those
+	// of the one that expires first. REQUIRED.
 	Stats func() certificates.Stats
-	// Refused returns why the agent refuses the certificate that was read last, UNAVAILABLE if no connection can
-	// be made with it, or nil. REQUIRED.
+	// Refused returns why the agent refuses the certificate that was read last, UNAVAILABLE if no
+	// connection can be made with it, or nil. REQUIRED.
 	Refused func() error
 	// Announce publishes a warning. REQUIRED.
 	Announce func(ctx context.Context, reason, message string)
@@ -68,9 +67,10 @@ func (e *Expiring) Start(ctx context.Context) error {
 	}
 }
 
-// Warning returns, in sentences, that the certificate has expired or soon will, or is refused, and the remedy, with
-// the reason of such a condition. They are "" if there is no need to warn. found is false if there is no
-// certificate: either the agent is called without one, or none has been obtained yet.
+// Warning returns, in sentences, that the certificate has expired or soon will, or is refused, and
+// the remedy, with the reason of such a condition. They are "" if there is no need to warn. found
+// is false if there is no certificate: either the agent is called without one, or none has been
+// obtained yet.
 func (e *Expiring) Warning() (reason, message string, found bool) {
 	stats := e.Stats()
 	end := stats.CertificateNotAfter

@@ -1,10 +1,11 @@
 // Package disruptionqueue finishes commands of core's disruption whose first candidate is gone.
 //
-// Core's queue looks at a command each second, under the name of the NodeClaim of the first candidate. When
-// that NodeClaim is gone, because its Machine was deleted for example, controller-runtime has nothing to look at, and
-// forgets the command without an error. Its other Nodes would stay tainted, count against the budgets of their
-// NodePool, and be disrupted no more, until Karpenter restarts. A machine that boots for minutes leaves
-// that much time for this to happen.
+// Core's queue looks at a command each second, under the name of the NodeClaim of the first
+// candidate. When that NodeClaim is gone, because its Machine was deleted for example,
+// controller-runtime has nothing to look at, and forgets the command without an error. Its other
+// Nodes would stay tainted, count against the budgets of their NodePool, and be disrupted no more,
+// until Karpenter restarts. A machine that boots for minutes leaves that much time for this to
+// happen.
 package disruptionqueue
 
 import (
@@ -28,8 +29,8 @@ import (
 const (
 	// look is how often the queue is looked at. It is core's own interval.
 	look = time.Second
-	// settled is how long the first candidate must have been gone. By then, core's controller has noticed, so
-	// that two of them never work on one command.
+	// settled is how long the first candidate must have been gone. By then, core's controller has
+	// noticed, so that two of them never work on one command.
 	settled = 15 * time.Second
 )
 
@@ -39,14 +40,15 @@ type Finisher struct {
 	kube  client.Reader
 	queue *disruption.Queue
 
-	// These are used by one goroutine. first is the first candidate of each command, as it was seen first: core may
-	// replace the object later, without the lock. gone is since when it has been gone.
+	// These are used by one goroutine. first is the first candidate of each command, as it was seen
+	// first: core may replace the object later, without the lock. gone is since when it has been
+	// gone.
 	first map[*disruption.Command]*karpv1.NodeClaim
 	gone  map[*disruption.Command]time.Time
 }
 
-// New returns a finisher. core are core's controllers; it is an error if its queue is not among them. kube
-// reads NodeClaims from a cache.
+// New returns a finisher. core are core's controllers; it is an error if its queue is not among
+// them. kube reads NodeClaims from a cache.
 func New(clk clock.PassiveClock, kube client.Reader, core []controller.Controller) (*Finisher, error) {
 	queue, found := operator.Find[*disruption.Queue](core, (&disruption.Queue{}).Name())
 	if !found {
@@ -61,8 +63,9 @@ func (f *Finisher) Start(ctx context.Context) error {
 	return nil
 }
 
-// Look has core look at each command whose first candidate has been gone for a while. Core deletes the other
-// candidates once the replacements are initialized, or gives the command up after ten minutes.
+// Look has core look at each command whose first candidate has been gone for a while. Core deletes
+// the other candidates once the replacements are initialized, or gives the command up after ten
+// minutes.
 func (f *Finisher) Look(ctx context.Context) {
 	left := map[*disruption.Command]time.Time{}
 	f.first = f.commands()

@@ -1,7 +1,8 @@
-// Package driftcheck decides when core looks for drift. By itself, core reconciles all NodeClaims of a
-// NodeClass whenever the status of the NodeClass is written, which follows prices and availability of its
-// node groups, and otherwise every five minutes. The wrapper drops the writes that cannot affect drift,
-// and reconciles a NodeClaim as soon as the mirror of claims reports that its Machine is not up to date.
+// Package driftcheck decides when core looks for drift. By itself, core reconciles all NodeClaims
+// of a NodeClass whenever the status of the NodeClass is written, which follows prices and
+// availability of its node groups, and otherwise every five minutes. The wrapper drops the writes
+// that cannot affect drift, and reconciles a NodeClaim as soon as the mirror of claims reports that
+// its Machine is not up to date.
 package driftcheck
 
 import (
@@ -36,9 +37,10 @@ import (
 // disruption is the name of core's controller of the conditions Drifted and Consolidatable.
 const disruption = "nodeclaim.disruption"
 
-// Wrap returns core's controllers, with the one of the conditions Drifted and Consolidatable wrapped so
-// that it passes over writes of a NodeClass that cannot concern a NodeClaim, see [Concerns], and follows
-// whether the Machines of claims are up to date. It fails if core has no such controller.
+// Wrap returns core's controllers, with the one of the conditions Drifted and Consolidatable
+// wrapped so that it passes over writes of a NodeClass that cannot concern a NodeClaim, see
+// [Concerns], and follows whether the Machines of claims are up to date. It fails if core has no
+// such controller.
 func Wrap(core []controller.Controller, cloudProvider cloudprovider.CloudProvider, claims claimsource.Claims) ([]controller.Controller, error) {
 	wrapped, found := operator.Wrap(core, disruption, func(c ofNodeClaims) controller.Controller { return wrapper{c, cloudProvider, claims} })
 	if !found {
@@ -47,8 +49,9 @@ func Wrap(core []controller.Controller, cloudProvider cloudprovider.CloudProvide
 	return wrapped, nil
 }
 
-// catalogueLag is how far the catalogue may be behind the claims. Whether a Machine that is not up to date
-// has drifted also depends on its node group's strategy, which a user may change in the same write.
+// catalogueLag is how far the catalogue may be behind the claims. Whether a Machine that is not up
+// to date has drifted also depends on its node group's strategy, which a user may change in the
+// same write.
 const catalogueLag = 15 * time.Second
 
 type ofNodeClaims interface {
@@ -64,7 +67,8 @@ type wrapper struct {
 }
 
 // Register adds the controller to the manager, as core's own does apart from the predicates of
-// NodePools and NodeClasses, and the source of claims. TestCoreStillWatchesTheSame fails if core's does anything else.
+// NodePools and NodeClasses, and the source of claims. TestCoreStillWatchesTheSame fails if core's
+// does anything else.
 func (w wrapper) Register(ctx context.Context, m manager.Manager) error {
 	b := controllerruntime.NewControllerManagedBy(m).
 		Named(w.Name()).
@@ -83,21 +87,23 @@ func (w wrapper) Register(ctx context.Context, m manager.Manager) error {
 	return b.Complete(reconcile.AsReconciler(m.GetClient(), w))
 }
 
-// NodePoolChanged drops updates of a NodePool's status, which cannot affect drift or consolidation. Core updates it
-// every five seconds while Nodes come or go. The annotations include the hash of the NodePool's template.
+// NodePoolChanged drops updates of a NodePool's status, which cannot affect drift or consolidation.
+// Core updates it every five seconds while Nodes come or go. The annotations include the hash of
+// the NodePool's template.
 var NodePoolChanged = predicate.Or[client.Object](predicate.GenerationChangedPredicate{}, predicate.AnnotationChangedPredicate{})
 
 // Concerns reports whether a NodeClass changed in what may decide about drift: its spec, its
-// annotations, which node groups it selects and how they roll out, or a condition in anything but its message. What core
-// plans with, such as prices, it reads elsewhere.
+// annotations, which node groups it selects and how they roll out, or a condition in anything but
+// its message. What core plans with, such as prices, it reads elsewhere.
 func Concerns(before, after any) bool {
 	was, isClass := before.(*v1alpha1.ClusterAPINodeClass)
 	is, still := after.(*v1alpha1.ClusterAPINodeClass)
 	if !isClass || !still {
 		return true
 	}
-	// If the status may not list all, it lists those that are unavailable first, which may change many times a
-	// second. Core finds their drift when it next looks by itself, within five minutes.
+	// If the status may not list all, it lists those that are unavailable first, which may change
+	// many times a second. Core finds their drift when it next looks by itself, within five
+	// minutes.
 	selected := func(c *v1alpha1.ClusterAPINodeClass) []v1alpha1.SelectedNodeGroup {
 		if c.Status.NodeGroups > v1alpha1.MaxSelectedNodeGroups || len(c.Status.Selected) >= v1alpha1.MaxSelectedNodeGroups {
 			return nil

@@ -614,7 +614,8 @@ func TestABootstrapOfAnEarlierOnboardingTakesNothingAway(t *testing.T) {
 	r.works()
 }
 
-// A backup holds both secrets of an earlier onboarding whose bootstrap certificate has not expired yet.
+// A backup holds both secrets of an earlier onboarding whose bootstrap certificate has not expired
+// yet.
 func TestBothSecretsOfAnEarlierOnboardingTakeNothingAway(t *testing.T) {
 	w := newEnvironment(t)
 	earlier := w.agent.onboard("earlier")

@@ -11,8 +11,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 )
 
-// metrics returns a function that reads the metrics of the certificates with which the replica calls
-// the agent, by name and the label certificate.
+// metrics returns a function that reads the metrics of the certificates with which the replica
+// calls the agent, by name and the label certificate.
 func (r *replica) metrics() func(name, certificate string) float64 {
 	r.w.t.Helper()
 	registry := prometheus.NewRegistry()

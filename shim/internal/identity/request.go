@@ -26,8 +26,8 @@ import (
 )
 
 const (
-	// refusedDelay is the wait after the agent has refused a certificate for good: it will refuse again
-	// until a user acts.
+	// refusedDelay is the wait after the agent has refused a certificate for good: it will refuse
+	// again until a user acts.
 	refusedDelay = 10 * time.Minute
 	// early is the maximum fraction by which a renewal precedes the time that the agent requested,
 	// relative to the time until then, so that a fleet that was onboarded together does not renew
@@ -35,8 +35,8 @@ const (
 	early = 0.1
 )
 
-// Waits after failed requests. Without a first certificate, nothing tells the shim that the agent can be
-// reached.
+// Waits after failed requests. Without a first certificate, nothing tells the shim that the agent
+// can be reached.
 var (
 	enrollmentRetries = wait.Backoff{Duration: interval, Factor: 2, Jitter: jitter, Steps: 10, Cap: time.Minute}
 	renewalRetries    = wait.Backoff{Duration: interval, Factor: 2, Jitter: jitter, Steps: 10, Cap: 5 * time.Minute}
@@ -76,8 +76,8 @@ func refused(err error) bool {
 		agenterrors.IsInvalidArgument(err) || passes(err)
 }
 
-// passes reports whether a refusal may end without a new bootstrap certificate: the hub lacks the Cluster, or the
-// agent is too old, or issues no certificates yet.
+// passes reports whether a refusal may end without a new bootstrap certificate: the hub lacks the
+// Cluster, or the agent is too old, or issues no certificates yet.
 func passes(err error) bool {
 	return agenterrors.IsNotFound(err) || agenterrors.IsCertificatesNotIssued(err) || status.Code(err) == codes.Unimplemented
 }

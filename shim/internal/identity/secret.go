@@ -108,8 +108,9 @@ func (k *Keeper) write(ctx context.Context, secret *corev1.Secret) error {
 	return fmt.Errorf("writing the secret %s: %w", k.Identity, err)
 }
 
-// change applies a change to the identity secret, writes it, and returns the result in s. use puts the
-// resulting certificate into use: [Keeper.take], or hold for one that the agent has just issued.
+// change applies a change to the identity secret, writes it, and returns the result in s. use puts
+// the resulting certificate into use: [Keeper.take], or hold for one that the agent has just
+// issued.
 func (k *Keeper) change(ctx context.Context, s *stored, use func(stored) error, change func(*corev1.Secret)) error {
 	k.reading.Lock()
 	defer k.reading.Unlock()

@@ -438,7 +438,8 @@ func (g *Group) Overlaid(instanceType *cloudprovider.InstanceType) *Group {
 		}
 		overlaid.Allocatable = allocatableOf(overlaid.Capacity, overlaid.Overhead)
 	}
-	// The first one is the group's own. Those that NodeClaims remember come last, and may match several groups.
+	// The first one is the group's own. Those that NodeClaims remember come last, and may match
+	// several groups.
 	own, offered := lo.Find(instanceType.Offerings, func(o *cloudprovider.Offering) bool { return g.Requirements.Intersects(o.Requirements) == nil })
 	if offered && own.IsPriceOverlaid() {
 		overlaid.Offered = own.Price

@@ -80,9 +80,9 @@ type ZoneUse struct {
 // giveZone is the remedy for a group without a zone.
 const giveZone = "set spec.template.spec.failureDomain of the MachineDeployment, or the label " + corev1.LabelTopologyZone + " on its template"
 
-// withoutZone names the groups that have no zone, if zones matter. Core counts [ZoneNone] as a zone,
-// but finds no group in it for a pod that must spread over zones. Where no group has a zone, this is
-// not reported as long as no NodePool names zones and all machines are in one.
+// withoutZone names the groups that have no zone, if zones matter. Core counts [ZoneNone] as a
+// zone, but finds no group in it for a pod that must spread over zones. Where no group has a zone,
+// this is not reported as long as no NodePool names zones and all machines are in one.
 func withoutZone(groups []*Group, zones ZoneUse) []string {
 	without := lo.FilterMap(groups, func(g *Group, _ int) (string, bool) { return g.ID, g.Zone == ZoneNone })
 	switch {
@@ -102,8 +102,9 @@ func withoutZone(groups []*Group, zones ZoneUse) []string {
 	return nil
 }
 
-// UnplannedPods returns a problem of groups that all have no zone, if there are pods, of these names, that must
-// spread over zones or choose one. It is "" if a group has a zone, or if there are no such pods.
+// UnplannedPods returns a problem of groups that all have no zone, if there are pods, of these
+// names, that must spread over zones or choose one. It is "" if a group has a zone, or if there are
+// no such pods.
 func UnplannedPods(groups []*Group, pods []string) string {
 	if len(pods) == 0 || !Zoneless(groups) {
 		return ""

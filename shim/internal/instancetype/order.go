@@ -13,10 +13,10 @@ var capacityTypeRank = map[string]int{
 	karpv1.CapacityTypeOnDemand: 2,
 }
 
-// Order returns the groups best first: available before unavailable, then by the price at which they are
-// offered, which is next to nothing for reserved machines, then reserved before spot before on-demand, then by
-// id. Core plans all types that fit, and counts on the cheapest one to be launched: it does not replace a spot
-// machine by a cheaper on-demand one.
+// Order returns the groups best first: available before unavailable, then by the price at which
+// they are offered, which is next to nothing for reserved machines, then reserved before spot
+// before on-demand, then by id. Core plans all types that fit, and counts on the cheapest one to be
+// launched: it does not replace a spot machine by a cheaper on-demand one.
 func Order(groups []*Group, available func(*Group) bool) []*Group {
 	room := func(g *Group) int {
 		if available(g) {

@@ -8,8 +8,8 @@ import (
 	"sigs.k8s.io/karpenter/pkg/scheduling"
 )
 
-// RequirementsKey returns a text that differs whenever the requirements do. Their String method leaves out
-// values if there are more than five.
+// RequirementsKey returns a text that differs whenever the requirements do. Their String method
+// leaves out values if there are more than five.
 func RequirementsKey(requirements scheduling.Requirements) string {
 	parts := make([]string, 0, len(requirements))
 	for _, requirement := range requirements {

@@ -192,8 +192,8 @@ func (a *Access) Agent(ctx context.Context) (*Agent, error) {
 	return agent, nil
 }
 
-// connect connects to the agent. The Cluster is Karpenter's, or nil if Karpenter's Deployment is not
-// needed. The caller closes the connection. It makes no call.
+// connect connects to the agent. The Cluster is Karpenter's, or nil if Karpenter's Deployment is
+// not needed. The caller closes the connection. It makes no call.
 func (a *Access) connect(ctx context.Context) (*Agent, error) {
 	options := agentclient.Options{
 		Address: a.AgentAddress, PlaintextLoopback: a.PlaintextLoopback, Timeout: a.Timeout, UserAgent: userAgent,

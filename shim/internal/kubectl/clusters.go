@@ -15,8 +15,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// showClusters is `spokes` without the management cluster's kubeconfig: it shows the Clusters that the
-// agent reports.
+// showClusters is `spokes` without the management cluster's kubeconfig: it shows the Clusters that
+// the agent reports.
 func (a *Access) showClusters(cmd *cobra.Command, args []string) error {
 	response, err := a.clusters(cmd.Context())
 	if err != nil {

@@ -224,8 +224,8 @@ func (r *reading) chain(ctx context.Context) error {
 		}
 	}
 	if r.nodeClaimName == "" && r.s.NodeClaim == nil && r.s.Entry != explain.Machine && r.machineName != "" {
-		// Nodes have an owner only once they are registered. If the Machine cannot be read, the output
-		// has everything else.
+		// Nodes have an owner only once they are registered. If the Machine cannot be read, the
+		// output has everything else.
 		_, _ = r.followMachine(ctx)
 	}
 	if r.nodeClaimName != "" && r.s.NodeClaim == nil && r.s.Gone == "" {
@@ -279,8 +279,8 @@ func (r *reading) fromMachine(ctx context.Context) error {
 	return nil
 }
 
-// followMachine reads a Machine, its claim, and which NodeClaim that is of. It returns nil if there is
-// none, and an error if neither the agent nor the hub could be asked.
+// followMachine reads a Machine, its claim, and which NodeClaim that is of. It returns nil if there
+// is none, and an error if neither the agent nor the hub could be asked.
 func (r *reading) followMachine(ctx context.Context) (*agentv1alpha1.Machine, error) {
 	if machine := r.machine(ctx, r.machineName); machine != nil {
 		r.s.Agent.Machine = machine

@@ -59,7 +59,8 @@ type spoke struct {
 	} `json:"status"`
 }
 
-// connected returns whether the spoke's shim is connected, with the reason, and what to know about it.
+// connected returns whether the spoke's shim is connected, with the reason, and what to know about
+// it.
 func (s *spoke) connected() (state, message string) {
 	condition := apimeta.FindStatusCondition(s.Status.Conditions, "Connected")
 	if condition == nil {

@@ -17,8 +17,8 @@ func Find[T any](controllers []controller.Controller, name string) (found T, is 
 	return found, false
 }
 
-// Wrap returns the controllers with the one of that name replaced by what wrap makes of it, if there is one and it is a
-// T.
+// Wrap returns the controllers with the one of that name replaced by what wrap makes of it, if
+// there is one and it is a T.
 func Wrap[T any](controllers []controller.Controller, name string, wrap func(T) controller.Controller) (wrapped []controller.Controller, is bool) {
 	found, is := Find[T](controllers, name)
 	if !is {

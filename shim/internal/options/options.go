@@ -71,8 +71,8 @@ type Options struct {
 	// NodeRepairAfter is how long a Node may be unhealthy before core repairs it, with the feature
 	// gate NodeRepair.
 	NodeRepairAfter time.Duration
-	// NodeRepairSkipRemediation keeps MachineHealthChecks from remediating the machines of this shim's
-	// NodeClaims, with the feature gate NodeRepair.
+	// NodeRepairSkipRemediation keeps MachineHealthChecks from remediating the machines of this
+	// shim's NodeClaims, with the feature gate NodeRepair.
 	NodeRepairSkipRemediation bool
 	// UnavailableOfferingTTL is how long an offering stays unavailable after the agent had no room
 	// for it.

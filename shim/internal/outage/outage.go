@@ -1,9 +1,9 @@
-// Package outage keeps core from removing Nodes that it cannot replace, while the agent or the hub is away, and
-// Nodes whose machine could not be removed, because the agent does not report it.
+// Package outage keeps core from removing Nodes that it cannot replace, while the agent or the hub
+// is away, and Nodes whose machine could not be removed, because the agent does not report it.
 //
-// While the agent or the hub is away, core replaces no Node: no NodePool is Ready. But it drains Nodes that have expired, whether or not
-// their pods can run elsewhere, and removes those that are empty. Their machines stay until the hub is
-// back, and can run no pods meanwhile.
+// While the agent or the hub is away, core replaces no Node: no NodePool is Ready. But it drains
+// Nodes that have expired, whether or not their pods can run elsewhere, and removes those that are
+// empty. Their machines stay until the hub is back, and can run no pods meanwhile.
 package outage
 
 import (
@@ -30,7 +30,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// retrySeconds is the Retry-After of a refused deletion. [Patient] has core's expiry obey it; core's repair of Nodes uses its own backoff.
+// retrySeconds is the Retry-After of a refused deletion. [Patient] has core's expiry obey it;
+// core's repair of Nodes uses its own backoff.
 const retrySeconds = 30
 
 // Names of core's controllers, which it passes in the context.
@@ -40,18 +41,20 @@ var (
 	disrupting = (&disruption.Controller{}).Name()
 )
 
-// settled is how long the agent must have been reachable before expired Nodes are removed again, about one a second.
-// Connections come and go while a hub recovers.
+// settled is how long the agent must have been reachable before expired Nodes are removed again,
+// about one a second. Connections come and go while a hub recovers.
 const settled = 30 * time.Second
 
-// Connection reports the state of the connection to the agent. The mirror of node groups implements it.
+// Connection reports the state of the connection to the agent. The mirror of node groups implements
+// it.
 type Connection interface{ State() agentclient.State }
 
-// Client returns a client for core's controllers, which gets NodeClasses from kube. As long as a NodeClass
-// says that the agent is not reachable, core finds none of its NodePools to disrupt, and deletes none of its
-// NodeClaims because they have expired, or because their Nodes are unhealthy. It does not delete them either until
-// the connection has lasted for half a minute, nor while their Nodes are kept ([v1alpha1.IsKept]): expiry heeds no
-// annotation that protects a Node, and neither does core's legacy repair. Everything else is passed to kube.
+// Client returns a client for core's controllers, which gets NodeClasses from kube. As long as a
+// NodeClass says that the agent is not reachable, core finds none of its NodePools to disrupt, and
+// deletes none of its NodeClaims because they have expired, or because their Nodes are unhealthy.
+// It does not delete them either until the connection has lasted for half a minute, nor while their
+// Nodes are kept ([v1alpha1.IsKept]): expiry heeds no annotation that protects a Node, and neither
+// does core's legacy repair. Everything else is passed to kube.
 func Client(kube client.Client, connection Connection, clk clock.PassiveClock) client.Client {
 	return &holding{kube, connection, clk}
 }
@@ -77,8 +80,9 @@ func (h *holding) List(ctx context.Context, list client.ObjectList, options ...c
 	return nil
 }
 
-// Patch implements [client.Writer]. Core's repair of Nodes notes when a Node has to be gone before it deletes its
-// NodeClaim. The note would stay: whenever the NodeClaim is deleted later, no pod would be given time to end.
+// Patch implements [client.Writer]. Core's repair of Nodes notes when a Node has to be gone before
+// it deletes its NodeClaim. The note would stay: whenever the NodeClaim is deleted later, no pod
+// would be given time to end.
 func (h *holding) Patch(ctx context.Context, object client.Object, patch client.Patch, options ...client.PatchOption) error {
 	if nodeClaim, is := object.(*karpv1.NodeClaim); is && injection.GetControllerName(ctx) == repairing {
 		if err := h.refusal(ctx, nodeClaim); err != nil {

@@ -22,13 +22,15 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 )
 
-// reportAfter is how long an expired NodeClaim waits before that is reported: most outages are shorter.
+// reportAfter is how long an expired NodeClaim waits before that is reported: most outages are
+// shorter.
 const reportAfter = 10 * time.Minute
 
-// Patient returns core's controllers, with the one that deletes expired NodeClaims wrapped: where [Client] refuses
-// a deletion, it tries again after half a minute, and logs no error. By itself it would, after an outage of an hour,
-// wait for another quarter of an hour. A NodeClaim that has waited for reportAfter gets an event with the reason.
-// Patient fails if core has no such controller.
+// Patient returns core's controllers, with the one that deletes expired NodeClaims wrapped: where
+// [Client] refuses a deletion, it tries again after half a minute, and logs no error. By itself it
+// would, after an outage of an hour, wait for another quarter of an hour. A NodeClaim that has
+// waited for reportAfter gets an event with the reason. Patient fails if core has no such
+// controller.
 func Patient(
 	core []controller.Controller, cloudProvider cloudprovider.CloudProvider, recorder events.Recorder, clk clock.PassiveClock,
 ) ([]controller.Controller, error) {
@@ -65,8 +67,8 @@ func (p patient) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (re
 	return result, err
 }
 
-// report publishes on a NodeClaim why it is not deleted, if it would have been for reportAfter. Core deletes a
-// NodeClaim when it expires, or when this process begins.
+// report publishes on a NodeClaim why it is not deleted, if it would have been for reportAfter.
+// Core deletes a NodeClaim when it expires, or when this process begins.
 func (p patient) report(nodeClaim *karpv1.NodeClaim, why error) {
 	since := nodeClaim.CreationTimestamp.Add(lo.FromPtr(nodeClaim.Spec.ExpireAfter.Duration))
 	if p.started.After(since) {

@@ -72,7 +72,8 @@ func TestExpiryWaitsForTheHubWithoutAnError(t *testing.T) {
 	require.EqualError(t, err, `core has no controller "nodeclaim.expiration" of NodeClaims`)
 }
 
-// As with a proxy that ends streams: the agent is never reachable for half a minute, and no NodeClass reports that.
+// As with a proxy that ends streams: the agent is never reachable for half a minute, and no
+// NodeClass reports that.
 func TestExpiryThatWaitsForLongIsReported(t *testing.T) {
 	clk := clocktesting.NewFakeClock(time.Now())
 	w := shimtest.New(t, nil, shimtest.WithClock(clk))
@@ -129,8 +130,8 @@ func unhealthy(t *testing.T, w *shimtest.Env) (*karpv1.NodeClaim, *corev1.Node) 
 	return nodeClaim, node
 }
 
-// The agent does not report its machine, so that could not be removed (package adoption). These controllers of core
-// heed neither do-not-disrupt nor do-not-repair.
+// The agent does not report its machine, so that could not be removed (package adoption). These
+// controllers of core heed neither do-not-disrupt nor do-not-repair.
 func TestAKeptNodeIsNeitherRepairedNorExpired(t *testing.T) {
 	for _, mark := range []string{v1alpha1.KeptAnnotation, v1alpha1.KeptFromRepairAnnotation, v1alpha1.KeptFromExpiryAnnotation} {
 		w := shimtest.New(t, nil)

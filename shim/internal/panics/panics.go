@@ -1,5 +1,5 @@
-// Package panics keeps a bug that one object reveals from ending the process, with everything else that
-// it does. controller-runtime does so for reconcilers.
+// Package panics keeps a bug that one object reveals from ending the process, with everything else
+// that it does. controller-runtime does so for reconcilers.
 package panics
 
 import (

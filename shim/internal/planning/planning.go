@@ -20,8 +20,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/adoption"
 )
 
-// Within bounds the making of a plan: there are two calls for each machine, one after the other, and there may be
-// thousands of machines.
+// Within bounds the making of a plan: there are two calls for each machine, one after the other,
+// and there may be thousands of machines.
 const Within = 15 * time.Minute
 
 // Config is what a plan is made from. Every field is REQUIRED.

@@ -33,19 +33,19 @@ func ExpectTaints() {
 	}
 }
 
-// outdatedRevision is the taint that Cluster API sets on each Node of a MachineSet whose revision is
-// not its MachineDeployment's, and keeps there until the Machine is replaced. Cluster API names it
-// NodeOutdatedRevisionTaint.
+// outdatedRevision is the taint that Cluster API sets on each Node of a MachineSet whose revision
+// is not its MachineDeployment's, and keeps there until the Machine is replaced. Cluster API names
+// it NodeOutdatedRevisionTaint.
 var outdatedRevision = corev1.Taint{Key: "node.cluster.x-k8s.io/outdated-revision", Effect: corev1.TaintEffectPreferNoSchedule}
 
 // stateController is the name of core's controller that reads the Nodes which core plans with.
 const stateController = "state.node"
 
 // PlanningClient returns a client for core's controllers with which core plans without the taint of
-// outdated Nodes. kube-scheduler places any pod on such a Node, if it prefers no other. Core regards
-// the taint like one with the effect NoSchedule. It would launch a second Node for pods that wait
-// for the first one to become ready, and move no pods to outdated Nodes. The taint cannot be
-// ephemeral, as core then considers no such Node initialized.
+// outdated Nodes. kube-scheduler places any pod on such a Node, if it prefers no other. Core
+// regards the taint like one with the effect NoSchedule. It would launch a second Node for pods
+// that wait for the first one to become ready, and move no pods to outdated Nodes. The taint cannot
+// be ephemeral, as core then considers no such Node initialized.
 //
 // Only core's view of Nodes lacks the taint. All other reads, and so all writes, have it.
 func PlanningClient(kube client.Client) client.Client { return &planning{Client: kube} }

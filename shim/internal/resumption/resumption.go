@@ -1,11 +1,11 @@
-// Package resumption makes core resume the work on NodeClaims that failed while nothing was known of
-// the hub's node groups.
+// Package resumption makes core resume the work on NodeClaims that failed while nothing was known
+// of the hub's node groups.
 //
 // While the agent has not been reached since the process started, core gets no instance types. Its
 // controllers then fail for each NodeClaim, and try again after intervals that double up to 16
-// minutes and 40 seconds, for ten NodeClaims a second. Nothing makes them try earlier when the agent
-// is reached: the NodeClaims have not changed. Until then the drift of their Nodes is not noticed,
-// and their costs are missing in metrics and in decisions about consolidation.
+// minutes and 40 seconds, for ten NodeClaims a second. Nothing makes them try earlier when the
+// agent is reached: the NodeClaims have not changed. Until then the drift of their Nodes is not
+// noticed, and their costs are missing in metrics and in decisions about consolidation.
 package resumption
 
 import (
@@ -51,8 +51,9 @@ type Resumption struct {
 	disruption    reconcile.ObjectReconciler[*karpv1.NodeClaim]
 }
 
-// New returns a resumption. core are core's controllers; it is an error if one that is needed is not
-// among them. ready reports whether core gets instance types. kube reads NodeClaims from a cache.
+// New returns a resumption. core are core's controllers; it is an error if one that is needed is
+// not among them. ready reports whether core gets instance types. kube reads NodeClaims from a
+// cache.
 func New(
 	kube client.Client, cloudProvider cloudprovider.CloudProvider, ready func() bool, core []controller.Controller,
 ) (*Resumption, error) {
@@ -86,8 +87,8 @@ func (r *Resumption) Start(ctx context.Context) error {
 	return nil
 }
 
-// hasTypes reports whether core gets instance types. With the feature gate NodeOverlay, it gets none until it
-// has applied the overlays.
+// hasTypes reports whether core gets instance types. With the feature gate NodeOverlay, it gets
+// none until it has applied the overlays.
 func (r *Resumption) hasTypes(ctx context.Context) bool {
 	if !r.ready() {
 		return false
@@ -115,9 +116,9 @@ func (r *Resumption) resume(ctx context.Context, nodeClaim *karpv1.NodeClaim) {
 	}
 }
 
-// updateState tells core's cluster state of a NodeClaim. Core's own worker may do so at the same time, with a newer
-// version that this one would undo; for a NodeClaim that was deleted, nothing would take it back. So what was told
-// must have been the newest version.
+// updateState tells core's cluster state of a NodeClaim. Core's own worker may do so at the same
+// time, with a newer version that this one would undo; for a NodeClaim that was deleted, nothing
+// would take it back. So what was told must have been the newest version.
 func (r *Resumption) updateState(ctx context.Context, key client.ObjectKey) error {
 	for {
 		before, err := r.version(ctx, key)

@@ -147,7 +147,8 @@ func (o *overtaken) Get(ctx context.Context, key client.ObjectKey, object client
 	return err
 }
 
-// Core's own worker handles the deletion of a NodeClaim while an older version of it is being told to core.
+// Core's own worker handles the deletion of a NodeClaim while an older version of it is being told
+// to core.
 func TestANodeClaimThatIsDeletedMeanwhileIsForgotten(t *testing.T) {
 	e := setUp(t)
 	cluster := state.NewCluster(e.clock, e.Kube, e.CloudProvider)

@@ -19,8 +19,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 )
 
-// lifecycle is the name of core's controller that launches NodeClaims, and removes the machines of those
-// that are deleted.
+// lifecycle is the name of core's controller that launches NodeClaims, and removes the machines of
+// those that are deleted.
 const lifecycle = "nodeclaim.lifecycle"
 
 // catalogueDelay is the time in which the shim works through a new view of the node groups.
@@ -32,10 +32,11 @@ type Hub interface {
 	StateChanges() (changes <-chan struct{}, stop func())
 }
 
-// WhenBack returns core's controllers, with the one named above wrapped so that it tries again as soon as the
-// mirror is connected, with each NodeClaim that waits for the hub. By itself it waits for up to a minute for
-// each, and then tries ten a second. Until all are launched, core plans no Node and disrupts none. kube reads
-// NodeClaims from a cache. WhenBack fails if core has no such controller.
+// WhenBack returns core's controllers, with the one named above wrapped so that it tries again as
+// soon as the mirror is connected, with each NodeClaim that waits for the hub. By itself it waits
+// for up to a minute for each, and then tries ten a second. Until all are launched, core plans no
+// Node and disrupts none. kube reads NodeClaims from a cache. WhenBack fails if core has no such
+// controller.
 func WhenBack(core []controller.Controller, hub Hub, kube client.Reader) ([]controller.Controller, error) {
 	wrapped, found := operator.Wrap(core, lifecycle, func(c ofNodeClaims) controller.Controller { return back{c, hub, kube} })
 	if !found {
@@ -88,8 +89,8 @@ func (w *watching) Add(runnable manager.Runnable) error {
 	return w.Manager.Add(runnable)
 }
 
-// waiting returns a source that enqueues the NodeClaims without a machine, and those that are being deleted,
-// whenever the mirror connects: at once, and again when the node groups are known.
+// waiting returns a source that enqueues the NodeClaims without a machine, and those that are being
+// deleted, whenever the mirror connects: at once, and again when the node groups are known.
 func (b back) waiting() source.Source {
 	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		go func() {

@@ -1,7 +1,8 @@
 // Package retries makes controllers of core try again soon after the hub was away.
 //
 // Some controllers of core do one thing over and over for the whole cluster, and retry with
-// controller-runtime's default: after an outage of half an hour, they would do nothing for another ten minutes.
+// controller-runtime's default: after an outage of half an hour, they would do nothing for another
+// ten minutes.
 package retries
 
 import (
@@ -21,8 +22,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 )
 
-// Names of the controllers of core that fail while the agent is away: its instance types and machines are
-// unknown, or no NodePool is Ready.
+// Names of the controllers of core that fail while the agent is away: its instance types and
+// machines are unknown, or no NodePool is Ready.
 const (
 	disruption        = "disruption"
 	garbageCollection = "nodeclaim.garbagecollection"
@@ -36,8 +37,8 @@ func Limiter() workqueue.TypedRateLimiter[reconcile.Request] {
 	return workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](time.Second, Longest)
 }
 
-// Soon returns core's controllers, with the two named above wrapped so that they retry after at most
-// [Longest]. It fails if one of them is missing, or reconciles single objects.
+// Soon returns core's controllers, with the two named above wrapped so that they retry after at
+// most [Longest]. It fails if one of them is missing, or reconciles single objects.
 func Soon(core []controller.Controller) ([]controller.Controller, error) {
 	for _, name := range []string{disruption, garbageCollection} {
 		wrapped, found := operator.Wrap(core, name, func(c repeated) controller.Controller { return soon{c} })

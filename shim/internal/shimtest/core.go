@@ -86,8 +86,9 @@ func (w *Env) Plan() scheduling.Results {
 	return results
 }
 
-// Disrupt returns what core's disruption decides about the existing Nodes: the commands of the first
-// of its methods that has any. It omits the validation some seconds later, and executes nothing.
+// Disrupt returns what core's disruption decides about the existing Nodes: the commands of the
+// first of its methods that has any. It omits the validation some seconds later, and executes
+// nothing.
 func (w *Env) Disrupt() ([]disruption.Command, error) {
 	w.t.Helper()
 	ctx := w.coreContext()

@@ -33,8 +33,8 @@ func (w *Env) Manager(cache ctrlcache.Cache) manager.Manager {
 	return m
 }
 
-// Cache returns a cache whose informers report what happens in the fake API server to the objects of
-// one kind.
+// Cache returns a cache whose informers report what happens in the fake API server to the objects
+// of one kind.
 func (w *Env) Cache(kind client.Object) ctrlcache.Cache {
 	return &reporting{FakeInformers: &informertest.FakeInformers{Scheme: w.Kube.Scheme()}, kind: kind, informers: informersOf(w.t, w.Kube)}
 }

@@ -181,7 +181,8 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *E
 	return w
 }
 
-// Restart replaces the catalogue and the CloudProvider by new ones, as in a process that starts now.
+// Restart replaces the catalogue and the CloudProvider by new ones, as in a process that starts
+// now.
 func (w *Env) Restart() {
 	w.t.Helper()
 	w.Catalogue = catalogue.New(w.Clock, w.NodeGroups, w.Kube, time.Minute)

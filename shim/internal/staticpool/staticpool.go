@@ -7,9 +7,9 @@
 // which its controllers write refuses for a while to create such NodeClaims for the controller that
 // replaces them. That controller treats the refusal like any other failed write and retries later.
 //
-// Replacements of drifted or unhealthy Nodes are not refused: core has tainted the Node by then, and
-// a failed write ends its pass of disruption for all NodePools, without removing the taint. Instead, the
-// NodePool is hidden from core's disruption meanwhile.
+// Replacements of drifted or unhealthy Nodes are not refused: core has tainted the Node by then,
+// and a failed write ends its pass of disruption for all NodePools, without removing the taint.
+// Instead, the NodePool is hidden from core's disruption meanwhile.
 package staticpool
 
 import (
@@ -52,8 +52,8 @@ func New(kube client.Reader, recorder events.Recorder, ttl time.Duration) *Gate 
 	return &Gate{kube: kube, recorder: recorder, closed: cache.New(ttl, min(ttl, time.Second)), ttl: ttl}
 }
 
-// Refused records that a NodeClaim could not be launched, so that core deletes it: no node group had
-// room, or the NodeClass is not Ready. It ignores NodeClaims that belong to no static NodePool.
+// Refused records that a NodeClaim could not be launched, so that core deletes it: no node group
+// had room, or the NodeClass is not Ready. It ignores NodeClaims that belong to no static NodePool.
 func (g *Gate) Refused(ctx context.Context, nodeClaim *karpv1.NodeClaim, why error) {
 	nodePool, err := g.static(ctx, nodeClaim)
 	if err != nil || nodePool == nil {
@@ -87,17 +87,17 @@ func (g *Gate) static(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*karpv1
 	return nodePool, nil
 }
 
-// replicas is the name of core's controller that creates the NodeClaims that are missing in a static
-// NodePool. Core passes it in the context.
+// replicas is the name of core's controller that creates the NodeClaims that are missing in a
+// static NodePool. Core passes it in the context.
 var replicas = (&static.Controller{}).Name()
 
 // disrupting is the name of core's controller that replaces Nodes.
 var disrupting = (&disruption.Controller{}).Name()
 
 // Client returns a client that refuses to create missing NodeClaims of a static NodePool while the
-// gate is closed for it. It also hides such a NodePool from core's disruption, which would taint one of its
-// Nodes, fail to create the replacement and take the taint off again, over and over. Everything else is passed
-// to kube.
+// gate is closed for it. It also hides such a NodePool from core's disruption, which would taint
+// one of its Nodes, fail to create the replacement and take the taint off again, over and over.
+// Everything else is passed to kube.
 func (g *Gate) Client(kube client.Client) client.Client { return &gated{Client: kube, gate: g} }
 
 type gated struct {

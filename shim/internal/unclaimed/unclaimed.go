@@ -176,16 +176,17 @@ func (f *Finder) forget(ctx context.Context) error {
 	return nil
 }
 
-// ErrUnknownMachine means that the agent has no claim for a NodeClaim, and reports no Machine with its
-// provider ID. The Machine may still exist: the agent does not report Machines of a MachineDeployment without
-// the node group label, or of another namespace or Cluster. Or the hub was restored from a backup from before
-// the claim: otherwise the agent would remember that it has ended.
+// ErrUnknownMachine means that the agent has no claim for a NodeClaim, and reports no Machine with
+// its provider ID. The Machine may still exist: the agent does not report Machines of a
+// MachineDeployment without the node group label, or of another namespace or Cluster. Or the hub
+// was restored from a backup from before the claim: otherwise the agent would remember that it has
+// ended.
 var ErrUnknownMachine = errors.New("the agent shows no machine with the provider ID of the NodeClaim, and has no claim for it")
 
 // Of returns the Machine that the NodeClaim runs on without ever having had a claim. It returns nil
-// if the NodeClaim has or had a claim that the agent knows, if another claim has the Machine, or if the
-// Machine is gone. If none of this is known, the error is [ErrUnknownMachine]. If the
-// NodeClaim once had a claim, the Machine counts as gone only while the NodeClaim is being deleted and its
+// if the NodeClaim has or had a claim that the agent knows, if another claim has the Machine, or if
+// the Machine is gone. If none of this is known, the error is [ErrUnknownMachine]. If the NodeClaim
+// once had a claim, the Machine counts as gone only while the NodeClaim is being deleted and its
 // Node is not Ready.
 func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Machine, error) {
 	if f.isKnown(nodeClaim) {
@@ -205,10 +206,11 @@ func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1a
 	return f.without(ctx, nodeClaim, f.reported)
 }
 
-// UnknownAmong returns those of the NodeClaims for which [Finder.Of] returns [ErrUnknownMachine]. It makes no
-// call for each of them: whether a NodeClaim has or had a claim is decided by the mirror alone, and each node
-// group is requested once. While the mirror lags behind, or if the claim is another holder's, the result may
-// contain a NodeClaim for which Of returns nil. It lacks none, so it is for callers that keep what is unknown.
+// UnknownAmong returns those of the NodeClaims for which [Finder.Of] returns [ErrUnknownMachine].
+// It makes no call for each of them: whether a NodeClaim has or had a claim is decided by the
+// mirror alone, and each node group is requested once. While the mirror lags behind, or if the
+// claim is another holder's, the result may contain a NodeClaim for which Of returns nil. It lacks
+// none, so it is for callers that keep what is unknown.
 func (f *Finder) UnknownAmong(ctx context.Context, nodeClaims []*karpv1.NodeClaim) ([]*karpv1.NodeClaim, error) {
 	groups := map[string]error{}
 	reported := func(ctx context.Context, group string) error {
@@ -234,7 +236,8 @@ func (f *Finder) UnknownAmong(ctx context.Context, nodeClaims []*karpv1.NodeClai
 	return unknown, nil
 }
 
-// isKnown reports whether a NodeClaim has no machine yet, or has or had a claim according to the mirror.
+// isKnown reports whether a NodeClaim has no machine yet, or has or had a claim according to the
+// mirror.
 func (f *Finder) isKnown(nodeClaim *karpv1.NodeClaim) bool {
 	if id := nodeClaim.Status.ProviderID; id == "" || placeholder.Is(id) {
 		return true
@@ -262,8 +265,8 @@ func (f *Finder) without(
 	return machine, nil
 }
 
-// lost returns nil if a NodeClaim whose claim the agent does not know may end without its Machine: it is being
-// deleted, and its Node is gone or not Ready. Otherwise it returns [ErrUnknownMachine].
+// lost returns nil if a NodeClaim whose claim the agent does not know may end without its Machine:
+// it is being deleted, and its Node is gone or not Ready. Otherwise it returns [ErrUnknownMachine].
 func (f *Finder) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 	name := nodeClaim.Status.NodeName
 	switch {
@@ -298,8 +301,8 @@ func (f *Finder) gone(ctx context.Context, providerID string, reported func(ctx 
 	return reported(ctx, group)
 }
 
-// reported returns nil if the agent reports the node group, [ErrUnknownMachine] if it does not, or the error of
-// the call.
+// reported returns nil if the agent reports the node group, [ErrUnknownMachine] if it does not, or
+// the error of the call.
 func (f *Finder) reported(ctx context.Context, group string) error {
 	ctx, cancel := context.WithTimeout(ctx, f.timeout)
 	defer cancel()

@@ -1,5 +1,6 @@
-// Command abuse attacks the agent as one tenant with many Clusters and measures the effect on another
-// tenant's claims; see package abuse. The last line of its output and its exit status report the result.
+// Command abuse attacks the agent as one tenant with many Clusters and measures the effect on
+// another tenant's claims; see package abuse. The last line of its output and its exit status
+// report the result.
 package main
 
 import (

@@ -136,8 +136,8 @@ func run(ctx context.Context, s settings) error {
 	return coresuites.Record(s.record, version, verdict.Passed)
 }
 
-// versionOfCore returns the version of Karpenter's core that this program is built with, which is also
-// the one of the suites.
+// versionOfCore returns the version of Karpenter's core that this program is built with, which is
+// also the one of the suites.
 func versionOfCore() (string, error) {
 	const core = "sigs.k8s.io/karpenter"
 	info, _ := debug.ReadBuildInfo()

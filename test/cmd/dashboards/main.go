@@ -1,6 +1,6 @@
-// Command dashboards makes pictures of the charts' Grafana dashboards: it runs the demo's scenario in
-// a sandbox of its own with two agents, and some mishaps after it, records the metrics of agents and shim
-// meanwhile, and plots the panels' queries.
+// Command dashboards makes pictures of the charts' Grafana dashboards: it runs the demo's scenario
+// in a sandbox of its own with two agents, and some mishaps after it, records the metrics of agents
+// and shim meanwhile, and plots the panels' queries.
 package main
 
 import (

@@ -25,9 +25,9 @@ import (
 // mishapsWithin bounds all mishaps together.
 const mishapsWithin = 9 * time.Minute
 
-// mishaps causes, one after the other, what the dashboards show of failures: a value of a node group that
-// cannot be used, an infrastructure without capacity, a caller without a certificate, and a hub whose API
-// server hangs while pods need a node.
+// mishaps causes, one after the other, what the dashboards show of failures: a value of a node
+// group that cannot be used, an infrastructure without capacity, a caller without a certificate,
+// and a hub whose API server hangs while pods need a node.
 func mishaps(ctx context.Context, w *testenv.Env) error {
 	ctx, cancel := context.WithTimeout(ctx, mishapsWithin)
 	defer cancel()
@@ -78,7 +78,8 @@ func noCertificate(ctx context.Context, w *testenv.Env) error {
 	return nil
 }
 
-// hubHangs suspends the hub's API server while pods need a node, until a call of the shim has failed.
+// hubHangs suspends the hub's API server while pods need a node, until a call of the shim has
+// failed.
 func hubHangs(ctx context.Context, w *testenv.Env) error {
 	web := types.NamespacedName{Namespace: "default", Name: "web"}
 	if err := w.Sandbox.Suspend(sandbox.HubAPIServer); err != nil {
@@ -98,8 +99,8 @@ func hubHangs(ctx context.Context, w *testenv.Env) error {
 	return errors.Join(err, w.Scale(ctx, web, 0))
 }
 
-// failedCall reports whether a call of Karpenter to its provider has failed, according to the shim's
-// metrics.
+// failedCall reports whether a call of Karpenter to its provider has failed, according to the
+// shim's metrics.
 func failedCall(ctx context.Context, url string) (missing string, err error) {
 	text, err := dashboards.Metrics(ctx, url)
 	counted := lo.SomeBy(strings.Split(string(text), "\n"), func(line string) bool {

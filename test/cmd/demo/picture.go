@@ -81,8 +81,8 @@ var attributes = map[string]string{
 
 var styled = regexp.MustCompile(`\x1b\[([0-9;]*)m`)
 
-// drawing returns lines of a terminal as an SVG picture. Each run of characters has a set length, so
-// that columns are aligned in every font.
+// drawing returns lines of a terminal as an SVG picture. Each run of characters has a set length,
+// so that columns are aligned in every font.
 func drawing(lines []string) string {
 	var b strings.Builder
 	width := 2*margin + columnWidth*lo.Max(lo.Map(lines, func(line string, _ int) int { return ansi.StringWidth(line) }))

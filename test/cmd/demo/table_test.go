@@ -19,8 +19,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/timeline"
 )
 
-// Texts that are longer than a line of the terminal leave no part of the table behind, and the table
-// covers no part of them.
+// Texts that are longer than a line of the terminal leave no part of the table behind, and the
+// table covers no part of them.
 func TestLongTextsAndTheTableLeaveEachOtherAlone(t *testing.T) {
 	const width, height = 50, 40
 	terminal := newTerminal(width, height)

@@ -38,8 +38,8 @@ const (
 	progress = 30 * time.Second
 	// pool is the name of the static NodePool, and of the NodeClass that selects the node groups.
 	pool = "crowd"
-	// groupSize is the size of each node group: Cluster API's work for a MachineDeployment grows with
-	// the square of its size, and fleets of thousands consist of several.
+	// groupSize is the size of each node group: Cluster API's work for a MachineDeployment grows
+	// with the square of its size, and fleets of thousands consist of several.
 	groupSize = 250
 )
 

@@ -1,4 +1,5 @@
-// Command require makes pkg/go.mod require the newest commit that changed proto/. Others who get the module pkg get that one.
+// Command require makes pkg/go.mod require the newest commit that changed proto/. Others who get
+// the module pkg get that one.
 package main
 
 import (

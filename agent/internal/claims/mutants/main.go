@@ -3,8 +3,8 @@
 // breakage violates an invariant and that the unmodified engine violates none. The last line of its
 // output and its exit status give the result.
 //
-// Tools that mutate Go change single operators at random. These breakages are mistakes that a person
-// would make in a rule, several edits each, and each names the test that must find it.
+// Tools that mutate Go change single operators at random. These breakages are mistakes that a
+// person would make in a rule, several edits each, and each names the test that must find it.
 package main
 
 import (

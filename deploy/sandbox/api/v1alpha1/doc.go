@@ -25,7 +25,8 @@ import (
 // provider.
 var GroupVersion = schema.GroupVersion{Group: "infrastructure.cluster.x-k8s.io", Version: "v1alpha1"}
 
-// CRDs holds the generated CustomResourceDefinitions of this package, one file each, in the folder crds.
+// CRDs holds the generated CustomResourceDefinitions of this package, one file each, in the folder
+// crds.
 //
 //go:embed crds/*.yaml
 var CRDs embed.FS

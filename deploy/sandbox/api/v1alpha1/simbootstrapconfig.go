@@ -28,8 +28,8 @@ type SimBootstrapConfigStatus struct {
 	DataSecretName string `json:"dataSecretName,omitempty"`
 }
 
-// SimBootstrapConfig is one Machine's bootstrap configuration. It is for MachineDeployments of a ClusterClass, which must name a template
-// of such; others may name a Secret by themselves.
+// SimBootstrapConfig is one Machine's bootstrap configuration. It is for MachineDeployments of a
+// ClusterClass, which must name a template of such; others may name a Secret by themselves.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
@@ -75,7 +75,8 @@ type SimBootstrapConfigTemplateSpec struct {
 	Template SimBootstrapConfigTemplateResource `json:"template"`
 }
 
-// SimBootstrapConfigTemplate is the template of the bootstrap configurations of a MachineDeployment.
+// SimBootstrapConfigTemplate is the template of the bootstrap configurations of a
+// MachineDeployment.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:categories=cluster-api

@@ -23,8 +23,9 @@ type SimClusterStatus struct {
 	Initialization ClusterInitialization `json:"initialization,omitempty,omitzero"`
 }
 
-// SimCluster stands for what a Cluster's machines share, such as a network. A Cluster without any has no infrastructure that is ready, in
-// Cluster API's eyes, and its MachineHealthChecks remediate nothing.
+// SimCluster stands for what a Cluster's machines share, such as a network. A Cluster without any
+// has no infrastructure that is ready, in Cluster API's eyes, and its MachineHealthChecks remediate
+// nothing.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status

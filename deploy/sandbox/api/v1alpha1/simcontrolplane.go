@@ -17,8 +17,8 @@ type SimControlPlaneSpec struct {
 	//
 	// +optional
 	ControlPlaneEndpoint clusterv1.APIEndpoint `json:"controlPlaneEndpoint,omitempty,omitzero"`
-	// upgradeDelay is how long an upgrade takes, to within a second, from when the provider first observes a new version.
-	// Another change during an upgrade does not restart it.
+	// upgradeDelay is how long an upgrade takes, to within a second, from when the provider first
+	// observes a new version. Another change during an upgrade does not restart it.
 	//
 	// +optional
 	// +kubebuilder:default="2s"
@@ -29,7 +29,8 @@ type SimControlPlaneSpec struct {
 
 // ControlPlaneInitialization is the part of the contract that Cluster API waits for.
 type ControlPlaneInitialization struct {
-	// controlPlaneInitialized is true once the API server can be reached with the Cluster's kubeconfig.
+	// controlPlaneInitialized is true once the API server can be reached with the Cluster's
+	// kubeconfig.
 	//
 	// +optional
 	ControlPlaneInitialized *bool `json:"controlPlaneInitialized,omitempty"`

@@ -64,7 +64,8 @@ type NodeInfo struct {
 
 // SimMachineSpec describes an instance and its behaviour.
 type SimMachineSpec struct {
-	// providerID of the instance, sim://<cluster>/<machine>; written by the provider when the instance exists.
+	// providerID of the instance, sim://<cluster>/<machine>; written by the provider when the
+	// instance exists.
 	//
 	// +optional
 	ProviderID string `json:"providerID,omitempty"`
@@ -99,8 +100,8 @@ type SimMachineSpec struct {
 	//
 	// +optional
 	NodeCapacity corev1.ResourceList `json:"nodeCapacity,omitempty"`
-	// kubeReserved is subtracted from the Node's capacity, besides the kubelet's default eviction thresholds (100Mi of
-	// memory, a tenth of the ephemeral storage), to give what is allocatable.
+	// kubeReserved is subtracted from the Node's capacity, besides the kubelet's default eviction
+	// thresholds (100Mi of memory, a tenth of the ephemeral storage), to give what is allocatable.
 	//
 	// +optional
 	KubeReserved corev1.ResourceList `json:"kubeReserved,omitempty"`
@@ -108,9 +109,10 @@ type SimMachineSpec struct {
 	//
 	// +optional
 	NodeLabels map[string]string `json:"nodeLabels,omitempty"`
-	// nodeTaints the kubelet registers with. Absent: karpenter.sh/unregistered:NoExecute, which Karpenter expects of
-	// every machine it may claim and removes, and node.cluster.x-k8s.io/uninitialized:NoSchedule, with which kubeadm's
-	// machines join and which Cluster API's Machine controller removes. An empty list registers without.
+	// nodeTaints the kubelet registers with. Absent: karpenter.sh/unregistered:NoExecute, which
+	// Karpenter expects of every machine it may claim and removes, and
+	// node.cluster.x-k8s.io/uninitialized:NoSchedule, with which kubeadm's machines join and which
+	// Cluster API's Machine controller removes. An empty list registers without.
 	//
 	// +optional
 	// +kubebuilder:default={{key: "karpenter.sh/unregistered", effect: "NoExecute"}, {key: "node.cluster.x-k8s.io/uninitialized", effect: "NoSchedule"}}
@@ -156,7 +158,8 @@ type MachineInitialization struct {
 	Provisioned *bool `json:"provisioned,omitempty"`
 }
 
-// SimMachineStatus is what has become of an instance. The times are what the provider continues from after a restart.
+// SimMachineStatus is what has become of an instance. The times are what the provider continues
+// from after a restart.
 type SimMachineStatus struct {
 	// initialization of the instance.
 	//

@@ -47,7 +47,8 @@ type SimClusterTemplateList struct {
 	Items []SimClusterTemplate `json:"items"`
 }
 
-// SimControlPlaneTemplateResourceSpec is a SimControlPlaneSpec without the version, which is the topology's to say.
+// SimControlPlaneTemplateResourceSpec is a SimControlPlaneSpec without the version, which is the
+// topology's to say.
 type SimControlPlaneTemplateResourceSpec struct {
 	// controlPlaneEndpoint is where the API server listens.
 	//

@@ -13,7 +13,8 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// clusterReconciler marks a Cluster as provisioned. Simulated Clusters have no shared infrastructure.
+// clusterReconciler marks a Cluster as provisioned. Simulated Clusters have no shared
+// infrastructure.
 type clusterReconciler struct {
 	hub client.Client
 }

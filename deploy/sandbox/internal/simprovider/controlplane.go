@@ -68,8 +68,9 @@ func (r *controlPlaneReconciler) Reconcile(ctx context.Context, req reconcile.Re
 	return result, nil
 }
 
-// upgrade sets the reported version of the control plane, and returns how much longer its upgrade takes,
-// or 0. An upgrade begins when the provider first observes it, which the condition's time records.
+// upgrade sets the reported version of the control plane, and returns how much longer its upgrade
+// takes, or 0. An upgrade begins when the provider first observes it, which the condition's time
+// records.
 func (r *controlPlaneReconciler) upgrade(cp *simv1.SimControlPlane) time.Duration {
 	rollingOut := metav1.Condition{
 		Type: clusterv1.RollingOutCondition, Status: metav1.ConditionFalse, Reason: clusterv1.NotRollingOutReason,

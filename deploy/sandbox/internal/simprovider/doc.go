@@ -6,8 +6,8 @@
 // Machine and its bootstrap data, holds a finalizer, honours paused objects, reports a providerID
 // once the instance exists, and leaves the deletion of the Node to Cluster API. It does delete the
 // Node of an instance that is gone if Cluster API never saw that Node, since there is no cloud
-// controller manager to do so. Cluster API's own in-memory provider has neither capacities, zones nor
-// failures.
+// controller manager to do so. Cluster API's own in-memory provider has neither capacities, zones
+// nor failures.
 //
 // To the workload cluster it is the part of a kubelet that registers a Node and reports its status.
 // The other part, heartbeats and pods, is provided by kwok while the Node has the label

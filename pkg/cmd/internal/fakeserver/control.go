@@ -163,8 +163,8 @@ func (c *controlled) DeleteNodePoolSet(_ context.Context, cluster control.Cluste
 	return recovered(func() { c.agent.DeleteNodePoolSet(refOf(cluster), name) })
 }
 
-// recovered applies a request to the fake agent. The fake panics if a test names an object that does not
-// exist. Here, that is an error of the request.
+// recovered applies a request to the fake agent. The fake panics if a test names an object that
+// does not exist. Here, that is an error of the request.
 func recovered(f func()) (err error) {
 	defer func() {
 		if cause := recover(); cause != nil {

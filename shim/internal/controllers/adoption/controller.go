@@ -55,8 +55,8 @@ const (
 	// concurrency is how many Machines are adopted at once. The agent batches the claims of one
 	// node group.
 	concurrency = 50
-	// look is the interval for a NodeClaim whose Machine cannot be adopted, and during an outage. soon is
-	// the interval while that is not known otherwise.
+	// look is the interval for a NodeClaim whose Machine cannot be adopted, and during an outage.
+	// soon is the interval while that is not known otherwise.
 	look, soon = 30 * time.Second, time.Second
 	// yes is the value of boolean labels and annotations that are set.
 	yes = "true"
@@ -239,8 +239,8 @@ func isPassing(ctx context.Context, err error) bool {
 	return err != nil && (ctx.Err() != nil || agenterrors.IsUnavailable(err) || agenterrors.IsConflict(err))
 }
 
-// retryAfter returns when a call is retried after a passing error. An outage, or a pause of the Cluster, may last:
-// thousands of NodeClaims would each be retried once a second.
+// retryAfter returns when a call is retried after a passing error. An outage, or a pause of the
+// Cluster, may last: thousands of NodeClaims would each be retried once a second.
 func (c *Controller) retryAfter(err error) time.Duration {
 	switch reason := agenterrors.ReasonOf(err); {
 	case !c.Claims.State().Connected, reason == agenterrors.ReasonClusterPaused, reason == agenterrors.ReasonHubUnreachable:
@@ -326,17 +326,18 @@ func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v
 	return class.Spec.Adoption, nil
 }
 
-// protections are the annotations with which [Controller.keep] protects a Node, by the annotations that
-// record that it has set them. The one against expiry is its own record: package outage heeds it.
+// protections are the annotations with which [Controller.keep] protects a Node, by the annotations
+// that record that it has set them. The one against expiry is its own record: package outage heeds
+// it.
 var protections = map[string]string{
 	v1alpha1.KeptAnnotation:           karpv1.DoNotDisruptAnnotationKey,
 	v1alpha1.KeptFromRepairAnnotation: karpv1.DoNotRepairAnnotationKey,
 	v1alpha1.KeptFromExpiryAnnotation: v1alpha1.KeptFromExpiryAnnotation,
 }
 
-// keep protects the Node of a NodeClaim whose machine the agent does not report, whatever the NodeClass's
-// policy, because the machine could not be removed. The machine is adopted once the agent
-// reports it.
+// keep protects the Node of a NodeClaim whose machine the agent does not report, whatever the
+// NodeClass's policy, because the machine could not be removed. The machine is adopted once the
+// agent reports it.
 func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	if duplicate, err := c.isDuplicate(ctx, nodeClaim); err != nil {
 		return reconcile.Result{}, err
@@ -364,7 +365,8 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 func missing(node *corev1.Node) map[string]string {
 	added := map[string]string{}
 	for mark, protection := range protections {
-		// A Node that is protected already gets no mark: endProtection would end that protection. Core heeds no other value.
+		// A Node that is protected already gets no mark: endProtection would end that protection.
+		// Core heeds no other value.
 		if node != nil && node.Annotations[mark] != yes && node.Annotations[protection] != yes {
 			added[mark], added[protection] = yes, yes
 		}
@@ -372,9 +374,10 @@ func missing(node *corev1.Node) map[string]string {
 	return added
 }
 
-// endProtection ends the protection of a Node by [Controller.keep], once its claim is known: another Cluster's machines were
-// seen, because of a wrong kubeconfig or certificate, or the hub did not have the claim. Protections by users, and
-// those of an adoption, have no such mark, and stay.
+// endProtection ends the protection of a Node by [Controller.keep], once its claim is known:
+// another Cluster's machines were seen, because of a wrong kubeconfig or certificate, or the hub
+// did not have the claim. Protections by users, and those of an adoption, have no such mark, and
+// stay.
 func (c *Controller) endProtection(ctx context.Context, node *corev1.Node) error {
 	if !v1alpha1.IsKept(node) {
 		return nil
@@ -397,9 +400,9 @@ func unkeep(object client.Object) {
 	}
 }
 
-// protect marks a Node or NodeClaim as adopted, and protects it from disruption unless the NodeClass
-// allows that. It does so once per adoption, so that later changes by users are kept. If the
-// object carries the mark of a completed adoption, that adoption's claim no longer exists, and
+// protect marks a Node or NodeClaim as adopted, and protects it from disruption unless the
+// NodeClass allows that. It does so once per adoption, so that later changes by users are kept. If
+// the object carries the mark of a completed adoption, that adoption's claim no longer exists, and
 // protect applies again. It ends a protection by [Controller.keep] with the same write.
 func (c *Controller) protect(ctx context.Context, object client.Object, policy v1alpha1.AdoptionPolicy) error {
 	_, marked := object.GetLabels()[v1alpha1.AdoptedLabel]

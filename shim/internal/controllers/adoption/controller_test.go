@@ -416,7 +416,8 @@ func TestNothingIsSettledWhileTheAgentIsSilent(t *testing.T) {
 	assert.NotNil(t, e.claim(left))
 }
 
-// The manager's cache never reports a NodeClaim here: the controller is triggered by the claims alone.
+// The manager's cache never reports a NodeClaim here: the controller is triggered by the claims
+// alone.
 func TestAllNodeClaimsAreHandledOnceTheClaimsAreKnown(t *testing.T) {
 	e := setUp(t)
 	mirror := e.Client.MirrorClaims(e.Cluster, v1alpha1.Holder)
@@ -572,8 +573,8 @@ func TestANodeClaimWhoseMachineTheAgentDoesNotShowIsProtectedAndAdoptedLater(t *
 	assert.NotContains(t, node.Annotations, karpv1.DoNotRepairAnnotationKey, "its machine can be removed now")
 }
 
-// A process with the wrong kubeconfig, or one that is connected to a hub without the claims, sees no
-// Machine of a NodeClaim that has a claim.
+// A process with the wrong kubeconfig, or one that is connected to a hub without the claims, sees
+// no Machine of a NodeClaim that has a claim.
 func TestTheProtectionOfANodeEndsWhenItsClaimIsKnown(t *testing.T) {
 	for name, test := range map[string]struct {
 		marks []string

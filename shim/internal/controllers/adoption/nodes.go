@@ -77,8 +77,8 @@ type NodesConfig struct {
 	// Recorder records events.
 	Recorder events.Recorder
 	// Settled is [Controller.Settled]: existing NodeClaims adopt first. A Node adopted before them
-	// might use up the room above the min size, and the machine of a NodeClaim could then be adopted
-	// only by raising replicas.
+	// might use up the room above the min size, and the machine of a NodeClaim could then be
+	// adopted only by raising replicas.
 	Settled func() bool
 	// Clock provides the time.
 	Clock clock.PassiveClock
@@ -380,8 +380,9 @@ func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 	return limiter
 }
 
-// turnIn returns when to look again at a Node whose turn comes after left; 0 if it is its turn. If many wait, their looks
-// are spread: on average two Nodes come back for each turn, instead of all for the next one.
+// turnIn returns when to look again at a Node whose turn comes after left; 0 if it is its turn. If
+// many wait, their looks are spread: on average two Nodes come back for each turn, instead of all
+// for the next one.
 func (c *Nodes) turnIn(node *corev1.Node, now time.Time, left time.Duration, limit rate.Limit) time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -436,7 +437,8 @@ func (c *Nodes) Register(_ context.Context, m manager.Manager) error {
 		})
 	})
 	changed := builder.WithPredicates(predicate.GenerationChangedPredicate{})
-	// Which node groups a NodeClass selects changes without its spec, and is known later than its spec.
+	// Which node groups a NodeClass selects changes without its spec, and is known later than its
+	// spec.
 	concerned := builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 		return driftcheck.Concerns(e.ObjectOld, e.ObjectNew)
 	}})

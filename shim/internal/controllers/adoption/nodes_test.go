@@ -153,7 +153,8 @@ func (c counting) Snapshot() *catalogue.Snapshot {
 	return snapshot
 }
 
-// Which node groups a NodeClass selects also changes without its spec: when a label of a node group does.
+// Which node groups a NodeClass selects also changes without its spec: when a label of a node group
+// does.
 func TestNodesAreAdoptedWhenTheirNodeGroupBecomesSelected(t *testing.T) {
 	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
 	class := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}

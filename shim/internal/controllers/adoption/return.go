@@ -26,8 +26,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
-// returnMachine returns the NodeClaim's machine to the user, as the annotation requests. Every step is
-// idempotent. First the claim ends. Then the Node is stripped of what Karpenter set, so that the
+// returnMachine returns the NodeClaim's machine to the user, as the annotation requests. Every step
+// is idempotent. First the claim ends. Then the Node is stripped of what Karpenter set, so that the
 // end of the NodeClaim does not affect it. Then the NodeClaim gets a provider ID that no Node has,
 // so that core drains none, and what core has set on the Node meanwhile is removed. Finally the
 // NodeClaim is deleted.
@@ -84,8 +84,9 @@ func (c *Controller) returnMachine(ctx context.Context, nodeClaim *karpv1.NodeCl
 		}
 	}
 	if node != nil {
-		// Core may have begun to disrupt the Node, and would never forget that: a disruption that succeeds removes its
-		// Nodes. It would plan other Nodes for this one's pods, again and again.
+		// Core may have begun to disrupt the Node, and would never forget that: a disruption that
+		// succeeds removes its Nodes. It would plan other Nodes for this one's pods, again and
+		// again.
 		c.Unmark(node.Spec.ProviderID)
 	}
 	log.FromContext(ctx).Info("returned a machine to the user", "machine", claim.GetMachine().GetName())

@@ -123,9 +123,9 @@ func (c *Controller) Soon() {
 	}
 }
 
-// Refused returns the agent's error if it refuses this cluster's live sets, because the shim has the
-// identity of another cluster's, and nil if the last set was accepted. known is false, and the error
-// nil, until the agent has answered a set of this process. It is safe for concurrent use.
+// Refused returns the agent's error if it refuses this cluster's live sets, because the shim has
+// the identity of another cluster's, and nil if the last set was accepted. known is false, and the
+// error nil, until the agent has answered a set of this process. It is safe for concurrent use.
 func (c *Controller) Refused() (known bool, err error) {
 	verdict := c.verdict.Load()
 	if verdict == nil {

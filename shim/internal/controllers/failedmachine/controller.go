@@ -352,8 +352,8 @@ func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, re
 }
 
 // tellNodePool publishes the failure of a machine on the NodePool, because the NodeClaim is being
-// deleted. A NodePool whose machines keep failing gets one event for each node group in an interval,
-// with the first failure in it.
+// deleted. A NodePool whose machines keep failing gets one event for each node group in an
+// interval, with the first failure in it.
 func (c *Controller) tellNodePool(ctx context.Context, nodeClaim *karpv1.NodeClaim, message string) {
 	nodePool := &karpv1.NodePool{}
 	key := client.ObjectKey{Name: nodeClaim.Labels[karpv1.NodePoolLabelKey]}
@@ -422,8 +422,9 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		Complete(c.requests(m.GetClient()))
 }
 
-// requests returns the reconciler of requests. It is [reconcile.AsReconciler], but also forgets NodeClaims that no
-// longer exist: the controller may not have seen them while they were being deleted.
+// requests returns the reconciler of requests. It is [reconcile.AsReconciler], but also forgets
+// NodeClaims that no longer exist: the controller may not have seen them while they were being
+// deleted.
 func (c *Controller) requests(kube client.Reader) reconcile.Reconciler {
 	return reconcile.Func(func(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 		nodeClaim := &karpv1.NodeClaim{}

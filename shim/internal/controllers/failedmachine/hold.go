@@ -55,11 +55,12 @@ type holdingStatus struct {
 	holding *holding
 }
 
-// registrationFailed is the reason with which core marks a NodePool whose NodeClaims do not register.
+// registrationFailed is the reason with which core marks a NodePool whose NodeClaims do not
+// register.
 const registrationFailed = "RegistrationFailed"
 
-// Patch implements [client.SubResourceWriter]. Core counts a NodeClaim as failed before it deletes it,
-// and again with each refused attempt. After the second, the NodePool would not be healthy.
+// Patch implements [client.SubResourceWriter]. Core counts a NodeClaim as failed before it deletes
+// it, and again with each refused attempt. After the second, the NodePool would not be healthy.
 func (s holdingStatus) Patch(ctx context.Context, object client.Object, patch client.Patch, options ...client.SubResourcePatchOption) error {
 	nodePool, is := object.(*karpv1.NodePool)
 	if !is || injection.GetControllerName(ctx) != lifecycleController {

@@ -59,7 +59,8 @@ func TestCoreDoesNotGiveUpWhatWaitsForItsMachineAfterATimeWithoutALeader(t *test
 	}
 }
 
-// leaderlessPool returns a NodePool with two launched NodeClaims after 20 minutes in which nothing ran.
+// leaderlessPool returns a NodePool with two launched NodeClaims after 20 minutes in which nothing
+// ran.
 func (e *env) leaderlessPool() (nodePool *karpv1.NodePool, nodeClaims []*karpv1.NodeClaim) {
 	e.t.Helper()
 	nodePool = &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodePoolName, UID: "pool"}}

@@ -15,7 +15,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
-// waiting returns a controller, and a NodeClaim that has waited for its machine for so long that this was published.
+// waiting returns a controller, and a NodeClaim that has waited for its machine for so long that
+// this was published.
 func waiting(t *testing.T) (*shimtest.Env, *Controller, *karpv1.NodeClaim) {
 	t.Helper()
 	clk := clocktesting.NewFakeClock(time.Now())

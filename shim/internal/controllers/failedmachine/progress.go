@@ -76,7 +76,8 @@ func (c *Controller) joinedAt(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 	return at, err
 }
 
-// recordOf returns the record of a NodeClaim, not that of a former one with its name. It must be called with c.mu held.
+// recordOf returns the record of a NodeClaim, not that of a former one with its name. It must be
+// called with c.mu held.
 func (c *Controller) recordOf(nodeClaim *karpv1.NodeClaim) record {
 	if r := c.records[nodeClaim.Name]; r.uid == nodeClaim.UID {
 		return r
@@ -115,8 +116,8 @@ func whereabouts(claim *agentv1alpha1.Claim) string {
 	return what
 }
 
-// publishProgress publishes the machine's progress on a NodeClaim that has waited for long, whenever it
-// changes.
+// publishProgress publishes the machine's progress on a NodeClaim that has waited for long,
+// whenever it changes.
 func (c *Controller) publishProgress(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) {
 	if c.Clock.Since(nodeClaim.CreationTimestamp.Time) < publishAfter || !c.Claims.State().Connected {
 		return
@@ -146,7 +147,8 @@ func released(claim *agentv1alpha1.Claim) bool {
 	return phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING || phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
 }
 
-// These are reasons for which a NodeClaim is given up. The others are those of claims that have ended.
+// These are reasons for which a NodeClaim is given up. The others are those of claims that have
+// ended.
 const (
 	// machineFailed is also the reason of events about a machine that the agent gave up.
 	machineFailed  = "MachineFailed"

@@ -33,8 +33,9 @@ const (
 	// commandTimeout is how long core waits for the replacements of a Node: minRetryDuration of its
 	// package disruption. Core waits longer only if it replaces thousands of Nodes at once.
 	commandTimeout = 10 * time.Minute
-	// keep is how long a late Node is kept at most once it is initialized: many rounds of core's planning,
-	// which take ten seconds and more each, so that a Node can also wait for a disruption budget.
+	// keep is how long a late Node is kept at most once it is initialized: many rounds of core's
+	// planning, which take ten seconds and more each, so that a Node can also wait for a disruption
+	// budget.
 	keep = 5 * time.Minute
 	// renew is the interval of the nominations. Each is valid for at least ten seconds.
 	renew       = 5 * time.Second
@@ -70,8 +71,8 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	initialized := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeInitialized)
 	if initialized.IsTrue() {
 		joined := initialized.LastTransitionTime.Time
-		// Core records when a pod that is no DaemonSet's comes to the Node or goes. From then on it is
-		// a Node like any other.
+		// Core records when a pod that is no DaemonSet's comes to the Node or goes. From then on it
+		// is a Node like any other.
 		used := !nodeClaim.Status.LastPodEventTime.IsZero()
 		if joined.Before(late) || used || c.clock.Since(joined) >= keep {
 			return reconcile.Result{}, nil
@@ -79,7 +80,8 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	} else if left := late.Sub(c.clock.Now()); left > 0 {
 		return reconcile.Result{RequeueAfter: left}, nil
 	}
-	// Nominations begin before the Node is initialized, because core may remove it in the same moment.
+	// Nominations begin before the Node is initialized, because core may remove it in the same
+	// moment.
 	c.state.NominateNodeForPod(ctx, nodeClaim.Status.ProviderID)
 	log.FromContext(ctx).V(1).Info("keeping a late Node", "age", c.clock.Since(nodeClaim.CreationTimestamp.Time).String())
 	return reconcile.Result{RequeueAfter: renew}, nil

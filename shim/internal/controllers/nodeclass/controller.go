@@ -68,8 +68,8 @@ const (
 	longestMessage = 8000
 	// anotherLook is how often the client certificate and the pods without a Node are checked.
 	anotherLook = time.Minute
-	// unplannedAfter is how long a pod must have waited before it shows that node groups need zones: most
-	// have their Node by then.
+	// unplannedAfter is how long a pod must have waited before it shows that node groups need
+	// zones: most have their Node by then.
 	unplannedAfter = 2 * time.Minute
 )
 
@@ -232,8 +232,8 @@ func (c *Controller) tooSoon(nodeClass *v1alpha1.ClusterAPINodeClass) time.Durat
 	return c.written[nodeClass.Name].Add(statusInterval).Sub(c.Clock.Now())
 }
 
-// retryConflict handles an error of a write. After a conflict, the cache first has to receive the version that the
-// write conflicts with.
+// retryConflict handles an error of a write. After a conflict, the cache first has to receive the
+// version that the write conflicts with.
 func retryConflict(err error) (reconcile.Result, error) {
 	if apierrors.IsConflict(err) {
 		return reconcile.Result{RequeueAfter: time.Second}, nil
@@ -251,7 +251,8 @@ func (c *Controller) zoneless(nodeClass *v1alpha1.ClusterAPINodeClass) bool {
 	return found && instancetype.Zoneless(class.Groups)
 }
 
-// unplanned returns the names of the pods that have been waiting for a Node in some zone for a while.
+// unplanned returns the names of the pods that have been waiting for a Node in some zone for a
+// while.
 func (c *Controller) unplanned(ctx context.Context) ([]string, error) {
 	waiting := &corev1.PodList{}
 	if err := c.Kube.List(ctx, waiting, client.MatchingFields{"spec.nodeName": ""}, client.UnsafeDisableDeepCopy); err != nil {
@@ -264,8 +265,8 @@ func (c *Controller) unplanned(ctx context.Context) ([]string, error) {
 	}), nil
 }
 
-// describe sets the status. The pods are those of [Controller.unplanned], which only matter to a NodeClass
-// without zones.
+// describe sets the status. The pods are those of [Controller.unplanned], which only matter to a
+// NodeClass without zones.
 func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass, pods []string) {
 	conditions := nodeClass.StatusConditions(status.WithClock(c.Clock))
 	c.describeConnection(conditions)
@@ -368,7 +369,8 @@ func (c *Controller) describeConnection(conditions status.ConditionSet) {
 		message += ": " + agenterrors.Describe(state.LastError)
 	}
 	message = lo.Ellipsis(message, longestMessage)
-	// Attempts at the addresses of several agents fail in turn. That is no change, which would be a write.
+	// Attempts at the addresses of several agents fail in turn. That is no change, which would be a
+	// write.
 	if before.IsFalse() && before.Reason == reason && address.ReplaceAllString(before.Message, "") == address.ReplaceAllString(message, "") {
 		message = before.Message
 	}
@@ -478,8 +480,8 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 	return reconcile.Result{}, nil
 }
 
-// noteConnection writes whether the agent is reachable, for a NodeClass that is being deleted: what happens to its
-// NodeClaims depends on it (package outage).
+// noteConnection writes whether the agent is reachable, for a NodeClass that is being deleted: what
+// happens to its NodeClaims depends on it (package outage).
 func (c *Controller) noteConnection(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) error {
 	stored := nodeClass.DeepCopy()
 	c.describeConnection(nodeClass.StatusConditions(status.WithClock(c.Clock)))

@@ -141,8 +141,8 @@ func (c *Controller) ownAsApplied(ctx context.Context, object client.Object) err
 	return c.Kube.Patch(ctx, object, client.RawPatch(types.JSONPatchType, patch), client.FieldOwner(FieldManager))
 }
 
-// update applies the object. Fields of others are taken only if this revision was applied before: all
-// of its fields were ours then, and another actor has changed them since.
+// update applies the object. Fields of others are taken only if this revision was applied before:
+// all of its fields were ours then, and another actor has changed them since.
 func (c *Controller) update(ctx context.Context, live *metav1.PartialObjectMetadata, wanted *unstructured.Unstructured, revision string) error {
 	if err := c.ownAsApplied(ctx, live); err != nil {
 		return err
@@ -155,8 +155,8 @@ func (c *Controller) update(ctx context.Context, live *metav1.PartialObjectMetad
 	return c.Kube.Apply(ctx, client.ApplyConfigurationFromUnstructured(wanted), options...)
 }
 
-// removeUnpublished deletes or releases the objects that carry our label and are not published. It tries those
-// that it could not change again at the next interval.
+// removeUnpublished deletes or releases the objects that carry our label and are not published. It
+// tries those that it could not change again at the next interval.
 func (c *Controller) removeUnpublished(ctx context.Context) error {
 	ours, err := c.ours(ctx)
 	if err != nil {
@@ -241,8 +241,8 @@ func (c *Controller) keep(ctx context.Context, object *metav1.PartialObjectMetad
 	c.kept[key] = c.Clock.Now()
 }
 
-// remove deletes the object if its policy is to, and otherwise removes our label and annotations. It
-// fails if the object has changed since it was read.
+// remove deletes the object if its policy is to, and otherwise removes our label and annotations.
+// It fails if the object has changed since it was read.
 func (c *Controller) remove(ctx context.Context, object *metav1.PartialObjectMetadata) error {
 	set := object.Labels[v1alpha1.PublishedByLabel]
 	delete(c.applied, keyOf(object))

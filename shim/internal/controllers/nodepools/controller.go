@@ -95,8 +95,8 @@ type Controller struct {
 	// kept is when the hub was last seen without the NodePoolSet of an object that is published no
 	// longer, by the object's key.
 	kept map[string]time.Time
-	// reported is the last report that the agent accepted, at reportedAt. The next one is not sent before
-	// nextReport.
+	// reported is the last report that the agent accepted, at reportedAt. The next one is not sent
+	// before nextReport.
 	reported               *agentv1alpha1.ReportNodePoolsRequest
 	reportedAt, nextReport time.Time
 	// unserved is true once it was logged that the agent does not serve this.

@@ -61,8 +61,8 @@ func (c *Controller) statusOf(ctx context.Context, nodePool *karpv1.NodePool, cl
 	return s
 }
 
-// price returns the price of the NodeClaims that were launched, per hour. It is empty if one of their
-// prices is not known.
+// price returns the price of the NodeClaims that were launched, per hour. It is empty if one of
+// their prices is not known.
 func (c *Controller) price(ctx context.Context, nodePool *karpv1.NodePool, claims []*karpv1.NodeClaim) string {
 	launched := slices.DeleteFunc(slices.Clone(claims), func(claim *karpv1.NodeClaim) bool { return claim.Labels[corev1.LabelInstanceTypeStable] == "" })
 	if len(launched) == 0 {

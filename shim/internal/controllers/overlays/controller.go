@@ -38,7 +38,8 @@ import (
 
 const (
 	name = "nodeoverlay.refresh"
-	// again is the time until the second evaluation. It exceeds the duration of one that was running.
+	// again is the time until the second evaluation. It exceeds the duration of one that was
+	// running.
 	again = 10 * time.Second
 )
 
@@ -78,8 +79,8 @@ func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconc
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	// Nothing tells when a NodePool without instance types gets some although no offering changes: before
-	// the Nodes of a restarted shim are adopted, for example, none has any.
+	// Nothing tells when a NodePool without instance types gets some although no offering changes:
+	// before the Nodes of a restarted shim are adopted, for example, none has any.
 	look := reconcile.Result{RequeueAfter: lo.Ternary(skipped > 0, again, 0)}
 	second := offered == c.applied
 	if second {
@@ -106,8 +107,8 @@ func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconc
 	return reconcile.Result{RequeueAfter: again}, nil
 }
 
-// onlySkipped reports whether core applied the overlays, and its error is only that so many NodePools have no
-// instance types.
+// onlySkipped reports whether core applied the overlays, and its error is only that so many
+// NodePools have no instance types.
 func onlySkipped(err error, nodePools int) bool {
 	return err != nil && nodePools > 0 && strings.HasPrefix(err.Error(), unlisted) && strings.Count(err.Error(), unlisted) == nodePools
 }
@@ -115,8 +116,8 @@ func onlySkipped(err error, nodePools int) bool {
 // unlisted begins core's error for each NodePool without instance types.
 const unlisted = "listing instance types for nodepool "
 
-// offered returns a hash of what identifies offerings to core, over all NodePools, and the number of NodePools
-// without instance types: their NodeClass does not exist or selects nothing.
+// offered returns a hash of what identifies offerings to core, over all NodePools, and the number
+// of NodePools without instance types: their NodeClass does not exist or selects nothing.
 func (c *Controller) offered(ctx context.Context) (sum uint64, skipped int, err error) {
 	nodePools := &karpv1.NodePoolList{}
 	if err := c.kube.List(ctx, nodePools); err != nil {

@@ -29,7 +29,8 @@ func group(name, zone string) *agentv1alpha1.NodeGroup {
 	}
 }
 
-// env is an environment with a NodePool, an overlay that sets the price 7, and core's own controller.
+// env is an environment with a NodePool, an overlay that sets the price 7, and core's own
+// controller.
 type env struct {
 	*shimtest.Env
 	t          *testing.T

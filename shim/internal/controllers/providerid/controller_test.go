@@ -229,8 +229,8 @@ func TestOneRealIDNeverGoesToTwoNodeClaims(t *testing.T) {
 	assert.Contains(t, w.Recorder.Messages()[0], owner.Name)
 }
 
-// The agent hands a Machine without a Node over to another claim as soon as its own is released, and
-// core needs another five seconds to end the NodeClaim.
+// The agent hands a Machine without a Node over to another claim as soon as its own is released,
+// and core needs another five seconds to end the NodeClaim.
 func TestAMachineThatIsHandedOverWaitsForTheEndOfItsNodeClaim(t *testing.T) {
 	w, recorded, reconcile := setUp(t)
 	leaving := w.Launched("leaving", func(nc *karpv1.NodeClaim) {

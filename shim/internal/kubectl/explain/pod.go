@@ -97,8 +97,8 @@ func starting(pod *corev1.Pod) []string {
 	return details
 }
 
-// failed is how Karpenter's events begin that say why it cannot plan a pod. The scheduler's own have
-// the same reason.
+// failed is how Karpenter's events begin that say why it cannot plan a pod. The scheduler's own
+// have the same reason.
 const failed = "Failed to schedule pod, "
 
 // pending describes a pod without a Node. It reports whether nothing is on its way for the pod, so

@@ -57,7 +57,8 @@ func trim(contract, version string, without []string) error {
 	return fmt.Errorf("%v has no version %s", metadata["name"], version)
 }
 
-// reduced removes the descriptions of a schema, but no property with that name, and some properties.
+// reduced removes the descriptions of a schema, but no property with that name, and some
+// properties.
 func reduced(schema any, without []string) any {
 	switch schema := schema.(type) {
 	case map[string]any:
