@@ -26,6 +26,7 @@ func init() { //nolint:gochecknoinits // the registry is a global, too
 	for _, result := range []string{
 		resultClaimed, resultNoCapacity, resultNodeClassNotReady, ReasonNodeGroupsNotFound, ReasonAgentUnreachable, ReasonAgentRefused,
 		ReasonClaimConflict, ReasonClaimRejected, ReasonAdoptionFailed, ReasonAdoptionRefused, ReasonClaimFailed,
+		ReasonCatalogueNotSynced, ReasonNodeClassNotFound, ReasonOverlaysNotReady, ReasonNodeGroupUnknown,
 	} {
 		claimsTotal.Add(0, map[string]string{resultLabel: result})
 	}

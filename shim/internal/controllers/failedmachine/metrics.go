@@ -26,7 +26,8 @@ var (
 func init() { //nolint:gochecknoinits // the registry is a global, too
 	for _, reason := range []string{
 		machineFailed, machineDeleted, claimUnknown, claimreasons.MachineLost, claimreasons.Late, claimreasons.NodeNotSeen,
-		claimreasons.NodeGroupGone, claimreasons.StateLost,
+		claimreasons.NodeGroupGone, claimreasons.StateLost, claimreasons.HandedOver, claimreasons.Released, claimreasons.Cancelled,
+		claimreasons.Collected, claimreasons.NoRoom, claimreasons.Refused,
 	} {
 		givenUpTotal.Add(0, map[string]string{reasonLabel: reason})
 	}
