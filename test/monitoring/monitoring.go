@@ -12,7 +12,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -226,35 +225,6 @@ func (m Metrics) Check(expr string) error {
 	return errors.Join(wrong...)
 }
 
-// Thresholds returns the numbers other than 0 with which an expression compares, and those that it gives
-// to functions, such as a quantile.
-func Thresholds(expr string) ([]string, error) {
-	parsed, err := parser.ParseExpr(expr)
-	if err != nil {
-		return nil, err
-	}
-	var thresholds []string
-	add := func(e parser.Expr) {
-		if number, is := e.(*parser.NumberLiteral); is && number.Val != 0 {
-			thresholds = append(thresholds, strconv.FormatFloat(number.Val, 'f', -1, 64))
-		}
-	}
-	parser.Inspect(parsed, func(node parser.Node, _ []parser.Node) error {
-		switch n := node.(type) {
-		case *parser.BinaryExpr:
-			if n.Op.IsComparisonOperator() {
-				add(n.RHS)
-			}
-		case *parser.Call:
-			for _, arg := range n.Args {
-				add(arg)
-			}
-		}
-		return nil
-	})
-	return lo.Uniq(thresholds), nil
-}
-
 // Step is the time between two samples of the series that [Load] parses.
 const Step = time.Minute
 
@@ -372,12 +342,9 @@ func (e Engine) Eval(ctx context.Context, series Series, expr string, at time.Du
 
 // Firing returns the labels of each instance of an alert that fires at a time after zero.
 func (e Engine) Firing(ctx context.Context, series Series, a Alert, at time.Duration) ([]labels.Labels, error) {
-	wait := time.Duration(0)
-	if a.For != "" {
-		var err error
-		if wait, err = time.ParseDuration(a.For); err != nil {
-			return nil, err
-		}
+	wait, err := a.Wait()
+	if err != nil {
+		return nil, err
 	}
 	var firing []labels.Labels
 	for since := at - wait; since <= at; since += Step {

@@ -9,12 +9,11 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
 
-	"github.com/prometheus/common/model"
-	"github.com/prometheus/prometheus/model/labels"
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	"sigs.k8s.io/yaml"
@@ -68,15 +67,12 @@ func TestTheTableOfAlertsIsComplete(t *testing.T) {
 	require.True(t, found)
 	_, after, found := strings.Cut(rest, end)
 	require.True(t, found)
+	recorded := recordings(t)
 	var table strings.Builder
 	table.WriteString("| alert | severity | fires | after | the cause is made in |\n|---|---|---|---|---|\n")
 	for _, a := range alerts(t) {
-		test := "no test of a component: the condition is that none is scraped"
-		if cause := causes[a.Alert]; cause.test != "" {
-			_, function, _ := strings.Cut(cause.test, ":")
-			test = "`" + function + "`"
-		}
-		fmt.Fprintf(&table, "| [%s](#%s) | %s | %s | %s | %s |\n", a.Alert, strings.ToLower(a.Alert), a.Labels["severity"],
+		test, _, _ := strings.Cut(recorded[a.Alert].Test, "/")
+		fmt.Fprintf(&table, "| [%s](#%s) | %s | %s | %s | `%s` |\n", a.Alert, strings.ToLower(a.Alert), a.Labels["severity"],
 			strings.ReplaceAll(a.Annotations["summary"], "|", "\\|"), cmp.Or(a.For, "0m"), test)
 	}
 	wanted := before + begin + table.String() + end + after
@@ -87,73 +83,94 @@ func TestTheTableOfAlertsIsComplete(t *testing.T) {
 	require.Equal(t, wanted, string(page), "write it with: go test ./test/monitoring -run TestTheTableOfAlerts -args -write-alerts")
 }
 
+// What a component served when a test made the cause is enough for the alert, and soon enough. What it served before
+// is not.
 func TestEachAlertFiresByItsCause(t *testing.T) {
-	engine := monitoring.NewEngine()
+	engine, recorded := monitoring.NewEngine(), recordings(t)
 	for _, a := range alerts(t) {
 		t.Run(a.Alert, func(t *testing.T) {
-			cause, known := causes[a.Alert]
-			require.True(t, known, "its cause is in the table of this test")
-			series, err := monitoring.Load(cause.series)
+			series, err := monitoring.Unfold(recorded[a.Alert].Recording, course(a.Alert, "scraped"))
 			require.NoError(t, err)
-			firing, err := engine.Firing(t.Context(), series, a, now)
+			at, firing, err := engine.Firings(t.Context(), series, a, begins-before, begins+after)
 			require.NoError(t, err)
 			require.Len(t, firing, 1)
+			wait, err := a.Wait()
+			require.NoError(t, err)
+			window, err := a.Window()
+			require.NoError(t, err)
+			require.GreaterOrEqual(t, at, begins+wait)
+			require.LessOrEqual(t, at, begins+wait+window)
 			for _, match := range label.FindAllStringSubmatch(a.Annotations["description"], -1) {
 				require.True(t, firing[0].Has(match[1]), "the description uses the label %s", match[1])
 			}
 		})
 	}
-	require.Len(t, alerts(t), len(causes), "there is no cause without an alert")
 }
 
-// The series that a cause is said to have are those that a test of the component sees: the test names
-// their metrics, the labels of the first one and the thresholds of the alert, and has the texts that
-// compare the values.
-func TestEachCauseIsMadeInATestOfItsComponent(t *testing.T) {
-	for _, a := range alerts(t) {
-		t.Run(a.Alert, func(t *testing.T) {
-			cause := causes[a.Alert]
-			if cause.test == "" {
-				require.Empty(t, cause.series)
-				require.Contains(t, a.Expr, "absent(")
-				return
-			}
-			path, function, _ := strings.Cut(cause.test, ":")
-			content, err := os.ReadFile(filepath.Join(root(t), path))
+// begins is when a cause is made: after the certificates of the recordings were issued, as times are after zero. The
+// component is scraped before it and after it.
+const begins, before, after = 1000 * 24 * time.Hour, time.Hour, time.Hour
+
+// course is that of the recording of an alert.
+func course(alert, job string) monitoring.Course {
+	return monitoring.Course{
+		Target: map[string]string{"job": job, "namespace": "system", "pod": job + "-0", "instance": job + ":8080"},
+		From:   begins - before, Begins: begins, Until: begins + after, Repeats: slices.Contains(repeats, alert),
+	}
+}
+
+// A test of the component makes each recording, and fails if the component serves other series. The binaries register
+// what it has recorded: a registry in a test may be the test's own.
+func TestEachRecordingIsMadeByATestOfItsComponent(t *testing.T) {
+	recorded, metrics := recordings(t), metrics(t)
+	names := lo.Map(alerts(t), func(a monitoring.Alert, _ int) string { return a.Alert })
+	require.ElementsMatch(t, names, slices.Collect(maps.Keys(recorded)), "each alert has a recording, and each recording an alert")
+	for alert, recording := range recorded {
+		t.Run(alert, func(t *testing.T) {
+			function, _, _ := strings.Cut(recording.Test, "/")
+			files, err := filepath.Glob(filepath.Join(recording.Package, "*_test.go"))
 			require.NoError(t, err)
-			_, body, found := strings.Cut(string(content), "\nfunc "+function+"(t *testing.T) {\n")
-			require.True(t, found, "%s has no %s", path, function)
-			body, _, _ = strings.Cut(body, "\n}\n")
-			series, err := monitoring.Load(cause.series)
-			require.NoError(t, err)
-			for _, s := range series {
-				require.Contains(t, body, strings.TrimSuffix(s.Lset.Get(model.MetricNameLabel), "_bucket"))
-			}
-			series[0].Lset.Range(func(l labels.Label) {
-				if !slices.Contains(chosen, l.Name) {
-					require.Contains(t, body, l.Value, "the label %s", l.Name)
-				}
-			})
-			thresholds, err := monitoring.Thresholds(a.Expr)
-			require.NoError(t, err)
-			for _, threshold := range thresholds {
-				require.Regexp(t, `(^|[^\d.])`+regexp.QuoteMeta(threshold)+`(\.0)?([^\d.]|$)`, body, "the alert compares with it")
-			}
-			require.NotEmpty(t, cause.seen)
-			for _, text := range cause.seen {
-				require.Contains(t, body, text)
+			require.True(t, lo.ContainsBy(files, func(file string) bool {
+				content, err := os.ReadFile(file)
+				require.NoError(t, err)
+				_, body, found := strings.Cut(string(content), "\nfunc "+function+"(t *testing.T) {\n")
+				body, _, _ = strings.Cut(body, "\n}\n")
+				return found && strings.Contains(body, strconv.Quote(alert))
+			}), "no %s of %s records it", function, recording.Package)
+			for _, s := range recording.Series {
+				require.NoError(t, metrics.Check(s.Name))
 			}
 		})
 	}
 }
 
-// chosen are labels whose values are names that a test may choose, beside that of the metric.
-var chosen = []string{model.MetricNameLabel, "pod", "namespace", "cluster", "machine_deployment", "node_pool_set", "method"}
+// Of several Clusters, certificates or replicas, the alert is about the one that has the cause.
+func TestAlertsFireForWhatIsConcerned(t *testing.T) {
+	engine, metrics := monitoring.NewEngine(), metrics(t)
+	checked := 0
+	for _, a := range alerts(t) {
+		lines, found := concerned[a.Alert]
+		if !found {
+			continue
+		}
+		checked++
+		t.Run(a.Alert, func(t *testing.T) {
+			series, err := monitoring.Load(lines)
+			require.NoError(t, err)
+			for _, s := range series {
+				require.NoError(t, metrics.Check(s.Lset.String()))
+			}
+			firing, err := engine.Firing(t.Context(), series, a, now)
+			require.NoError(t, err)
+			require.Len(t, firing, 1)
+		})
+	}
+	require.Len(t, concerned, checked, "each is about an alert")
+}
 
 // Several hub-hosted shims, or several releases of the agent, may be scraped by one Prometheus.
 func TestAHealthyReleaseHidesNoOther(t *testing.T) {
-	engine := monitoring.NewEngine()
-	beside := strings.ReplaceAll(healthy, "{", `{job="healthy",`)
+	engine, recorded := monitoring.NewEngine(), recordings(t)
 	checked := 0
 	for _, a := range alerts(t) {
 		if strings.HasPrefix(a.Alert, "CapiAgent") && a.Alert != "CapiAgentHubUnreachable" {
@@ -163,11 +180,18 @@ func TestAHealthyReleaseHidesNoOther(t *testing.T) {
 			continue // that nothing is scraped is known of all together only
 		}
 		t.Run(a.Alert, func(t *testing.T) {
-			series, err := monitoring.Load(causes[a.Alert].series + "\n" + beside)
+			healthy := course(a.Alert, "healthy")
+			healthy.Begins = healthy.Until + monitoring.Step
+			beside, err := monitoring.Unfold(recorded[a.Alert].Recording, healthy)
 			require.NoError(t, err)
-			firing, err := engine.Firing(t.Context(), series, a, now)
+			series, err := monitoring.Unfold(recorded[a.Alert].Recording, course(a.Alert, "scraped"))
+			require.NoError(t, err)
+			_, firing, err := engine.Firings(t.Context(), append(series, beside...), a, begins-before, begins+after)
 			require.NoError(t, err)
 			require.Len(t, firing, 1)
+			_, firing, err = engine.Firings(t.Context(), beside, a, begins-before, begins+after)
+			require.NoError(t, err)
+			require.Empty(t, firing)
 		})
 		checked++
 	}
@@ -338,6 +362,13 @@ func alerts(t *testing.T) []monitoring.Alert {
 	require.NoError(t, err)
 	require.NotEmpty(t, alerts)
 	return alerts
+}
+
+func recordings(t *testing.T) map[string]monitoring.Recorded {
+	t.Helper()
+	recordings, err := monitoring.Recordings(root(t))
+	require.NoError(t, err)
+	return recordings
 }
 
 func metrics(t *testing.T) monitoring.Metrics {

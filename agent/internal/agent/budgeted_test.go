@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
@@ -24,6 +25,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -40,6 +42,7 @@ func TestAClusterStoresNoMoreBytesThanItMay(t *testing.T) {
 	o, registry := testOptions(namespace), prometheus.NewRegistry()
 	o.MaxClaimBytesPerCluster.Quantity = *resource.NewQuantity(budget, resource.BinarySI)
 	r := start(t, agent.Config{Options: o, Registerer: registry})
+	empty := scraped(t, registry, time.Now())
 	within := func() context.Context {
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		t.Cleanup(cancel)
@@ -96,6 +99,8 @@ func TestAClusterStoresNoMoreBytesThanItMay(t *testing.T) {
 	require.InDelta(t, budget, gauge(t, registry, "capi_agent_claim_bytes_limit", ""), 0)
 	used := gauge(t, registry, "capi_agent_cluster_claim_bytes", "greedy") / gauge(t, registry, "capi_agent_claim_bytes_limit", "")
 	require.Greater(t, used, 0.8)
+	scrapes.Record(t, "CapiAgentClaimBytesNearLimit", empty, scraped(t, registry, time.Now()),
+		scrapes.Only("cluster", "greedy"), scrapes.Renamed("namespace", namespace, "fleet"))
 	require.EventuallyWithT(t, func(c *assert.CollectT) {
 		var events eventsv1.EventList
 		assert.NoError(c, plane.Client.List(t.Context(), &events, client.InNamespace(namespace)))
@@ -130,6 +135,7 @@ func TestEndedClaimsOfAllClustersAreLimitedTogether(t *testing.T) {
 	for _, unknown := range []string{"before", "after"} {
 		registry := prometheus.NewRegistry()
 		r := start(t, agent.Config{Options: o, Registerer: registry})
+		empty := scraped(t, registry, time.Now())
 		release := func(cluster, id string) error {
 			ctx, cancel := context.WithTimeout(t.Context(), patience)
 			defer cancel()
@@ -167,6 +173,10 @@ func TestEndedClaimsOfAllClustersAreLimitedTogether(t *testing.T) {
 		t.Logf("of what all Clusters may have: %.2f of the ended claims, %.2f of the bytes", ofEnded, ofBytes)
 		require.Greater(t, ofEnded, 0.8)
 		require.Greater(t, ofBytes, 0.8)
+		if unknown == "before" {
+			scrapes.Record(t, "CapiAgentAllEndedClaimsNearLimit", empty, scraped(t, registry, time.Now()))
+			scrapes.Record(t, "CapiAgentAllClaimBytesNearLimit", empty, scraped(t, registry, time.Now()))
+		}
 		r.stop()
 	}
 }
@@ -237,6 +247,12 @@ func storedBytes(t *testing.T, namespace, cluster string) float64 {
 }
 
 // gauge returns the value of a metric, for the Cluster if it is given.
+// scraped returns metrics as the agent serves them.
+func scraped(t *testing.T, registry *prometheus.Registry, at time.Time) scrapes.Scrape {
+	t.Helper()
+	return scrapes.Take(t, promhttp.HandlerFor(registry, promhttp.HandlerOpts{}), at)
+}
+
 func gauge(t *testing.T, registry *prometheus.Registry, name, cluster string) float64 {
 	t.Helper()
 	families, err := registry.Gather()

@@ -24,6 +24,7 @@ import (
 	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
@@ -51,7 +52,7 @@ const (
 const servingProcess = "AGENT_TEST_SERVES"
 
 // runServingProcess is that process. It serves its metrics at the second address.
-func runServingProcess(address, metrics, namespace, kubeconfig, folder string) error {
+func runServingProcess(address, metricsAddress, namespace, kubeconfig, folder string) error {
 	ctx := context.Background()
 	hub, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
 	if err != nil {
@@ -59,8 +60,8 @@ func runServingProcess(address, metrics, namespace, kubeconfig, folder string) e
 	}
 	o := testOptions(namespace)
 	o.KubeAPIQPS, o.KubeAPIBurst = options.New().KubeAPIQPS, options.New().KubeAPIBurst
-	o.MetricsBindAddress, o.MetricsSecure = metrics, false
-	a, err := agent.New(ctx, agent.Config{Options: o, Hub: hub})
+	o.MetricsBindAddress, o.MetricsSecure = metricsAddress, false
+	a, err := agent.New(ctx, agent.Config{Options: o, Hub: hub, Registerer: metrics.Registry})
 	if err != nil {
 		return err
 	}

@@ -6,7 +6,9 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"path/filepath"
+	"syscall"
 	"testing"
 	"time"
 
@@ -19,6 +21,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 )
 
 // Metrics contain the node groups of every tenant. Only clients that the hub allows to get /metrics
@@ -79,6 +82,27 @@ func TestMetricsAreForThoseWhoMayReadThem(t *testing.T) {
 		require.Equal(t, attempt.code, code, of)
 		require.NotContains(t, body, "controller_runtime_", of)
 	}
+}
+
+// The alert is that Prometheus has no metrics of the agent.
+func TestAnAgentThatWasKilledServesNoMetrics(t *testing.T) {
+	namespace, folder, kubeconfig := plane.Namespace(t), t.TempDir(), filepath.Join(t.TempDir(), "kubeconfig")
+	require.NoError(t, os.WriteFile(kubeconfig, plane.KubeConfig(), 0o600))
+	authority := testpki.New(t)
+	authority.Issue(t, folder, authority)
+	s := &site{t: t, address: freeAddress(t), metrics: freeAddress(t), namespace: namespace, kubeconfig: kubeconfig, files: folder}
+	s.start()
+	t.Cleanup(s.kill)
+	var running scrapes.Scrape
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		var err error
+		running, err = scrapes.Get(t, "http://"+s.metrics+"/metrics")
+		assert.NoError(c, err)
+	}, patience, 100*time.Millisecond)
+	s.kill()
+	killed, err := scrapes.Get(t, "http://"+s.metrics+"/metrics")
+	require.ErrorIs(t, err, syscall.ECONNREFUSED)
+	scrapes.Record(t, "CapiAgentDown", running, killed)
 }
 
 func TestMetricsWithoutTheirCertificateAreAnError(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -30,6 +31,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -219,6 +221,7 @@ func TestTheHubShowsWhatSpokesReport(t *testing.T) {
 	h := newPoolsHub(t)
 	plane.Create(t, h.set("fleet", pool("default", `{"weight": 1}`), pool("spot", `{"weight": 2}`)))
 	h.ready("fleet", v1alpha1.WaitingReason)
+	waiting := scraped(t, h.registry, time.Now())
 	published, err := h.published(t.Context(), "spoke")
 	require.NoError(t, err)
 	result := func(name, problem string) *agentv1alpha1.AppliedObject {
@@ -245,6 +248,7 @@ func TestTheHubShowsWhatSpokesReport(t *testing.T) {
 	assert.Equal(t, "1 of 1 Clusters: spoke: NodePool default: spec.weight: Invalid value", message(failing))
 	assert.Equal(t, []int32{1, 0, 1}, []int32{*failing.Status.Clusters, *failing.Status.AppliedClusters, *failing.Status.FailingClusters})
 	h.counts(clustersMetric, 0, 1, 0)
+	scrapes.Record(t, "CapiAgentNodePoolSetNotApplied", waiting, scraped(t, h.registry, time.Now()), scrapes.Renamed("namespace", h.namespace, "fleet"))
 
 	spoke := &v1alpha1.Spoke{}
 	require.NoError(t, plane.Client.Get(t.Context(), types.NamespacedName{Namespace: h.namespace, Name: "spoke"}, spoke))

@@ -44,6 +44,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -321,8 +322,10 @@ func TestCertificatesThatAreIssuedAndRefusedAreEventsAndCounted(t *testing.T) {
 	secret, key, renewed := o.onboard(false), o.key(), o.key()
 	response, err := o.issue(o.with(0, secret), key)
 	require.NoError(t, err)
+	first := scraped(t, o.metrics[0], time.Now())
 	_, err = o.issue(o.with(0, secret), o.key())
 	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+	scrapes.Record(t, "CapiAgentBootstrapCertificateReused", first, scraped(t, o.metrics[0], time.Now()))
 	_, err = o.issue(o.issued(0, response, key), renewed)
 	require.NoError(t, err)
 	var spoke v1alpha1.Spoke
@@ -915,6 +918,16 @@ func TestASilentSpokeIsNotConnected(t *testing.T) {
 		}
 		require.Fail(t, "there is no metric "+name)
 	}
+	record := func(alert string, without scrapes.Scrape) {
+		t.Helper()
+		scrapes.Record(t, alert, without, scraped(t, registry, now.Now()), scrapes.Renamed("namespace", namespace, "fleet"))
+	}
+	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1", NotBefore: now.Now(), NotAfter: now.Now().Add(24 * time.Hour)})
+	require.NoError(t, keeper.Look(t.Context()))
+	fresh := scraped(t, registry, now.Now())
+
+	// The shim has not renewed it.
+	now.Step(5 * time.Minute)
 	until := now.Now().Add(time.Hour)
 	from := until.Add(-24 * time.Hour)
 	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1", NotBefore: from, NotAfter: until})
@@ -924,6 +937,8 @@ func TestASilentSpokeIsNotConnected(t *testing.T) {
 	shown("capi_agent_spoke_last_sync_timestamp_seconds", now.Now().Unix())
 	shown("capi_agent_spoke_certificate_not_after_seconds", until.Unix())
 	shown("capi_agent_spoke_certificate_not_before_seconds", from.Unix())
+	record("CapiAgentSpokeCertificateExpiring", fresh)
+	heard := scraped(t, registry, now.Now())
 	now.Step(14 * time.Minute)
 	require.NoError(t, keeper.Look(t.Context()))
 	require.Equal(t, metav1.ConditionTrue, connected().Status)
@@ -931,6 +946,7 @@ func TestASilentSpokeIsNotConnected(t *testing.T) {
 	require.NoError(t, keeper.Look(t.Context()))
 	require.Equal(t, v1alpha1.SilentReason, connected().Reason)
 	shown("capi_agent_spoke_connected", 0)
+	record("CapiAgentSpokeSilent", heard)
 	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1"})
 	require.Equal(t, v1alpha1.SynchronizedReason, connected().Reason)
 }

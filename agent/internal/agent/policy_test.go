@@ -23,6 +23,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 	apiclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -112,8 +113,10 @@ func TestAPolicyInTheHubIsInForceAtOnceAndForGood(t *testing.T) {
 			assert.Fail(c, "no metric")
 		}, soon, 50*time.Millisecond)
 	}
+	valid := scraped(t, registry, time.Now())
 	change("deny: [{")
 	usable(0)
+	scrapes.Record(t, "CapiAgentPolicyInvalid", valid, scraped(t, registry, time.Now()))
 	require.Equal(t, codes.Unauthenticated, list("spoke"), "a mistake takes nothing back")
 	change(denied)
 	usable(1)

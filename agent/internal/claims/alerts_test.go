@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clocktesting "k8s.io/utils/clock/testing"
@@ -19,10 +20,28 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 )
 
-// The tests in this file make conditions of the alerts in deploy/charts/agent/alerts.yaml true.
-// test/monitoring has the list of all such tests.
+// The tests in this file make causes of the alerts in deploy/charts/agent/alerts.yaml. test/monitoring has the list of
+// all such tests.
+
+// scraped returns the metrics of the process and of an engine as the agent serves them, at the start of the test's
+// time. The first scrape of an engine creates the series of its Clusters, and the second one shows them.
+func scraped(t *testing.T, e *Engine) scrapes.Scrape {
+	t.Helper()
+	own := prometheus.NewRegistry()
+	own.MustRegister(e.Collector())
+	handler := promhttp.HandlerFor(prometheus.Gatherers{metrics.Registry, own}, promhttp.HandlerOpts{})
+	scrapes.Take(t, handler, newTestTime())
+	return scrapes.Take(t, handler, newTestTime())
+}
+
+// record records an alert about the Cluster.
+func (g *oneGroup) record(alert string, without, with scrapes.Scrape) {
+	g.t.Helper()
+	scrapes.Record(g.t, alert, without, with, scrapes.Only("cluster", g.name))
+}
 
 // oneGroup is an engine with a Cluster and its only node group. Both have the same name, which must
 // be unique, because the metrics belong to the process.
@@ -149,13 +168,16 @@ func TestSlowClaimsAndSlowMachinesMissTheObjectives(t *testing.T) {
 	g.bind(0)
 	require.GreaterOrEqual(t, claims(), 0.99)
 	require.GreaterOrEqual(t, machines(), 0.9)
+	fast := scraped(t, g.Engine)
 
 	g.takes = 3 * time.Second
 	g.claim(1)
 	require.Less(t, claims(), 0.99)
+	g.record("CapiAgentClaimsSlow", fast, scraped(t, g.Engine))
 	g.now.Step(65 * time.Second)
 	g.bind(1)
 	require.Less(t, machines(), 0.9)
+	g.record("CapiAgentMachinesSlow", fast, scraped(t, g.Engine))
 }
 
 func TestMachinesThatAnotherActorDeletesAreCountedByNodeGroup(t *testing.T) {
@@ -168,20 +190,23 @@ func TestMachinesThatAnotherActorDeletesAreCountedByNodeGroup(t *testing.T) {
 		g.bind(n)
 	}
 	require.Zero(t, lost(), "it increases from zero")
+	none := scraped(t, g.Engine)
 	for n := range 3 {
 		require.NoError(t, g.Client.Delete(t.Context(), g.machine(n)))
 		g.until(n, v1alpha1.PhaseEnded)
 	}
 	require.Greater(t, lost(), 2.0)
+	g.record("CapiAgentMachinesLost", none, scraped(t, g.Engine))
 }
 
 // A Cluster's own limits replace the agent's.
 func TestAClusterThatComesNearItsLimitsIsShown(t *testing.T) {
+	const agents = "near-the-agents"
 	own := map[string]string{v1alpha1.MaxClaimsAnnotation: "6", v1alpha1.MaxCreationsAnnotation: "6", v1alpha1.MaxReleasesAnnotation: "6"}
 	for name, c := range map[string]struct {
 		limit       int
 		annotations map[string]string
-	}{"near-the-agents": {6, nil}, "near-its-own": {1000, own}} {
+	}{agents: {6, nil}, "near-its-own": {1000, own}} {
 		t.Run(name, func(t *testing.T) {
 			g := withOneGroup(t, name, Bounds{Claims: c.limit, Creations: c.limit, Releases: c.limit, ReleaseWindow: 10 * time.Minute}, c.annotations)
 			of := func(limit string) float64 {
@@ -209,17 +234,26 @@ func TestAClusterThatComesNearItsLimitsIsShown(t *testing.T) {
 			}
 			require.LessOrEqual(t, live(), 0.8)
 			require.LessOrEqual(t, creations(), 0.8)
+			farFrom := scraped(t, g.Engine)
 			g.claim(4)
 			g.bind(4)
 			require.Greater(t, live(), 0.8)
 			require.Greater(t, creations(), 0.8)
+			if name == agents {
+				g.record("CapiAgentLimitNear", farFrom, scraped(t, g.Engine))
+				g.record("CapiAgentCreationsNearLimit", farFrom, scraped(t, g.Engine))
+			}
 
 			for n := range 4 {
 				release(n)
 			}
 			require.LessOrEqual(t, releases(), 0.8)
+			farFrom = scraped(t, g.Engine)
 			release(4)
 			require.Greater(t, releases(), 0.8)
+			if name == agents {
+				g.record("CapiAgentReleasesNearLimit", farFrom, scraped(t, g.Engine))
+			}
 			require.Zero(t, g.measured("capi_agent_claims_refused_total", nil))
 		})
 	}

@@ -21,6 +21,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 )
 
 // measured returns the sum of the values of counters and gauges, and of the counts of histograms,
@@ -81,6 +82,11 @@ func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
 		return prometheus.Labels{"namespace": namespace, "cluster": measuredCluster, label: value}
 	}
 	e, now := measuring(t)
+	none := scraped(t, e)
+	record := func(alert string) {
+		t.Helper()
+		scrapes.Record(t, alert, none, scraped(t, e), scrapes.Only("cluster", measuredCluster))
+	}
 	c, err := e.Create(t.Context(), askingMeasured("a", "measured-workers"))
 	require.NoError(t, err)
 	assert.InDelta(t, 1, measured(t, "capi_agent_claim_creates_total", with("result", "durable")), 0)
@@ -115,6 +121,7 @@ func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
 	failed := measured(t, "capi_agent_claim_creates_total", with("result", "failed"))
 	durable := measured(t, "capi_agent_claim_creates_total", with("result", "durable"))
 	assert.Greater(t, failed/(failed+durable), 0.05)
+	record("CapiAgentClaimsNotDurable")
 	e.Client = hub
 
 	now.Step(time.Minute)
@@ -132,6 +139,7 @@ func TestAClaimsLifeIsMeasuredByCluster(t *testing.T) {
 		"class": "Configuration",
 	}), 0)
 	assert.Greater(t, measured(t, "capi_agent_claims_ended_total", with("reason", protocol.ReasonFailed))/durable, 0.05)
+	record("CapiAgentClaimsFail")
 
 	// Those of owners that exist stay.
 	kept := measured(t, "capi_agent_claims_ended_total", nil, e.Collector())
@@ -187,18 +195,27 @@ func TestALimitThatIsReachedIsCounted(t *testing.T) {
 	limit := prometheus.Labels{"cluster": measuredCluster, "limit": "live"}
 	before := measured(t, "capi_agent_claims_refused_total", limit)
 	assert.GreaterOrEqual(t, before, 0.0, "it increases from zero")
+	accepted := scraped(t, e)
 	_, err = e.Create(t.Context(), askingMeasured("b", "measured-workers"))
 	requireTooMany(t, err, BoundLive)
 	assert.InDelta(t, before+1, measured(t, "capi_agent_claims_refused_total", limit), 0)
+	scrapes.Record(t, "CapiAgentClaimsLimited", accepted, scraped(t, e), scrapes.Only("cluster", measuredCluster))
 }
 
 func TestWhatWaitsForAPersonIsShown(t *testing.T) {
 	frozen := protocol.Ledger{Version: protocol.LedgerVersion, Seq: 1, Lowered: true}
 	kept := heldClaim("kept", newTestTime())
-	kept.Status.Phase, kept.Status.Reason = v1alpha1.PhaseBound, protocol.ReasonOwnerMissing
-	e := engineWith(t, kept, groupOf("frozen", 0, map[string]string{v1alpha1.LedgerAnnotation: frozen.Encode()}), groupOf("a", 0, nil))
+	kept.Status.Phase = v1alpha1.PhaseBound
+	nothing := scraped(t, engineWith(t, kept, groupOf("a", 0, nil), groupOf("unreadable", 0, nil), groupOf("frozen", 0, nil)))
+	kept.Status.Reason = protocol.ReasonOwnerMissing
+	e := engineWith(t, kept, groupOf("a", 0, nil), groupOf("unreadable", 0, map[string]string{v1alpha1.LedgerAnnotation: "{"}),
+		groupOf("frozen", 0, map[string]string{v1alpha1.LedgerAnnotation: frozen.Encode()}))
 	assert.InDelta(t, 1, measured(t, "capi_agent_node_group_frozen", prometheus.Labels{"machine_deployment": "frozen"}, e.Collector()), 0)
 	assert.InDelta(t, 1, measured(t, "capi_agent_claims_owner_missing", prometheus.Labels{"cluster": clusterName}, e.Collector()), 0)
+	assert.InDelta(t, 1, measured(t, "capi_agent_ledger_unreadable", prometheus.Labels{"machine_deployment": "unreadable"}, e.Collector()), 0)
+	for _, alert := range []string{"CapiAgentNodeGroupFrozen", "CapiAgentLedgerUnreadable", "CapiAgentClaimsOwnerMissing"} {
+		scrapes.Record(t, alert, nothing, scraped(t, e))
+	}
 }
 
 func TestWritesAreCountedByTheirResult(t *testing.T) {

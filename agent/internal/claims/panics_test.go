@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 )
 
 // panicking returns an engine whose decision panics for the node group broken, and that runs groups
@@ -38,10 +39,11 @@ func asking(id string, candidates ...string) Request {
 
 func TestAPanicCostsOneNodeGroupAlone(t *testing.T) {
 	e, _, _ := panicking(t)
-	before := measured(t, "capi_agent_claim_panics_total", nil)
+	before, none := measured(t, "capi_agent_claim_panics_total", nil), scraped(t, e)
 	_, err := e.Create(t.Context(), asking("a", "broken"))
 	require.ErrorContains(t, err, "an internal error of the agent", "the call is answered, and not at its deadline")
 	assert.Greater(t, measured(t, "capi_agent_claim_panics_total", nil), before)
+	scrapes.Record(t, "CapiAgentStepPanicked", none, scraped(t, e))
 
 	c, err := e.Create(t.Context(), asking("b", "whole"))
 	require.NoError(t, err)

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr/funcr"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -25,6 +26,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/panics"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 )
 
 const patience = 20 * time.Second
@@ -128,7 +130,10 @@ func TestAPanicInACacheCostsOneObjectAlone(t *testing.T) {
 		DeleteFunc: func(object any) { others.add("deleted", object) },
 	}, toolscache.HandlerOptions{})
 	require.NoError(t, err)
-	counted := testutil.ToFloat64(panics.Objects)
+	scraped := func() scrapes.Scrape {
+		return scrapes.Take(t, promhttp.HandlerFor(metrics.Registry, promhttp.HandlerOpts{}), time.Now())
+	}
+	none, counted := scraped(), testutil.ToFloat64(panics.Objects)
 	ctx, cancel := context.WithCancel(t.Context())
 	var running sync.WaitGroup
 	running.Go(func() { assert.NoError(t, caches.Start(ctx)) })
@@ -158,6 +163,7 @@ func TestAPanicInACacheCostsOneObjectAlone(t *testing.T) {
 	shown, err := testutil.GatherAndCount(metrics.Registry, "capi_agent_panics_total")
 	require.NoError(t, err)
 	require.Equal(t, 4, shown, "from the start, one for each part")
+	scrapes.Record(t, "CapiAgentPanicked", none, scraped())
 
 	// The next version of an object.
 	source.Modify(machineOf("transform", "v2"))

@@ -13,6 +13,7 @@ import (
 
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -48,6 +49,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/watchcache"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -456,6 +458,7 @@ func TestProblemsAreReportedOnceEachAndCounted(t *testing.T) {
 		return families[0].GetMetric()[0].GetGauge().GetValue()
 	}
 	require.InDelta(t, 3, problems(), 0)
+	bad := scraped(t, f.registry)
 
 	// This changes the same object again. It keeps its problems, and has one more.
 	f.change(md, func() { md.Annotations[capacity.MemoryAnnotation] = "-1Gi" })
@@ -481,6 +484,7 @@ func TestProblemsAreReportedOnceEachAndCounted(t *testing.T) {
 	})
 	f.until("bad", func(g *agentv1alpha1.NodeGroup) bool { return len(g.GetProblems()) == 0 })
 	require.Zero(t, problems())
+	scrapes.Record(t, "CapiAgentNodeGroupProblems", scraped(t, f.registry), bad, scrapes.Renamed("namespace", f.namespace, "fleet"))
 	require.NoError(t, plane.Client.Delete(t.Context(), md))
 	f.until("bad", hidden)
 	require.Zero(t, testutil.CollectAndCount(f.registry, "capi_agent_node_group_problems"))
@@ -642,9 +646,11 @@ func TestPriceListIsFollowedAndABadOneIsNotUsed(t *testing.T) {
 	}
 	metric("capi_agent_price_list_usable", 1)
 	metric("capi_agent_price_list_entries", 1)
+	valid := scraped(t, f.prices)
 
 	f.change(list, func() { list.Data[pricelist.Key] = "prices: [{instanceType: small, perHour: -1}]" })
 	metric("capi_agent_price_list_usable", 0)
+	scrapes.Record(t, "CapiAgentPriceListInvalid", valid, scraped(t, f.prices))
 	require.Eventually(t, func() bool {
 		var events eventsv1.EventList
 		require.NoError(t, plane.Client.List(t.Context(), &events, client.InNamespace(f.namespace)))
@@ -662,6 +668,12 @@ func TestPriceListIsFollowedAndABadOneIsNotUsed(t *testing.T) {
 	f.until("small", func(g *agentv1alpha1.NodeGroup) bool {
 		return source(g).GetKind() == agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE
 	})
+}
+
+// scraped returns metrics as the agent serves them.
+func scraped(t *testing.T, registry *prometheus.Registry) scrapes.Scrape {
+	t.Helper()
+	return scrapes.Take(t, promhttp.HandlerFor(registry, promhttp.HandlerOpts{}), time.Now())
 }
 
 func gauge(t *testing.T, registry *prometheus.Registry, name string) float64 {

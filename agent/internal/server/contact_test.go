@@ -21,6 +21,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -185,8 +186,10 @@ capi_agent_hub_reachable `+reachable+"\n"), "capi_agent_hub_reachable"))
 		}, patience, time.Millisecond)
 	}
 	become("1")
+	reachable := f.scraped()
 	away.Store(true)
 	become("0")
+	scrapes.Record(t, "CapiAgentHubUnreachable", reachable, f.scraped())
 	away.Store(false)
 	become("1")
 }

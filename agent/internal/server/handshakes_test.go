@@ -17,6 +17,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 )
 
 // handshakeErrors returns the number of failed handshakes by reason.
@@ -129,11 +130,7 @@ func TestFailedHandshakesAreCountedByReason(t *testing.T) {
 
 func TestHandshakesThatFailAreCountedWhileServing(t *testing.T) {
 	f := start(t)
-	require.Error(t, f.list(f.signedBy(testpki.New(t), "spiffe://karpenter-capi/cluster/fleet/spoke")))
-	require.Positive(t, handshakeErrors(t, f.registry)["unknown-authority"], "capi_agent_handshake_errors_total")
-	require.NoError(t, f.list(f.cluster()))
-	require.Contains(t, f.log.String(), `"reason"="unknown-authority"`)
-
+	none := f.scraped()
 	// Ten in 15 minutes. The client would repeat a handshake with pauses.
 	files := testpki.New(t).Issue(t, t.TempDir(), f.authority, spokeURI)
 	stranger, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)
@@ -147,9 +144,13 @@ func TestHandshakesThatFailAreCountedWhileServing(t *testing.T) {
 		require.Error(t, err)
 		require.NoError(t, conn.Close())
 	}
-	require.Eventually(t, func() bool {
-		return float64(handshakeErrors(t, f.registry)["unknown-authority"])/(15*time.Minute).Seconds() > 0.01
-	}, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return handshakeErrors(t, f.registry)["unknown-authority"] == 10 }, patience, time.Millisecond)
+	scrapes.Record(t, "CapiAgentHandshakesFail", none, f.scraped(), scrapes.Only("reason", "unknown-authority"))
+	require.Contains(t, f.log.String(), `"reason"="unknown-authority"`)
+
+	require.Error(t, f.list(f.signedBy(testpki.New(t), "spiffe://karpenter-capi/cluster/fleet/spoke")))
+	require.Greater(t, handshakeErrors(t, f.registry)["unknown-authority"], 10, "capi_agent_handshake_errors_total")
+	require.NoError(t, f.list(f.cluster()))
 }
 
 // No client accepts an expired certificate, so the agent must not look ready.

@@ -34,6 +34,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -363,11 +364,13 @@ func TestReplacedFilesShowInMetricsAndNotInLogs(t *testing.T) {
 		require.InDelta(t, time.Now().Add(-time.Minute).Unix(), metric("capi_agent_certificate_not_before_seconds", of), 120)
 	}
 	require.NoError(t, f.list(f.cluster()))
+	usable := f.scraped()
 	key, err := os.ReadFile(f.authority.Issue(t, t.TempDir(), f.authority).KeyFile)
 	require.NoError(t, err)
 	// The key has already been replaced, but not its certificate.
 	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "tls.key"), key, 0o600))
 	require.Eventually(t, func() bool { return metric("capi_agent_certificate_reload_errors_total", "server") > 0 }, patience, time.Millisecond)
+	scrapes.Record(t, "CapiAgentCertificateUnusable", usable, f.scraped(), scrapes.Once())
 	require.NoError(t, f.list(f.cluster()), "the last usable ones stay in force")
 	secret := strings.Split(string(key), "\n")[1]
 	require.Contains(t, f.log.String(), "tls.key")
@@ -384,8 +387,10 @@ func TestACertificateThatIsAboutToExpireIsShown(t *testing.T) {
 		return until-float64(time.Now().Unix()) < min((until-from)/4, (7*24*time.Hour).Seconds())
 	}
 	require.False(t, expires(), "it was issued for an hour, and begins a minute ago")
+	issued := f.scraped()
 	f.authority.IssueFor(t, 10*time.Second, f.serverPKI, f.authority)
 	require.Eventually(t, expires, patience, time.Millisecond)
+	scrapes.Record(t, "CapiAgentCertificateExpiring", issued, f.scraped(), scrapes.Only("certificate", "server"))
 }
 
 // grpcLog is the log of gRPC, at every severity.

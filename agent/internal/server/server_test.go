@@ -21,6 +21,7 @@ import (
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
@@ -54,6 +55,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -172,6 +174,12 @@ type fixture struct {
 
 	mu       sync.Mutex
 	observed []learned.Node // by all calls
+}
+
+// scraped returns the metrics as the agent serves them.
+func (f *fixture) scraped() scrapes.Scrape {
+	f.Helper()
+	return scrapes.Take(f.T, promhttp.HandlerFor(f.registry, promhttp.HandlerOpts{}), time.Now())
 }
 
 // observations returns the Nodes that calls have reported so far.
@@ -559,6 +567,7 @@ func TestNothingIsAnsweredBeforeTheViewIsComplete(t *testing.T) {
 # TYPE capi_agent_synced gauge
 capi_agent_synced 0
 `), "capi_agent_synced"))
+	incomplete := f.scraped()
 	health := grpc_health_v1.NewHealthClient(c.Conn())
 	serving := func(service string) grpc_health_v1.HealthCheckResponse_ServingStatus {
 		response, err := health.Check(f.ctx(), &grpc_health_v1.HealthCheckRequest{Service: service})
@@ -591,6 +600,7 @@ capi_agent_synced 0
 	require.Eventually(t, func() bool { return serving("") == grpc_health_v1.HealthCheckResponse_SERVING }, patience, 5*time.Millisecond)
 	require.NoError(t, f.server.Check())
 	require.NoError(t, f.list(c))
+	scrapes.Record(t, "CapiAgentNotSynced", f.scraped(), incomplete)
 }
 
 func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {

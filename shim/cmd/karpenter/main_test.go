@@ -36,6 +36,7 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing/tracingtest"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -539,6 +540,15 @@ func TestConditionsOfTheNodeClassAreMetricsAndEvents(t *testing.T) {
 			return e.InvolvedObject.Kind == "ClusterAPINodeClass" && e.Reason == "Ready" && strings.Contains(e.Message, "Status condition transitioned")
 		})
 	}, "its transition is an event")
+
+	// The alert is that Prometheus has no metrics of the shim.
+	running, err := scrapes.Get(t, "http://"+s.metrics+"/metrics")
+	require.NoError(t, err)
+	require.NoError(t, s.process.Process.Kill())
+	<-s.exited
+	killed, err := scrapes.Get(t, "http://"+s.metrics+"/metrics")
+	require.ErrorIs(t, err, syscall.ECONNREFUSED)
+	scrapes.Record(t, "KarpenterCapiDown", running, killed)
 }
 
 func TestWrongFlagsAreToldAndNotPanicked(t *testing.T) {

@@ -23,6 +23,7 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
@@ -105,8 +106,11 @@ func TestAClusterWithoutNodeGroupsHasAnEmptyCatalogue(t *testing.T) {
 	w := shimtest.New(t, nil)
 	assert.Empty(t, types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)))
 	assert.Zero(t, shimtest.Metric(t, "karpenter_capi_catalogue_node_groups", nil))
+	none := shimtest.Scraped(t, time.Now())
 	w.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "first"})
 	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the first group shows")
+	w.Eventually(func() bool { return shimtest.Metric(t, "karpenter_capi_catalogue_node_groups", nil) == 1 }, "and is counted")
+	scrapes.Record(t, "KarpenterCapiNoNodeGroups", shimtest.Scraped(t, time.Now()), none)
 }
 
 func TestMarkedGroupsAreUnavailableForAWhile(t *testing.T) {
@@ -225,6 +229,11 @@ func TestProblemsOfSelectedGroupsAreTold(t *testing.T) {
 	assert.InDelta(t, 1, shimtest.Metric(t, "karpenter_capi_catalogue_node_groups_unusable", nil), 0)
 	assert.Len(t, all.Groups, 2, "one bad group disturbs no other")
 	assert.Equal(t, 2, w.Catalogue.Snapshot().Len())
+
+	told := shimtest.Scraped(t, time.Now())
+	w.Agent.RemoveNodeGroup("default/unusable")
+	w.Eventually(func() bool { return shimtest.Metric(t, "karpenter_capi_catalogue_node_groups_unusable", nil) == 0 }, "it is gone")
+	scrapes.Record(t, "KarpenterCapiNodeGroupsUnusable", shimtest.Scraped(t, time.Now()), told)
 }
 
 func TestGroupsBeyondTheNumberOfTaintsAreNamed(t *testing.T) {

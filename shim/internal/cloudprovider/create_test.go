@@ -20,6 +20,7 @@ import (
 	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
@@ -95,9 +96,10 @@ func TestAttemptsToClaimAreCountedByResult(t *testing.T) {
 		assertCreateError(t, err, cloudprovider.ReasonAgentRefused)
 	}
 	refuse("refused") // which creates the series
+	none := shimtest.Scraped(t, time.Now())
 	refused, all := attempts("AgentRefused"), shimtest.Metric(t, "karpenter_capi_claims_total", nil)
 
-	claimed, none := attempts("claimed"), attempts("no_capacity")
+	claimed, noCapacity := attempts("claimed"), attempts("no_capacity")
 	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("first"))
 	require.NoError(t, err)
 	assert.InDelta(t, claimed+1, attempts("claimed"), 0)
@@ -105,9 +107,12 @@ func TestAttemptsToClaimAreCountedByResult(t *testing.T) {
 	w.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, "full", time.Time{})
 	_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("second"))
 	require.Error(t, err)
-	assert.InDelta(t, none+1, attempts("no_capacity"), 0)
+	assert.InDelta(t, noCapacity+1, attempts("no_capacity"), 0)
 	share := (attempts("AgentRefused") - refused) / (shimtest.Metric(t, "karpenter_capi_claims_total", nil) - all)
 	assert.Greater(t, share, 0.05)
+	for _, alert := range []string{"KarpenterCapiLaunchesFail", "KarpenterCapiNoCapacity"} {
+		scrapes.Record(t, alert, none, shimtest.Scraped(t, time.Now()))
+	}
 }
 
 func TestCreateAgainIsTheSameClaim(t *testing.T) {

@@ -17,6 +17,7 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	"github.com/karpenter-capi/karpenter-capi/pkg/features"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
@@ -128,6 +129,7 @@ func TestTheAgentIsCheckedAtTheStartAndAgain(t *testing.T) {
 	<-check.Changes()
 	assert.Equal(t, connectivity.ReasonVersionSkew, check.Result().Reason)
 	assert.Zero(t, shimtest.Metric(t, "karpenter_capi_agent_compatible", nil))
+	incompatible := shimtest.Scraped(t, clk.Now())
 
 	agent.set(&agentv1alpha1.GetStatusResponse{ApiVersion: "capi.agent.v1alpha1", Version: "v0.3.0"}, nil)
 	connection <- struct{}{}
@@ -135,6 +137,7 @@ func TestTheAgentIsCheckedAtTheStartAndAgain(t *testing.T) {
 	<-check.Changes()
 	assert.True(t, check.Result().Compatible())
 	assert.InDelta(t, 1, shimtest.Metric(t, "karpenter_capi_agent_compatible", nil), 0)
+	scrapes.Record(t, "KarpenterCapiAgentIncompatible", shimtest.Scraped(t, clk.Now()), incompatible)
 
 	agent.set(nil, grpcstatus.Error(codes.Unavailable, "restarting"))
 	connection <- struct{}{}

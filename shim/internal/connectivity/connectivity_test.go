@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
@@ -39,8 +40,10 @@ func TestTheConnectionIsAMetric(t *testing.T) {
 	done := make(chan error, 1)
 	go func() { done <- observer.Start(ctx) }()
 	w.Eventually(func() bool { return connected(t) == 1 }, "connected")
+	following := shimtest.Scraped(t, time.Now())
 	w.Disconnect()
 	w.Eventually(func() bool { return connected(t) == 0 }, "lost")
+	scrapes.Record(t, "KarpenterCapiAgentUnreachable", following, shimtest.Scraped(t, time.Now()), scrapes.Only("stream", "nodegroups"))
 	assert.Empty(t, observer.Reconnected())
 	w.Reconnect()
 	select {

@@ -34,6 +34,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
@@ -485,11 +486,12 @@ func TestTheAgentsDelayIsHonoured(t *testing.T) {
 }
 
 func TestARefusalIsToldOnceWithWhatToDo(t *testing.T) {
+	const usedBefore = "used before"
 	for name, test := range map[string]struct {
 		refusal error
 		within  int // the most attempts in 20 minutes
 	}{
-		"used before":   {agenterrors.PermissionDenied("the bootstrap certificate has been used for another key"), 2},
+		usedBefore:      {agenterrors.PermissionDenied("the bootstrap certificate has been used for another key"), 2},
 		"not onboarded": {agenterrors.Unauthenticated("of another onboarding"), 2},
 		// These may end by themselves.
 		"no issuer":       {agenterrors.CertificatesNotIssued("this agent issues no certificates"), 20},
@@ -504,11 +506,15 @@ func TestARefusalIsToldOnceWithWhatToDo(t *testing.T) {
 			w.agent.answers(refusal, nil)
 			refused := map[string]string{"purpose": "enrollment", "result": "refused"}
 			before := shimtest.Metric(t, "karpenter_capi_agent_certificate_requests_total", refused)
+			none := shimtest.Scraped(t, w.clock.Now())
 			for range 20 {
 				r.looks()
 				w.clock.Step(time.Minute)
 			}
 			require.Greater(t, shimtest.Metric(t, "karpenter_capi_agent_certificate_requests_total", refused), before)
+			if name == usedBefore {
+				scrapes.Record(t, "KarpenterCapiCertificateRefused", none, shimtest.Scraped(t, w.clock.Now()))
+			}
 			require.Len(t, r.announced, 1)
 			require.Contains(t, r.announced[0], "AgentCertificateRefused: The agent issues no client certificate with the bootstrap certificate in the "+
 				"secret karpenter/karpenter-agent-bootstrap")

@@ -5,11 +5,21 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/connectivity"
 )
+
+// scraped returns these metrics as the shim serves them.
+func (r *replica) scraped() scrapes.Scrape {
+	r.w.t.Helper()
+	registry := prometheus.NewRegistry()
+	require.NoError(r.w.t, connectivity.RegisterCertificates(registry, r.client.Certificates))
+	return scrapes.Take(r.w.t, promhttp.HandlerFor(registry, promhttp.HandlerOpts{}), r.w.clock.Now())
+}
 
 // metrics returns a function that reads the metrics of the certificates with which the replica
 // calls the agent, by name and the label certificate.
@@ -46,9 +56,11 @@ func TestACertificateThatIsNotRenewedIsShownBeforeItExpires(t *testing.T) {
 	w.clock.Step(lifetime * 7 / 10)
 	require.ErrorIs(t, r.round(w.ctx), lost)
 	require.False(t, expires())
+	earlier := r.scraped()
 	w.clock.Step(lifetime / 10)
 	require.ErrorIs(t, r.round(w.ctx), lost)
 	require.True(t, expires())
+	scrapes.Record(t, "KarpenterCapiCertificateExpiring", earlier, r.scraped(), scrapes.Only("certificate", "client"))
 
 	w.agent.answers(nil, nil)
 	w.clock.Step(10 * time.Minute) // longer than the pause between two requests
@@ -71,12 +83,14 @@ func TestAnAuthorityThatEndsIsShownBeforeItExpires(t *testing.T) {
 	r.looks()
 	r.works()
 	require.False(t, expires())
+	earlier := r.scraped()
 	for range 2 {
 		w.clock.Step(lifetime * 6 / 10)
 		r.looks()
 		r.works()
 	}
 	require.True(t, expires())
+	scrapes.Record(t, "KarpenterCapiAuthorityExpiring", earlier, r.scraped(), scrapes.Only("certificate", "agent-ca"))
 }
 
 func TestAStoredCertificateThatCannotBeUsedIsCountedWithEachReading(t *testing.T) {
@@ -85,6 +99,7 @@ func TestAStoredCertificateThatCannotBeUsedIsCountedWithEachReading(t *testing.T
 	metric := r.metrics()
 	unusable := func() float64 { return metric("karpenter_capi_agent_certificate_reload_errors_total", "client") }
 	require.Zero(t, unusable(), "it increases from zero")
+	usable := r.scraped()
 	_, another, err := newKey()
 	require.NoError(t, err)
 	data := w.secret(identitySecret).Data
@@ -96,5 +111,6 @@ func TestAStoredCertificateThatCannotBeUsedIsCountedWithEachReading(t *testing.T
 		require.NoError(t, err)
 		require.Greater(t, unusable(), before)
 	}
+	scrapes.Record(t, "KarpenterCapiCertificateUnusable", usable, r.scraped())
 	require.NoError(t, r.calls(), "the last usable one stays in use")
 }

@@ -29,6 +29,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/adoption"
@@ -409,10 +410,12 @@ func TestNothingIsSettledWhileTheAgentIsSilent(t *testing.T) {
 	assert.Positive(t, e.reconcile(left).RequeueAfter)
 	assert.Never(t, e.controller.Settled, 300*time.Millisecond, 20*time.Millisecond)
 	assert.InDelta(t, 1, shimtest.Metric(t, "karpenter_capi_node_claims_awaited", nil), 0)
+	waiting := shimtest.Scraped(t, time.Now())
 	e.Reconnect()
 	e.reconcile(left)
 	e.Eventually(e.controller.Settled, "it answers")
 	assert.Zero(t, shimtest.Metric(t, "karpenter_capi_node_claims_awaited", nil))
+	scrapes.Record(t, "KarpenterCapiAdoptionWaits", shimtest.Scraped(t, time.Now()), waiting)
 	assert.NotNil(t, e.claim(left))
 }
 

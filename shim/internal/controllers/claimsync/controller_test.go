@@ -27,6 +27,7 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/claimsync"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
@@ -183,6 +184,7 @@ func TestTheAgeOfTheLastSetCountsFromTheFirstAttempt(t *testing.T) {
 	w.Reconnect()
 	sync(t, w, c)
 	assert.InDelta(t, 1_900_000_120, shimtest.Metric(t, metric, nil), 0)
+	accepted := shimtest.Scraped(t, clk.Now())
 
 	age := func() float64 { return float64(clk.Now().Unix()) - shimtest.Metric(t, metric, nil) }
 	w.Disconnect()
@@ -193,6 +195,7 @@ func TestTheAgeOfTheLastSetCountsFromTheFirstAttempt(t *testing.T) {
 		require.Error(t, err)
 	}
 	assert.Greater(t, age(), 600.0)
+	scrapes.Record(t, "KarpenterCapiClaimSyncStale", accepted, shimtest.Scraped(t, clk.Now()))
 }
 
 func TestNodeClaimsWithoutAClaimAreCounted(t *testing.T) {
@@ -201,9 +204,11 @@ func TestNodeClaimsWithoutAClaimAreCounted(t *testing.T) {
 	sync(t, w, c)
 	assert.InDelta(t, 0, shimtest.Metric(t, "karpenter_capi_node_claims_without_claim", nil), 0)
 	assert.InDelta(t, time.Now().Unix(), shimtest.Metric(t, "karpenter_capi_claim_sync_last_success_timestamp_seconds", nil), 60)
+	claimed := shimtest.Scraped(t, time.Now())
 	w.Create(w.NodeClaim("unclaimed"))
 	sync(t, w, c)
 	assert.InDelta(t, 1, shimtest.Metric(t, "karpenter_capi_node_claims_without_claim", nil), 0)
+	scrapes.Record(t, "KarpenterCapiNodeClaimsWithoutClaim", claimed, shimtest.Scraped(t, time.Now()))
 }
 
 func TestForeignNodeClaimsAreNotInTheSet(t *testing.T) {
@@ -481,6 +486,7 @@ func TestClaimsWhoseNodesWereRegisteredAreReportedAndKept(t *testing.T) {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "lost"}, Spec: corev1.NodeSpec{ProviderID: machine.GetProviderId()}}
 	w.Create(node)
 	sync(t, w, c)
+	owned := shimtest.Scraped(t, time.Now())
 	require.NoError(t, w.Kube.Delete(w.Context(), lost))
 	node.Spec.Taints = []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}
 	require.NoError(t, w.Kube.Update(w.Context(), node))
@@ -488,6 +494,7 @@ func TestClaimsWhoseNodesWereRegisteredAreReportedAndKept(t *testing.T) {
 	assert.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, phase(w, lost))
 	assert.Contains(t, w.Recorder.Reasons(), "ClaimsKept")
 	assert.InDelta(t, 1, shimtest.Metric(t, "karpenter_capi_claims_kept_without_node_claim", nil), 0)
+	scrapes.Record(t, "KarpenterCapiClaimsKept", owned, shimtest.Scraped(t, time.Now()))
 	assert.Contains(t, strings.Join(w.Recorder.Messages(), "\n"), string(lost.UID), "so that a person finds it")
 }
 

@@ -23,6 +23,7 @@ import (
 	coreevents "sigs.k8s.io/karpenter/pkg/events"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/failedmachine"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
@@ -107,7 +108,7 @@ func TestAClaimThatEndsCostsItsNodeClaimAtOnce(t *testing.T) {
 	assert.Equal(t, []string{"MachineLost"}, e.Recorder.Reasons())
 	assert.Contains(t, e.Recorder.Messages()[0], "default/a")
 
-	before := givenUp()
+	before, few := givenUp(), shimtest.Scraped(t, time.Now())
 	for i := range 4 {
 		nodeClaim := e.Launched(fmt.Sprintf("claim-%d", i))
 		e.lose(nodeClaim)
@@ -115,6 +116,7 @@ func TestAClaimThatEndsCostsItsNodeClaimAtOnce(t *testing.T) {
 		assert.False(t, e.Exists(nodeClaim))
 	}
 	assert.Greater(t, givenUp()-before, 3.0)
+	scrapes.Record(t, "KarpenterCapiNodeClaimsGivenUp", few, shimtest.Scraped(t, time.Now()), scrapes.Only("reason", "MachineLost"))
 }
 
 func TestAnUnknownClaimCostsItsNodeClaimOnceTheAgentIsCertain(t *testing.T) {

@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/providerid"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
@@ -221,9 +222,10 @@ func TestOneRealIDNeverGoesToTwoNodeClaims(t *testing.T) {
 	owner := w.Launched("owner", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = machineID })
 	nodeClaim := w.Launched("claim")
 	w.Provision(nodeClaim, machineID)
-	before := shimtest.Metric(t, "karpenter_capi_provider_id_conflicts_total", nil)
+	before, none := shimtest.Metric(t, "karpenter_capi_provider_id_conflicts_total", nil), shimtest.Scraped(t, time.Now())
 	reconcile(nodeClaim)
 	assert.InDelta(t, before+1, shimtest.Metric(t, "karpenter_capi_provider_id_conflicts_total", nil), 0)
+	scrapes.Record(t, "KarpenterCapiProviderIDConflicts", none, shimtest.Scraped(t, time.Now()))
 	assert.Empty(t, recorded.sent)
 	assert.Equal(t, []string{"ProviderIDConflict"}, w.Recorder.Reasons())
 	assert.Contains(t, w.Recorder.Messages()[0], owner.Name)
