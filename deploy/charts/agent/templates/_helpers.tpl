@@ -287,3 +287,27 @@ tlsConfig:
   {{- end }}
 {{- end }}
 {{- end }}
+
+{{/*
+Selector of the labels that the Prometheus operator gives to the targets of the release's monitor. Empty without a monitor, or if
+its relabelings may change these labels.
+*/}}
+{{- define "capi-agent.ownTargets" -}}
+{{- $services := .Values.metrics.serviceMonitor | default dict -}}
+{{- $pods := .Values.metrics.podMonitor | default dict -}}
+{{- $monitor := $services -}}
+{{- $job := printf "%s-metrics" (include "capi-agent.fullname" .) -}}
+{{- if $pods.enabled -}}
+{{- $monitor = $pods -}}
+{{- $job = printf "%s/%s" .Release.Namespace (include "capi-agent.fullname" .) -}}
+{{- end -}}
+{{- $known := $monitor.enabled -}}
+{{- range concat ($monitor.relabelings | default list) ($monitor.metricRelabelings | default list) -}}
+{{- if or (has .targetLabel (list "namespace" "job")) (hasPrefix "label" (.action | default "" | lower)) -}}
+{{- $known = false -}}
+{{- end -}}
+{{- end -}}
+{{- if $known -}}
+{{ printf "{namespace=%q,job=%q}" .Release.Namespace $job }}
+{{- end -}}
+{{- end }}
