@@ -2,13 +2,9 @@ package capitest_test
 
 import (
 	"context"
-	"flag"
-	"fmt"
-	"os"
 	"testing"
 	"time"
 
-	"github.com/go-logr/logr"
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -18,7 +14,6 @@ import (
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 )
@@ -30,22 +25,7 @@ const (
 
 var plane *capitest.ControlPlane
 
-func TestMain(m *testing.M) {
-	// Flags are parsed before anything is started, because an unknown flag ends the process.
-	flag.Parse()
-	log.SetLogger(logr.Discard())
-	var err error
-	if plane, err = capitest.StartControlPlane(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	code := m.Run()
-	if err := plane.Stop(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		code = 1
-	}
-	os.Exit(code)
-}
+func TestMain(m *testing.M) { capitest.Main(m, &plane) }
 
 type lister func(t require.TestingT) []clusterv1.Machine
 

@@ -3,6 +3,7 @@ package capitest
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -14,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/go-logr/logr"
 	corev1 "k8s.io/api/core/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -24,6 +26,7 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/yaml"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -93,6 +96,26 @@ func StartControlPlane() (*ControlPlane, error) {
 		return nil, errors.Join(fmt.Errorf("making a client: %w", err), environment.Stop(), guard.dismiss())
 	}
 	return &ControlPlane{Config: config, Scheme: environment.Scheme, Client: c, environment: environment, guard: guard}, nil
+}
+
+// Main runs the tests of a package with one control plane for all of them, which it stores in plane, and
+// ends the process. It is to be called from TestMain.
+func Main(m *testing.M, plane **ControlPlane) {
+	// Flags are parsed before anything is started, because an unknown flag ends the process.
+	flag.Parse()
+	log.SetLogger(logr.Discard())
+	started, err := StartControlPlane()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	*plane = started
+	code := m.Run()
+	if err := started.Stop(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = 1
+	}
+	os.Exit(code)
 }
 
 // Stop stops the API server and etcd and removes their data. If the process ends without calling

@@ -3,9 +3,6 @@ package fleet_test
 import (
 	"context"
 	"errors"
-	"flag"
-	"fmt"
-	"os"
 	"strconv"
 	"sync"
 	"testing"
@@ -19,7 +16,6 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
@@ -35,22 +31,7 @@ const patience = 20 * time.Second
 
 var plane *capitest.ControlPlane
 
-func TestMain(m *testing.M) {
-	// Flags are parsed before anything is started, because an unknown flag ends the process.
-	flag.Parse()
-	log.SetLogger(logr.Discard())
-	var err error
-	if plane, err = capitest.StartControlPlane(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	code := m.Run()
-	if err := plane.Stop(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		code = 1
-	}
-	os.Exit(code)
-}
+func TestMain(m *testing.M) { capitest.Main(m, &plane) }
 
 // shims are Spokes that the test makes.
 type shims struct {

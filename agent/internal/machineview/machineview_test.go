@@ -2,9 +2,6 @@ package machineview_test
 
 import (
 	"context"
-	"flag"
-	"fmt"
-	"os"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -20,7 +17,6 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
-	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
@@ -41,22 +37,7 @@ const (
 
 var plane *capitest.ControlPlane
 
-func TestMain(m *testing.M) {
-	// Flags are parsed before anything is started, because an unknown flag ends the process.
-	flag.Parse()
-	log.SetLogger(logr.Discard())
-	var err error
-	if plane, err = capitest.StartControlPlane(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	code := m.Run()
-	if err := plane.Stop(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		code = 1
-	}
-	os.Exit(code)
-}
+func TestMain(m *testing.M) { capitest.Main(m, &plane) }
 
 type fixture struct {
 	*testing.T
