@@ -23,8 +23,8 @@ type Kind string
 const (
 	// Gauge is that of a value which is recorded as it is.
 	Gauge Kind = "gauge"
-	// Counter is that of a value which is recorded as its difference to the scrape without the cause. The buckets of
-	// histograms are counters.
+	// Counter is that of a value which is recorded as its difference to the scrape without the
+	// cause. The buckets of histograms are counters.
 	Counter Kind = "counter"
 )
 
@@ -43,7 +43,8 @@ func (s Series) String() string { return fmt.Sprintf("%s %s %s %s", s.Kind, s.Na
 type Value struct {
 	// Found is false if the scrape does not have the series.
 	Found bool
-	// FromNow is true for a time. Number is then its distance from the time of the scrape, in seconds.
+	// FromNow is true for a time. Number is then its distance from the time of the scrape, in
+	// seconds.
 	FromNow bool
 	Number  float64
 }
@@ -59,8 +60,8 @@ func (v Value) String() string {
 	}
 }
 
-// near reports whether the values of a series differ by no more than those of two runs of a test do: times by a minute,
-// and sizes by what has been stored by then.
+// near reports whether the values of a series differ by no more than those of two runs of a test
+// do: times by a minute, and sizes by what has been stored by then.
 func (s Series) near(o Series) bool {
 	share := 0.01
 	if strings.Contains(s.Name, "_bytes") {

@@ -1,6 +1,7 @@
-// Package scrapes records what the alerts of the charts look at: the metrics that a component serves without the
-// cause of an alert, and with it. A test of the component makes the cause and takes both scrapes. test/monitoring
-// evaluates the alert on the recordings.
+// Package scrapes records what the alerts of the charts look at: the metrics that a component
+// serves without the cause of an alert, and with it. A test of the component makes the cause and
+// takes both scrapes. test/monitoring evaluates the alert on the recordings. The package is for
+// this repository's own tests, in several modules; it is of no use outside.
 package scrapes
 
 import (
@@ -25,7 +26,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Scrape is what a component has served to Prometheus. The zero value is that of a component that did not answer.
+// Scrape is what a component has served to Prometheus. The zero value is that of a component that
+// did not answer.
 type Scrape struct {
 	text string
 	at   time.Time
@@ -67,7 +69,8 @@ type options struct {
 	growth float64
 }
 
-// Only leaves out series that have the label with another value, such as those of other tests of the process.
+// Only leaves out series that have the label with another value, such as those of other tests of
+// the process.
 func Only(label, value string) Option {
 	return func(o *options) {
 		o.of = append(o.of, func(labels map[string]string) bool {
@@ -89,12 +92,13 @@ func Renamed(label, from, to string) Option {
 	}
 }
 
-// Once records a counter that has grown as if it had grown by 1. It is for a cause that the component counts again and
-// again, while the test waits for the first time.
+// Once records a counter that has grown as if it had grown by 1. It is for a cause that the
+// component counts again and again, while the test waits for the first time.
 func Once() Option { return func(o *options) { o.growth = 1 } }
 
-// Record compares the series of the metrics that an alert reads with the recording in testdata/alerts of the test's
-// package. With the environment variable WRITE_SCRAPES, it writes the recording instead.
+// Record compares the series of the metrics that an alert reads with the recording in
+// testdata/alerts of the test's package. With the environment variable WRITE_SCRAPES, it writes the
+// recording instead.
 func Record(tb testing.TB, alert string, without, with Scrape, opts ...Option) {
 	tb.Helper()
 	o := options{growth: math.Inf(1)}
@@ -108,6 +112,7 @@ func Record(tb testing.TB, alert string, without, with Scrape, opts ...Option) {
 	if os.Getenv("WRITE_SCRAPES") != "" {
 		require.NoError(tb, os.MkdirAll(filepath.Dir(path), 0o755))              //nolint:gosec // as the other folders of the repository
 		require.NoError(tb, os.WriteFile(path, []byte(made.text(alert)), 0o644)) //nolint:gosec // as its other files
+		tb.Log("wrote", path, "instead of comparing the scrapes with it")
 		return
 	}
 	is, err := Read(path)
@@ -168,7 +173,8 @@ var (
 	moment = regexp.MustCompile(`_(?:timestamp|not_before|not_after)_seconds$`)
 )
 
-// samples returns the series of these names in a scrape, by name and labels. The value is that of With.
+// samples returns the series of these names in a scrape, by name and labels. The value is that of
+// With.
 func (s Scrape) samples(tb testing.TB, names []string, o options) map[string]Series {
 	tb.Helper()
 	types := map[string]string{}
@@ -220,8 +226,9 @@ func written(labels map[string]string) string {
 	return "{" + strings.Join(pairs, ",") + "}"
 }
 
-// join returns the series of two scrapes. Counters count from the first scrape on. Those that have not grown are left
-// out: other tests of the process may have made them. The buckets of a histogram are needed all the same.
+// join returns the series of two scrapes. Counters count from the first scrape on. Those that have
+// not grown are left out: other tests of the process may have made them. The buckets of a histogram
+// are needed all the same.
 func (o options) join(without, with map[string]Series) []Series {
 	var all []Series
 	for _, name := range lo.Union(slices.Collect(maps.Keys(without)), slices.Collect(maps.Keys(with))) {

@@ -70,8 +70,8 @@ func take(t *testing.T, text string) scrapes.Scrape {
 	return scrapes.Take(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte(text)) }), at)
 }
 
-// repository makes the package of the test one of a repository with the alerts, and returns a function that reads
-// the recording of an alert.
+// repository makes the package of the test one of a repository with the alerts, and returns a
+// function that reads the recording of an alert.
 func repository(t *testing.T) func(alert string) scrapes.Recording {
 	t.Helper()
 	root := t.TempDir()

@@ -17,8 +17,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/monitoring"
 )
 
-// Another release that Prometheus scrapes does not hide that none of this one's pods answers. For the shim, it may be
-// one for another Cluster, or any other Karpenter, which has the same metric.
+// Another release that Prometheus scrapes does not hide that none of this one's pods answers. For
+// the shim, it may be one for another Cluster, or any other Karpenter, which has the same metric.
 func TestAReleaseThatIsDownIsMissed(t *testing.T) {
 	for _, c := range charts {
 		for name, monitor := range map[string]string{
@@ -43,14 +43,18 @@ func TestAReleaseWhoseTargetHasUnknownLabelsIsNotMissedInVain(t *testing.T) {
 		return "metrics.serviceMonitor.enabled=true,metrics.serviceMonitor." + with
 	}
 	for _, c := range charts {
-		for name, monitor := range map[string]string{
+		cases := map[string]string{
 			"no monitor":               "metrics.secure=false",
 			"another job":              relabeled("relabelings[0].targetLabel=job"),
 			"another namespace":        relabeled("metricRelabelings[0].targetLabel=namespace"),
 			"labels that are mapped":   relabeled("relabelings[0].action=LabelMap"),
 			"labels that are dropped":  relabeled("metricRelabelings[0].action=labeldrop"),
 			"a PodMonitor's other job": "metrics.secure=false,metrics.podMonitor.enabled=true,metrics.podMonitor.relabelings[0].targetLabel=job",
-		} {
+		}
+		if c.name == "shim" { // another provider's Karpenter still runs
+			cases["an adoption that is planned"] = "metrics.serviceMonitor.enabled=true,planAdoption=true"
+		}
+		for name, monitor := range cases {
 			t.Run(c.name+" with "+name, func(t *testing.T) {
 				alert, _ := down(t, c, monitor)
 				target := map[string]string{"namespace": "chosen", "job": "chosen"}
@@ -61,8 +65,8 @@ func TestAReleaseWhoseTargetHasUnknownLabelsIsNotMissedInVain(t *testing.T) {
 	}
 }
 
-// down returns the alert of a release that is down, and the labels that the Prometheus operator gives to the targets of
-// the release's monitor, if it has one.
+// down returns the alert of a release that is down, and the labels that the Prometheus operator
+// gives to the targets of the release's monitor, if it has one.
 func down(t *testing.T, c chart, set string) (alert monitoring.Alert, target map[string]string) {
 	t.Helper()
 	objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set", set+",metrics.prometheusRule.enabled=true")
@@ -84,7 +88,8 @@ func down(t *testing.T, c chart, set string) (alert monitoring.Alert, target map
 	return alert, target
 }
 
-// scrapedService returns the name of the service that a ServiceMonitor selects, which is the job of its targets.
+// scrapedService returns the name of the service that a ServiceMonitor selects, which is the job of
+// its targets.
 func scrapedService(t *testing.T, objects []*unstructured.Unstructured, monitor *unstructured.Unstructured) string {
 	t.Helper()
 	require.NotContains(t, monitor.Object["spec"], "jobLabel")
@@ -97,8 +102,9 @@ func scrapedService(t *testing.T, objects []*unstructured.Unstructured, monitor 
 	return services[0].Name
 }
 
-// missed evaluates the alert on what a process of the component served until it was killed, with the labels of a
-// target, while other targets are scraped all the time. It returns the labels of the alert, or nil if it does not fire.
+// missed evaluates the alert on what a process of the component served until it was killed, with
+// the labels of a target, while other targets are scraped all the time. It returns the labels of
+// the alert, or nil if it does not fire.
 func missed(t *testing.T, alert monitoring.Alert, target map[string]string, others ...map[string]string) map[string]string {
 	t.Helper()
 	recordings, err := monitoring.Recordings(root(t))

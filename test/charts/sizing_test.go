@@ -13,12 +13,13 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// sized matches a row of a table in docs/sizing.md: one or two numbers, perhaps the peak, and the memory that
-// is requested and its limit.
+// sized matches a row of a table in docs/sizing.md: one or two numbers, perhaps the peak, and the
+// memory that is requested and its limit.
 var sized = regexp.MustCompile(`(?m)^\| ([\d,]+)[^|\n]* \|(?: ([\d,]+)[^|\n]* \| [\d,]+ MiB \|)? (\d+Mi) \| (\d+Gi) \|$`)
 
 // TestMemoryFollowsFromTheSizing compares what the charts render with the tables of the page.
 func TestMemoryFollowsFromTheSizing(t *testing.T) {
+	_ = os.Getenv("TESTED_DOCS") // declares the page as an input of the test cache
 	page, err := os.ReadFile(filepath.Join(root(t), "docs", "sizing.md"))
 	require.NoError(t, err)
 	rows := sized.FindAllStringSubmatch(string(page), -1)
@@ -64,7 +65,8 @@ func TestLimitsOverAllIdentitiesGrowWithTheSpokes(t *testing.T) {
 	}, args[len(args)-4:], "the last one has precedence")
 }
 
-// container renders a chart with its least values and further settings, and returns its Deployment's container.
+// container renders a chart with its least values and further settings, and returns its
+// Deployment's container.
 func container(t *testing.T, c chart, settings string) corev1.Container {
 	t.Helper()
 	objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set", settings)

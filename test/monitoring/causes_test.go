@@ -1,14 +1,16 @@
 package monitoring_test
 
-// repeats has the alerts whose condition is a rate, so that their cause has to be made again and again.
+// repeats has the alerts whose condition is a rate, so that their cause has to be made again and
+// again.
 var repeats = []string{
 	"CapiAgentCertificateUnusable", "CapiAgentHandshakesFail", "CapiAgentCallsRefused", "CapiAgentClaimsNotDurable", "CapiAgentClaimsSlow",
 	"CapiAgentMachinesSlow",
 	"KarpenterCapiCertificateUnusable", "KarpenterCapiLaunchesFail", "KarpenterCapiNoCapacity",
 }
 
-// concerned are series of which some make the alert true and others do not, in the notation of Prometheus's own tests,
-// with a sample each minute of two hours. No component was scraped for them.
+// concerned are series of which some make the alert true and others do not, in the notation of
+// Prometheus's own tests, with a sample each minute of two hours. No component was scraped for
+// them.
 var concerned = map[string]string{
 	"CapiAgentHubUnreachable": `
 		capi_agent_hub_reachable{pod="a"} 1x100 0x20
@@ -32,8 +34,8 @@ var concerned = map[string]string{
 	"CapiAgentBootstrapCertificateReused": `
 		capi_agent_certificate_requests_total{pod="a",purpose="enrollment",result="second-key"} 0x115 1x5
 		capi_agent_certificate_requests_total{pod="a",purpose="enrollment",result="refused"} 0+1x120`,
-	// Certificates of ten minutes: one is not renewed, the other is. Of 24 hours, with 12 left. Of a
-	// year, with 20 days left.
+	// Certificates of ten minutes: one is not renewed, the other is. Of 24 hours, with 12 left. Of
+	// a year, with 20 days left.
 	"CapiAgentSpokeCertificateExpiring": `
 		capi_agent_spoke_certificate_not_after_seconds{pod="a",namespace="team-a",cluster="production"} 7250x120
 		capi_agent_spoke_certificate_not_before_seconds{pod="a",namespace="team-a",cluster="production"} 6530x120

@@ -83,8 +83,8 @@ func TestTheTableOfAlertsIsComplete(t *testing.T) {
 	require.Equal(t, wanted, string(page), "write it with: go test ./test/monitoring -run TestTheTableOfAlerts -args -write-alerts")
 }
 
-// What a component served when a test made the cause is enough for the alert, and soon enough. What it served before
-// is not.
+// What a component served when a test made the cause is enough for the alert, and soon enough. What
+// it served before is not.
 func TestEachAlertFiresByItsCause(t *testing.T) {
 	engine, recorded := monitoring.NewEngine(), recordings(t)
 	for _, a := range alerts(t) {
@@ -107,8 +107,8 @@ func TestEachAlertFiresByItsCause(t *testing.T) {
 	}
 }
 
-// begins is when a cause is made: after the certificates of the recordings were issued, as times are after zero. The
-// component is scraped before it and after it.
+// begins is when a cause is made: after the certificates of the recordings were issued, as times
+// are after zero. The component is scraped before it and after it.
 const begins, before, after = 1000 * 24 * time.Hour, time.Hour, time.Hour
 
 // course is that of the recording of an alert.
@@ -119,8 +119,8 @@ func course(alert, job string) monitoring.Course {
 	}
 }
 
-// A test of the component makes each recording, and fails if the component serves other series. The binaries register
-// what it has recorded: a registry in a test may be the test's own.
+// A test of the component makes each recording, and fails if the component serves other series. The
+// binaries register what it has recorded: a registry in a test may be the test's own.
 func TestEachRecordingIsMadeByATestOfItsComponent(t *testing.T) {
 	recorded, metrics := recordings(t), metrics(t)
 	names := lo.Map(alerts(t), func(a monitoring.Alert, _ int) string { return a.Alert })

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"maps"
 	"math"
+	"os"
 	"path/filepath"
 	"strings"
 	"time"
@@ -31,6 +32,7 @@ type Recorded struct {
 
 // Recordings returns the recordings below a repository's root, by the alert's name.
 func Recordings(root string) (map[string]Recorded, error) {
+	_ = os.Getenv("TESTED_FILES") // declares the recordings as inputs of the test cache
 	recordings := map[string]Recorded{}
 	for _, module := range []string{"agent", "shim"} {
 		err := filepath.WalkDir(filepath.Join(root, module), func(path string, _ fs.DirEntry, err error) error {
@@ -58,18 +60,22 @@ func Recordings(root string) (map[string]Recorded, error) {
 
 // Course is how a component is scraped, once each [Step].
 type Course struct {
-	// Target are the labels of the scraped target. As with honorLabels, a series keeps its own of the same name.
+	// Target are the labels of the scraped target. As with honorLabels, a series keeps its own of
+	// the same name.
 	Target map[string]string
 	// From and Until are the times of the first and the last scrape, after zero.
 	From, Until time.Duration
-	// Begins is when the cause is made. It lasts until the end. It is never made if this is after Until.
+	// Begins is when the cause is made. It lasts until the end. It is never made if this is after
+	// Until.
 	Begins time.Duration
-	// Repeats means that the cause is made anew in each Step, so that counters go on growing. Otherwise, it is made once.
+	// Repeats means that the cause is made anew in each Step, so that counters go on growing.
+	// Otherwise, it is made once.
 	Repeats bool
 }
 
-// Unfold returns the series of a recording with the sample of its first scrape until the cause is made, and then with
-// that of its second. Times in the first move on, as those of a certificate that is always renewed.
+// Unfold returns the series of a recording with the sample of its first scrape until the cause is
+// made, and then with that of its second. Times in the first move on, as those of a certificate
+// that is always renewed.
 func Unfold(recording scrapes.Recording, c Course) (Series, error) {
 	var series Series
 	for _, s := range recording.Series {
@@ -112,8 +118,8 @@ func (c Course) value(s scrapes.Series, at time.Duration) (v float64, found bool
 	}
 }
 
-// Firings evaluates an alert in each [Step], as Prometheus does. It returns when the alert first fires, and the labels
-// of its instances that fire then; none if it does not fire.
+// Firings evaluates an alert in each [Step], as Prometheus does. It returns when the alert first
+// fires, and the labels of its instances that fire then; none if it does not fire.
 func (e Engine) Firings(
 	ctx context.Context, series Series, a Alert, from, until time.Duration,
 ) (at time.Duration, firing []labels.Labels, err error) {

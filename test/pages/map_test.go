@@ -66,7 +66,7 @@ func packagesOf(t *testing.T) []string {
 // What others may import shows its use, in an example that is run. Packages without one say why.
 func TestEveryPublicPackageHasAnExample(t *testing.T) {
 	without := map[string]string{
-		"pkg/scrapes":                          "it takes a testing.TB, which an example has not",
+		"pkg/scrapes":                          "it is for the tests of this repository",
 		"pkg/tracing/tracingtest":              "it takes a testing.TB, which an example has not",
 		"proto/clusterautoscaler/externalgrpc": "it is the cluster-autoscaler's",
 	}

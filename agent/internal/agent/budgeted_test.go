@@ -246,13 +246,13 @@ func storedBytes(t *testing.T, namespace, cluster string) float64 {
 	return float64(sum)
 }
 
-// gauge returns the value of a metric, for the Cluster if it is given.
 // scraped returns metrics as the agent serves them.
 func scraped(t *testing.T, registry *prometheus.Registry, at time.Time) scrapes.Scrape {
 	t.Helper()
 	return scrapes.Take(t, promhttp.HandlerFor(registry, promhttp.HandlerOpts{}), at)
 }
 
+// gauge returns the value of a metric, for the Cluster if it is given.
 func gauge(t *testing.T, registry *prometheus.Registry, name, cluster string) float64 {
 	t.Helper()
 	families, err := registry.Gather()

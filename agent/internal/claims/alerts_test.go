@@ -23,11 +23,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/scrapes"
 )
 
-// The tests in this file make causes of the alerts in deploy/charts/agent/alerts.yaml. test/monitoring has the list of
-// all such tests.
+// The tests in this file make causes of the alerts in deploy/charts/agent/alerts.yaml.
+// test/monitoring has the list of all such tests.
 
-// scraped returns the metrics of the process and of an engine as the agent serves them, at the start of the test's
-// time. The first scrape of an engine creates the series of its Clusters, and the second one shows them.
+// scraped returns the metrics of the process and of an engine as the agent serves them, at the
+// start of the test's time. The first scrape of an engine creates the series of its Clusters, and
+// the second one shows them.
 func scraped(t *testing.T, e *Engine) scrapes.Scrape {
 	t.Helper()
 	own := prometheus.NewRegistry()

@@ -338,7 +338,6 @@ func holdersFor(ctx context.Context, method string, cluster *agentv1alpha1.Clust
 // while the request arrived or waited. The returned context has the caller with these rights.
 func (s *Server) authorizeNow(ctx context.Context, method string, request any) (context.Context, error) {
 	c := s.presently(ctx)
-	c.requestID = callerOf(ctx).requestID
 	if err := s.mayCall(ctx, authz.Methods[method], c); err != nil {
 		return nil, err
 	}

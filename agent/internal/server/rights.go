@@ -78,10 +78,12 @@ func (s *Server) entitled(ctx context.Context, cluster types.NamespacedName) err
 
 // presently identifies the caller of a call again: its rights may have changed.
 func (s *Server) presently(ctx context.Context) caller {
+	was, is := callerOf(ctx), caller{problem: "the connection has no identity"}
 	if p, ok := peer.FromContext(ctx); ok {
-		return s.callerOn(p.AuthInfo)
+		is = s.callerOn(p.AuthInfo)
 	}
-	return caller{problem: "the connection has no identity"}
+	is.requestID, is.decided = was.requestID, was.decided
+	return is
 }
 
 // entitledToMany is like [Server.entitled] for a stream of all Clusters that the caller may read.

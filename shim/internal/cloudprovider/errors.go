@@ -120,5 +120,5 @@ func resultOf(err error) string {
 	case errors.As(err, &create):
 		return create.ConditionReason
 	}
-	return "error"
+	return resultError
 }

@@ -19,6 +19,7 @@ const (
 	resultClaimed           = "claimed"
 	resultNoCapacity        = "no_capacity"
 	resultNodeClassNotReady = "node_class_not_ready"
+	resultError             = "error"
 )
 
 // A counter that appears with its first increment has no increase that a rule could see.
@@ -26,7 +27,7 @@ func init() { //nolint:gochecknoinits // the registry is a global, too
 	for _, result := range []string{
 		resultClaimed, resultNoCapacity, resultNodeClassNotReady, ReasonNodeGroupsNotFound, ReasonAgentUnreachable, ReasonAgentRefused,
 		ReasonClaimConflict, ReasonClaimRejected, ReasonAdoptionFailed, ReasonAdoptionRefused, ReasonClaimFailed,
-		ReasonCatalogueNotSynced, ReasonNodeClassNotFound, ReasonOverlaysNotReady, ReasonNodeGroupUnknown,
+		ReasonCatalogueNotSynced, ReasonNodeClassNotFound, ReasonOverlaysNotReady, ReasonNodeGroupUnknown, resultError,
 	} {
 		claimsTotal.Add(0, map[string]string{resultLabel: result})
 	}

@@ -27,7 +27,7 @@ for each of 18 that attack at once) and for all the ended claims that Clusters c
 {{- $resources := deepCopy (.resources | default dict) }}
 {{- range $kind, $memory := .memory }}
 {{- $of := get $resources $kind | default dict }}
-{{- if and (hasKey $of "memory") (not (get $of "memory")) }}
+{{- if and (hasKey $of "memory") (eq (toString (get $of "memory")) "") }}
 {{- $_ := set $of "memory" $memory }}
 {{- end }}
 {{- end }}

@@ -233,8 +233,8 @@ tlsConfig:
 {{- end }}
 
 {{/*
-Selector of the labels that the Prometheus operator gives to the targets of the release's monitor. Empty without a monitor, or if
-its relabelings may change these labels.
+Selector of the labels that the Prometheus operator gives to the targets of the release's monitor. Empty without a monitor, if its
+relabelings may change these labels, or while an adoption is planned: then another provider's Karpenter runs.
 */}}
 {{- define "karpenter.ownTargets" -}}
 {{- $services := .Values.metrics.serviceMonitor | default dict -}}
@@ -245,7 +245,7 @@ its relabelings may change these labels.
 {{- $monitor = $pods -}}
 {{- $job = printf "%s/%s" .Release.Namespace (include "karpenter.fullname" .) -}}
 {{- end -}}
-{{- $known := $monitor.enabled -}}
+{{- $known := and $monitor.enabled (not .Values.planAdoption) -}}
 {{- range concat ($monitor.relabelings | default list) ($monitor.metricRelabelings | default list) -}}
 {{- if or (has .targetLabel (list "namespace" "job")) (hasPrefix "label" (.action | default "" | lower)) -}}
 {{- $known = false -}}

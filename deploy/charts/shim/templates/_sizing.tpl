@@ -10,7 +10,7 @@ least 2 GiB. */}}
 {{- $resources := deepCopy (.resources | default dict) }}
 {{- range $kind, $memory := .memory }}
 {{- $of := get $resources $kind | default dict }}
-{{- if and (hasKey $of "memory") (not (get $of "memory")) }}
+{{- if and (hasKey $of "memory") (eq (toString (get $of "memory")) "") }}
 {{- $_ := set $of "memory" $memory }}
 {{- end }}
 {{- end }}

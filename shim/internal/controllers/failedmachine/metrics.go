@@ -24,11 +24,7 @@ var (
 
 // A counter that appears with its first increment has no increase that a rule could see.
 func init() { //nolint:gochecknoinits // the registry is a global, too
-	for _, reason := range []string{
-		machineFailed, machineDeleted, claimUnknown, claimreasons.MachineLost, claimreasons.Late, claimreasons.NodeNotSeen,
-		claimreasons.NodeGroupGone, claimreasons.StateLost, claimreasons.HandedOver, claimreasons.Released, claimreasons.Cancelled,
-		claimreasons.Collected, claimreasons.NoRoom, claimreasons.Refused,
-	} {
+	for _, reason := range append(claimreasons.All(), machineFailed, machineDeleted, claimUnknown, claimEnded, claimReleased) {
 		givenUpTotal.Add(0, map[string]string{reasonLabel: reason})
 	}
 	extensionsTotal.Add(0, nil)

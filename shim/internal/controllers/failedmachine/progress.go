@@ -154,6 +154,9 @@ const (
 	machineFailed  = "MachineFailed"
 	machineDeleted = "MachineDeleted"
 	claimUnknown   = "ClaimUnknown"
+	// claimEnded and claimReleased stand for the reason of a claim that has none.
+	claimEnded    = "ClaimEnded"
+	claimReleased = "ClaimReleased"
 )
 
 // verdict returns why a released claim is of no use to its NodeClaim: the reason for the event, and
@@ -169,10 +172,10 @@ func verdict(claim *agentv1alpha1.Claim) (reason, message string) {
 		return machineFailed, message
 	case claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		message = fmt.Sprintf("The claim on a machine of node group %s has ended: %s", claim.GetNodeGroupId(), why)
-		return lo.CoalesceOrEmpty(claim.GetReason(), "ClaimEnded"), message
+		return lo.CoalesceOrEmpty(claim.GetReason(), claimEnded), message
 	}
 	message = fmt.Sprintf("The claim on a machine of node group %s was released: %s", claim.GetNodeGroupId(), why)
-	return lo.CoalesceOrEmpty(claim.GetReason(), "ClaimReleased"), message
+	return lo.CoalesceOrEmpty(claim.GetReason(), claimReleased), message
 }
 
 // infrastructure returns the reason and message of the infrastructure provider for the machine, or
