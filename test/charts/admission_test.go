@@ -653,15 +653,7 @@ func TestAScaleOfAGroupWithoutALedgerIsPermitted(t *testing.T) {
 // The chart may be installed before Cluster API. Until the API server knows the kind of the
 // policy's parameters, every scale is refused.
 func TestThePoliciesWaitForClusterAPI(t *testing.T) {
-	h, err := startHub()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := h.stop(); err != nil {
-			t.Error(err)
-		}
-	})
+	h := ownHub(t)
 	r := release{"capi-agent", "capi-agent-system"}
 	h.install(t, r, chartPath(t, charts[0]), without()...)
 	if err := h.installClusterAPI(root(t)); err != nil {

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	appsv1 "k8s.io/api/apps/v1"
 	batchv1 "k8s.io/api/batch/v1"
@@ -37,7 +38,6 @@ import (
 	"k8s.io/pod-security-admission/policy"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/envtest"
 
 	"github.com/karpenter-capi/karpenter-capi/test/monitoring"
 )
@@ -58,7 +58,7 @@ var charts = []chart{
 }
 
 func TestRenderedManifests(t *testing.T) {
-	server := startAPIServer(t)
+	server := strictServer(t)
 
 	forEachValues(t, func(t *testing.T, c chart, values string) {
 		t.Helper()
@@ -627,20 +627,21 @@ func TestPodsHaveATokenOnlyOfAnAPIServerThatTheyCall(t *testing.T) {
 
 // An upgrade must keep everything in the secret that the shim needs to continue.
 func TestAnUpgradeKeepsTheShimsIdentity(t *testing.T) {
-	server := startAPIServer(t)
+	server := strictServer(t)
 	rendered := func() *unstructured.Unstructured {
 		objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/enrollment-values.yaml"))
 		secret, found := lo.Find(objects, func(o *unstructured.Unstructured) bool { return o.GetKind() == "Secret" })
 		require.True(t, found)
 		return secret
 	}
-	require.NoError(t, server.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: rendered().GetNamespace()}}))
+	theHub(t).namespaces(t, rendered().GetNamespace())
 	apply := func() {
 		desired := client.ApplyConfigurationFromUnstructured(rendered())
 		require.NoError(t, server.Apply(t.Context(), desired, client.FieldOwner("helm"), client.ForceOwnership))
 	}
 	apply()
 	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: rendered().GetNamespace(), Name: rendered().GetName()}}
+	t.Cleanup(func() { assert.NoError(t, server.Delete(context.Background(), secret)) })
 	require.NoError(t, server.Get(t.Context(), client.ObjectKeyFromObject(secret), secret))
 	secret.Data = map[string][]byte{"tls.crt": []byte("certificate")}
 	require.NoError(t, server.Update(t.Context(), secret))
@@ -785,7 +786,7 @@ func TestCRDsThatAreKeptAreNotPruned(t *testing.T) {
 // As described in docs/migrate-from-karpenter-provider-cluster-api.md: nothing runs but the Job
 // that prints the plan.
 func TestThePlanOfAdoptionIsAJobInPlaceOfKarpenter(t *testing.T) {
-	server := startAPIServer(t)
+	server := strictServer(t)
 	forEachValues(t, func(t *testing.T, c chart, values string) {
 		t.Helper()
 		if c.name != "shim" {
@@ -969,20 +970,13 @@ func forEachValues(t *testing.T, test func(t *testing.T, c chart, values string)
 	}
 }
 
-// startAPIServer runs a kube-apiserver for the duration of the test.
-func startAPIServer(t *testing.T) client.Client {
+// strictServer returns a client of the shared API server, which has the kinds of both charts and
+// refuses unknown fields.
+func strictServer(t *testing.T) client.Client {
 	t.Helper()
-	environment := &envtest.Environment{CRDInstallOptions: envtest.CRDInstallOptions{
-		Paths: lo.Map(charts, func(c chart, _ int) string { return filepath.Join(chartPath(t, c), "files", "crds") }), MaxTime: soon,
-	}}
-	config, err := environment.Start()
-	require.NoError(t, err)
-	t.Cleanup(func() {
-		if err := environment.Stop(); err != nil {
-			t.Errorf("stopping the API server: %v", err)
-		}
-	})
-	server, err := client.New(config, client.Options{})
+	h := theHub(t)
+	h.installCRDs(t, charts...)
+	server, err := client.New(h.config, client.Options{})
 	require.NoError(t, err)
 	return client.WithFieldValidation(server, metav1.FieldValidationStrict)
 }

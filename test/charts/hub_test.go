@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	authorizationv1 "k8s.io/api/authorization/v1"
@@ -23,8 +24,10 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/yaml"
 	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
@@ -55,7 +58,8 @@ type hub struct {
 	stop        func() error
 }
 
-// shared is a hub for tests that use their own namespaces and releases.
+// shared is a hub for tests that use their own namespaces or uninstall their releases, and begin with
+// [hub.installCRDs] or [hub.deleteCRDs] if it matters to them which of the charts' kinds it has.
 var shared struct {
 	once sync.Once
 	hub  *hub
@@ -121,6 +125,15 @@ func startHub() (*hub, error) {
 	return h, nil
 }
 
+// ownHub returns an API server of the test's own, without Cluster API.
+func ownHub(t *testing.T) *hub {
+	t.Helper()
+	h, err := startHub()
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, h.stop()) })
+	return h
+}
+
 // installClusterAPI creates the kinds that the policies concern.
 func (h *hub) installClusterAPI(top string) error {
 	webhooks := envtest.WebhookInstallOptions{IgnoreSchemeConvertible: true}
@@ -146,6 +159,45 @@ func (h *hub) installClusterAPI(top string) error {
 	}
 	_, err := envtest.InstallCRDs(h.config, envtest.CRDInstallOptions{CRDs: crds, Scheme: hubScheme(), WebhookOptions: webhooks, MaxTime: soon})
 	return err
+}
+
+// installCRDs creates the kinds of charts, or replaces them, as the files have them. No release owns
+// them.
+func (h *hub) installCRDs(t *testing.T, charts ...chart) {
+	t.Helper()
+	_, err := envtest.InstallCRDs(h.config, envtest.CRDInstallOptions{
+		Paths: lo.Map(charts, func(c chart, _ int) string { return filepath.Join(chartPath(t, c), "files", "crds") }), MaxTime: soon,
+	})
+	require.NoError(t, err)
+}
+
+// deleteCRDs removes the kinds of a chart with all their objects, whose finalizers do not hold them
+// back.
+func (h *hub) deleteCRDs(t *testing.T, c chart) {
+	t.Helper()
+	for _, crd := range h.crds(t, c) {
+		objects := &unstructured.UnstructuredList{}
+		objects.SetGroupVersionKind(schema.GroupVersionKind{
+			Group: crd.Spec.Group, Version: crd.Status.StoredVersions[0], Kind: crd.Spec.Names.ListKind,
+		})
+		require.NoError(t, h.admin.List(t.Context(), objects))
+		for _, object := range objects.Items {
+			if len(object.GetFinalizers()) > 0 {
+				patch := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))
+				require.NoError(t, h.admin.Patch(t.Context(), &object, patch))
+			}
+		}
+		require.NoError(t, h.admin.Delete(t.Context(), &crd))
+	}
+	eventually(t, func(collect *assert.CollectT) { require.Empty(collect, h.crds(t, c)) })
+}
+
+// crds returns those CRDs of a chart that exist.
+func (h *hub) crds(t *testing.T, c chart) map[string]apiextensionsv1.CustomResourceDefinition {
+	t.Helper()
+	list := &apiextensionsv1.CustomResourceDefinitionList{}
+	require.NoError(t, h.admin.List(t.Context(), list))
+	return lo.PickByKeys(lo.KeyBy(list.Items, func(crd apiextensionsv1.CustomResourceDefinition) string { return crd.Name }), crdNames(t, c))
 }
 
 func (h *hub) serveConversion(webhooks envtest.WebhookInstallOptions) error {
