@@ -221,11 +221,10 @@ func (c *connection) NewStream(
 // because the agent ends it: after some hours, or as it shuts down. It does so until the stream
 // ends, and ctx with it.
 func (c *connection) moveWhenLeft(ctx context.Context, l *line) {
-	if l.GetState() != connectivity.Ready {
-		return
-	}
 	go func() {
-		if !l.WaitForStateChange(ctx, connectivity.Ready) {
+		// gRPC sends calls on a new connection before the line's state is Ready. If the state is any
+		// other by now, the stream's connection has already been left.
+		if !l.WaitForStateChange(ctx, connectivity.Connecting) || !l.WaitForStateChange(ctx, connectivity.Ready) {
 			return
 		}
 		c.mu.Lock()

@@ -103,6 +103,43 @@ func (l *lines) replaced(by *line) {
 	}, patience, time.Millisecond)
 }
 
+// gRPC sends calls on a new connection before the line's state is Ready.
+func TestStreamsMoveThatBeginBeforeTheLineIsReady(t *testing.T) {
+	connect, connected := make(chan struct{}), make(chan net.Conn, 1)
+	l := newLines(t, grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
+		<-connect
+		conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", address)
+		connected <- conn
+		return conn, err
+	}))
+	l.current.Connect()
+	l.becomes(l.current, connectivity.Connecting)
+	moves := l.moves()
+	l.moveWhenLeft(t.Context(), l.current)
+	close(connect)
+	l.becomes(l.current, connectivity.Ready)
+	require.NoError(t, (<-connected).Close())
+	l.moved(moves)
+}
+
+func TestStreamsMoveWhoseConnectionHasAlreadyBeenLeft(t *testing.T) {
+	l := newLines(t)
+	moves := l.moves()
+	require.Equal(t, connectivity.Idle, l.current.GetState(), "as after the agent has ended the connection")
+	l.moveWhenLeft(t.Context(), l.current)
+	l.moved(moves)
+}
+
+// moved waits until streams that began while moves was current are told to move.
+func (l *lines) moved(moves <-chan struct{}) {
+	l.t.Helper()
+	select {
+	case <-moves:
+	case <-time.After(patience):
+		l.t.Fatal("the streams are not told to move")
+	}
+}
+
 func TestALineThatIsLostBeforeItsFirstCallIsMadeAgain(t *testing.T) {
 	l := newLines(t)
 	l.call()
