@@ -43,8 +43,9 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 		}
 		switch c.Status.Phase {
 		case "", v1alpha1.PhasePending:
-			if owned := s.labelled(id); owned != nil && Alive(owned) {
-				// Its status was lost, possibly before its entry was dropped.
+			if s.labelled(id) != nil {
+				// Its status was lost, possibly before its entry was dropped. A Machine that another
+				// actor is deleting proves as well that the claim had one, and gets no other.
 				d.Actions = append(d.Actions, s.restore(c))
 			} else if entered {
 				s.actOnPending(d, c, entry)

@@ -11,7 +11,8 @@ import (
 )
 
 // unassign takes back an assignment if the Machine died before the claim became Bound, or was
-// marked as the floor's too late.
+// marked as the floor's too late. The label of the claim shows that it did become Bound, and that
+// its status was lost.
 func (b *books) unassign() {
 	for id, entry := range b.next.Pending {
 		if entry.UID == "" {
@@ -21,8 +22,11 @@ func (b *books) unassign() {
 			continue
 		}
 		m := b.machine(entry.UID)
+		if m != nil && ClaimOf(m) == id {
+			continue
+		}
 		floorMarked := m != nil && hasFloorMark(m) && b.Claim(id).Spec.Adopt == ""
-		if m == nil || !Alive(m) || HasFinalizer(m) || floorMarked || ClaimOf(m) != "" && ClaimOf(m) != id {
+		if m == nil || !Alive(m) || HasFinalizer(m) || floorMarked || ClaimOf(m) != "" {
 			entry.Machine, entry.UID = "", ""
 			b.next.Pending[id] = entry
 		}

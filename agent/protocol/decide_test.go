@@ -970,6 +970,27 @@ func TestAClaimThatLostItsStatusBeforeItsEntryWasDroppedIsRestored(t *testing.T)
 	assert.Equal(t, []ActionKind{Restore}, kinds(Decide(s)))
 }
 
+// Only then does it end, as any claim whose Machine another actor deletes.
+func TestAClaimThatLostItsStatusWhileItsMachineIsDeletedGetsNoOther(t *testing.T) {
+	for what, pending := range map[string]map[string]Assignment{
+		"before its entry was dropped": {"c": {Machine: "m", UID: "m"}},
+		"after its entry was dropped":  nil,
+	} {
+		for _, phase := range []v1alpha1.Phase{"", v1alpha1.PhasePending} {
+			t.Run(what+" "+string(phase), func(t *testing.T) {
+				s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Spare: 1, Pending: pending}).
+					withMachine("m", "c", deleting("")).withMachine("spare", "", node).withClaim("c", phase, "")
+				d := Decide(s)
+				require.Equal(t, []ActionKind{Restore}, kinds(d))
+				assert.Same(t, s.Machines[0], d.Actions[0].Machine)
+				if d.Ledger != nil {
+					assert.Equal(t, pending, d.Ledger.Pending, "the spare Machine is not assigned to it")
+				}
+			})
+		}
+	}
+}
+
 func TestAFailingMachineIsNobodysNext(t *testing.T) {
 	failing := FailurePolicy{Reasons: []string{"InsufficientCapacity"}}
 	released := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).

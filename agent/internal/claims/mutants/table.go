@@ -762,7 +762,7 @@ var mutants = []mutant{
 	}},
 	{name: "a claim that lost its status gets a second Machine", edits: []edit{
 		{"		if _, entered := b.next.Pending[id]; entered || b.d.Queued[id] || b.labelled(id) != nil {\n			continue // a claim", "		if _, entered := b.next.Pending[id]; entered || b.d.Queued[id] {\n			continue // a claim"},
-		{"owned != nil && Alive(owned) {\n", "owned != nil && false {\n"},
+		{"			if s.labelled(id) != nil {\n", "			if false {\n"},
 	}},
 
 	// Machines that are created again.
