@@ -764,6 +764,10 @@ var mutants = []mutant{
 		{"		if _, entered := b.next.Pending[id]; entered || b.d.Queued[id] || b.labelled(id) != nil {\n			continue // a claim", "		if _, entered := b.next.Pending[id]; entered || b.d.Queued[id] {\n			continue // a claim"},
 		{"			if s.labelled(id) != nil {\n", "			if false {\n"},
 	}},
+	{name: "a claim that lost its status while its Machine is deleted gets another", test: "TestAClaimThatLostItsStatusWhileItsMachineIsDeletedGetsNoOther", edits: []edit{
+		{"		if m != nil && ClaimOf(m) == id {\n			continue\n		}\n", ""},
+		{"			if s.labelled(id) != nil {\n", "			if owned := s.labelled(id); owned != nil && Alive(owned) {\n"},
+	}},
 
 	// Machines that are created again.
 	{name: "a Machine that was being released and was made again stays for ever", test: "TestTheReleaseOfAMachineThatWasMadeAgainGoesOn", edits: []edit{
