@@ -100,7 +100,8 @@ func (b *books) restorable() int32 {
 	return Count(lo.Filter(b.Machines, func(m *clusterv1.Machine, _ int) bool {
 		c := b.Claim(ClaimOf(m))
 		_, entered := b.next.Pending[ClaimOf(m)]
-		return b.class(m) == claimed && !entered && (c == nil || c.CurrentPhase() == v1alpha1.PhasePending)
+		owns := b.class(m) == claimed || b.class(m) == going && c != nil // as [books.claimed] counts
+		return owns && !entered && (c == nil || c.CurrentPhase() == v1alpha1.PhasePending)
 	}))
 }
 

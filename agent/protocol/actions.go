@@ -44,8 +44,9 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 		switch c.Status.Phase {
 		case "", v1alpha1.PhasePending:
 			if s.labelled(id) != nil {
-				// Its status was lost, possibly before its entry was dropped. A Machine that another
-				// actor is deleting proves as well that the claim had one, and gets no other.
+				// Its status was lost, possibly before its entry was dropped. The label proves that the
+				// claim had a Machine, even one that is being deleted: it gets no other, and ends with
+				// that one.
 				d.Actions = append(d.Actions, s.restore(c))
 			} else if entered {
 				s.actOnPending(d, c, entry)
@@ -62,7 +63,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 			}
 		case v1alpha1.PhaseBound:
 			switch owned := s.labelled(id); {
-			case m == nil && owned != nil && Alive(owned):
+			case m == nil && owned != nil:
 				d.Actions = append(d.Actions, s.restore(c)) // its status names another Machine
 			case m == nil || DeletionCompleted(m):
 				s.endWithMachine(d, c)
@@ -182,7 +183,7 @@ func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clus
 	id := c.Spec.ClaimID
 	labelled := s.labelled(id)
 	switch {
-	case c.Status.Machine == nil && labelled != nil, m == nil && labelled != nil && Alive(labelled):
+	case m == nil && labelled != nil:
 		d.Actions = append(d.Actions, s.restore(c)) // its status was lost before its release
 	case c.Status.Machine == nil:
 		if !entered && labelled == nil && c.Status.FailedAt != nil {

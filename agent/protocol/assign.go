@@ -11,8 +11,8 @@ import (
 )
 
 // unassign takes back an assignment if the Machine died before the claim became Bound, or was
-// marked as the floor's too late. The label of the claim shows that it did become Bound, and that
-// its status was lost.
+// marked as the floor's too late. The label of the claim shows that the claim did become Bound,
+// and that its status was lost.
 func (b *books) unassign() {
 	for id, entry := range b.next.Pending {
 		if entry.UID == "" {
@@ -21,10 +21,10 @@ func (b *books) unassign() {
 		if c := b.Claim(id); c == nil || c.CurrentPhase() != v1alpha1.PhasePending {
 			continue
 		}
-		m := b.machine(entry.UID)
-		if m != nil && ClaimOf(m) == id {
+		if b.labelled(id) != nil {
 			continue
 		}
+		m := b.machine(entry.UID)
 		floorMarked := m != nil && hasFloorMark(m) && b.Claim(id).Spec.Adopt == ""
 		if m == nil || !Alive(m) || HasFinalizer(m) || floorMarked || ClaimOf(m) != "" {
 			entry.Machine, entry.UID = "", ""
@@ -53,7 +53,7 @@ func (b *books) assign() {
 			return
 		}
 		entry, pending := b.next.Pending[c.Spec.ClaimID]
-		if !pending || entry.UID != "" || c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt != "" {
+		if !pending || entry.UID != "" || c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt != "" || b.labelled(c.Spec.ClaimID) != nil {
 			continue
 		}
 		var m *clusterv1.Machine

@@ -970,7 +970,8 @@ func TestAClaimThatLostItsStatusBeforeItsEntryWasDroppedIsRestored(t *testing.T)
 	assert.Equal(t, []ActionKind{Restore}, kinds(Decide(s)))
 }
 
-// Only then does it end, as any claim whose Machine another actor deletes.
+// It is restored first. Then it ends with its Machine, like any claim whose Machine another actor
+// deletes.
 func TestAClaimThatLostItsStatusWhileItsMachineIsDeletedGetsNoOther(t *testing.T) {
 	for what, pending := range map[string]map[string]Assignment{
 		"before its entry was dropped": {"c": {Machine: "m", UID: "m"}},
@@ -979,15 +980,78 @@ func TestAClaimThatLostItsStatusWhileItsMachineIsDeletedGetsNoOther(t *testing.T
 		for _, phase := range []v1alpha1.Phase{"", v1alpha1.PhasePending} {
 			t.Run(what+" "+string(phase), func(t *testing.T) {
 				s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Spare: 1, Pending: pending}).
-					withMachine("m", "c", deleting("")).withMachine("spare", "", node).withClaim("c", phase, "")
+					withMachine("m", "c", deleting("")).withMachine("spare", "", nil).withClaim("c", phase, "")
 				d := Decide(s)
 				require.Equal(t, []ActionKind{Restore}, kinds(d))
 				assert.Same(t, s.Machines[0], d.Actions[0].Machine)
+				assert.EqualValues(t, 1, d.Claimed, "its replica is not lowered meanwhile")
 				if d.Ledger != nil {
 					assert.Equal(t, pending, d.Ledger.Pending, "the spare Machine is not assigned to it")
 				}
 			})
 		}
+	}
+}
+
+// A claim that was released, or that had ended, is not shown as one whose Machine another actor
+// deletes.
+func TestAClaimThatLostItsStatusWhileItsMachineIsReleasedIsReleasedStill(t *testing.T) {
+	goes := func(m *clusterv1.Machine) {
+		m.DeletionTimestamp = new(metav1.NewTime(newTestTime()))
+		m.Finalizers = []string{clusterv1.MachineFinalizer, v1alpha1.ReleaseFinalizer}
+	}
+	recorded := Release{Machine: "m", Claim: "c", Decremented: true, Drained: true}
+	for what, test := range map[string]struct {
+		ledger *Ledger
+		want   Release
+	}{
+		"as the ledger records":    {&Ledger{Version: 1, Seq: 9, Releasing: map[types.UID]Release{"m": recorded}}, recorded},
+		"and the ledger lost that": {&Ledger{Version: 1, Seq: 9, LastReplicas: 1}, Release{Machine: "m", Claim: "c"}},
+		"and the ledger was lost":  {nil, Release{Machine: "m", Claim: "c"}},
+	} {
+		t.Run(what, func(t *testing.T) {
+			var replicas int32
+			if test.ledger != nil {
+				replicas = test.ledger.LastReplicas
+			}
+			s := atRest(replicas, test.ledger).withMachine("m", "c", goes).withClaim("c", "", "")
+			var restored []Action
+			for _, a := range Decide(s).Actions {
+				if a.Kind == Restore {
+					restored = append(restored, a)
+				}
+			}
+			require.Len(t, restored, 1)
+			assert.Equal(t, test.want, restored[0].Release)
+		})
+	}
+}
+
+func TestAClaimWhoseStatusNamesAnotherMachineIsRestoredWhileItsOwnIsDeleted(t *testing.T) {
+	for _, phase := range []v1alpha1.Phase{v1alpha1.PhaseBound, v1alpha1.PhaseReleasing} {
+		s := atRest(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("m", "c", deleting("")).withClaim("c", phase, "former")
+		assert.Equal(t, []ActionKind{Restore}, kinds(Decide(s)), phase)
+	}
+}
+
+func TestAClaimIsRestoredToTheMachineThatIsNotBeingDeleted(t *testing.T) {
+	for _, names := range [][]string{{"a", "b"}, {"b", "a"}} { // Machines are in the order of their names
+		s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2}).
+			withMachine(names[0], "c", deleting("")).withMachine(names[1], "c", nil).withClaim("c", "", "")
+		d := Decide(s)
+		require.Equal(t, []ActionKind{Restore}, kinds(d))
+		assert.Equal(t, names[1], d.Actions[0].Machine.Name)
+	}
+}
+
+// Another version of the agent may have cleared the entry.
+func TestAClaimThatLostItsStatusIsAssignedNoMachine(t *testing.T) {
+	s := atRest(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Spare: 1, Pending: map[string]Assignment{"c": {}}}).
+		withMachine("m", "c", deleting("")).withMachine("spare", "", nil).withClaim("c", v1alpha1.PhasePending, "")
+	d := Decide(s)
+	require.Equal(t, []ActionKind{Restore}, kinds(d))
+	if d.Ledger != nil {
+		assert.Empty(t, d.Ledger.Pending["c"])
 	}
 }
 

@@ -26,7 +26,7 @@ func DecideGone(s *Snapshot) *Decision {
 		case phase == v1alpha1.PhaseEnded:
 		case s.carried(c):
 			s.actOnCarried(d, c)
-		case m == nil && s.ownsLiving(c): // its status was lost
+		case m == nil && s.labelled(c.Spec.ClaimID) != nil: // its status was lost
 			d.Actions = append(d.Actions, s.restore(c))
 		case phase == v1alpha1.PhasePending:
 			d.Refused[c.Spec.ClaimID] = eligibility.Refusal{
@@ -56,10 +56,4 @@ func DecideGone(s *Snapshot) *Decision {
 		}
 	}
 	return d
-}
-
-// ownsLiving reports whether a Machine that is not being deleted carries the claim's label.
-func (s *Snapshot) ownsLiving(c *v1alpha1.MachineClaim) bool {
-	m := s.labelled(c.Spec.ClaimID)
-	return m != nil && Alive(m)
 }

@@ -43,9 +43,17 @@ func TestAClaimOfAGroupThatIsGoneKeepsTheMachineThatCarriesItsLabel(t *testing.T
 // Cluster API deletes the Machines of the MachineDeployment as well.
 func TestAClaimOfAGroupThatIsGoneEndsWithTheMachineThatCarriesItsLabel(t *testing.T) {
 	goes := func(m *clusterv1.Machine) { m.DeletionTimestamp = new(metav1.NewTime(newTestTime())) }
-	s := atRest(0, nil).withMachine("m", "c", goes).withClaim("c", v1alpha1.PhasePending, "")
-	assert.Equal(t, []ActionKind{End}, kinds(DecideGone(s)))
-	s = atRest(0, nil).withMachine("m", "c", goes)
+	for _, phase := range []v1alpha1.Phase{"", v1alpha1.PhasePending, v1alpha1.PhaseReleasing} {
+		s := atRest(0, nil).withMachine("m", "c", goes).withClaim("c", phase, "")
+		d := DecideGone(s)
+		assert.Equal(t, []ActionKind{Restore}, kinds(d), "its status was lost, and its instance may still run")
+		assert.Empty(t, d.Refused, "its call moves it nowhere")
+		s.Claims = nil
+		assert.Empty(t, kinds(DecideGone(s.withClaim("c", v1alpha1.PhaseBound, "m"))))
+		s.Machines, s.Claims = nil, nil
+		assert.Equal(t, []ActionKind{End}, kinds(DecideGone(s.withClaim("c", v1alpha1.PhaseBound, "m"))))
+	}
+	s := atRest(0, nil).withMachine("m", "c", goes)
 	s.Lost = map[string]*clusterv1.Machine{"c": s.Machines[0]}
 	assert.Empty(t, kinds(DecideGone(s)))
 }

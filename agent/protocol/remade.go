@@ -215,10 +215,15 @@ func (s *Snapshot) restore(c *v1alpha1.MachineClaim) Action {
 	a := Action{
 		Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: m, Remade: s.carried(c) || s.moved(), Returned: s.recordsReturn(c),
 	}
-	if s.moved() {
-		if r := s.Ledger.Releasing[m.UID]; r.Claim == c.Spec.ClaimID {
-			a.Release = r
-		}
+	var release Release
+	if s.Ledger != nil {
+		release = s.Ledger.Releasing[m.UID]
+	}
+	switch {
+	case release.Claim == c.Spec.ClaimID && (s.moved() || !Alive(m)):
+		a.Release = release
+	case !Alive(m) && HasFinalizer(m) && !a.Returned: // the agent is deleting it, and the ledger was lost as well
+		a.Release = Release{Machine: m.Name, Claim: c.Spec.ClaimID}
 	}
 	return a
 }

@@ -110,8 +110,10 @@ func (s *Snapshot) index() {
 	s.byLabel = make(map[string]*clusterv1.Machine, len(s.Machines))
 	for _, m := range s.Machines {
 		s.byUID[m.UID] = m
-		if id := ClaimOf(m); id != "" && s.byLabel[id] == nil {
-			s.byLabel[id] = m
+		if id := ClaimOf(m); id != "" {
+			if before := s.byLabel[id]; before == nil || !Alive(before) && Alive(m) {
+				s.byLabel[id] = m
+			}
 		}
 	}
 	s.byID = make(map[string]*v1alpha1.MachineClaim, len(s.Claims))

@@ -222,8 +222,9 @@ func (c *connection) NewStream(
 // ends, and ctx with it.
 func (c *connection) moveWhenLeft(ctx context.Context, l *line) {
 	go func() {
-		// gRPC sends calls on a new connection before the line's state is Ready. If the state is any
-		// other by now, the stream's connection has already been left.
+		// gRPC sends calls on a new connection before the line's state is Ready, mostly while it is
+		// Connecting. In any other state, the stream's connection has already been left, or the state
+		// is about to be Ready; then streams are moved once for nothing.
 		if !l.WaitForStateChange(ctx, connectivity.Connecting) || !l.WaitForStateChange(ctx, connectivity.Ready) {
 			return
 		}

@@ -9,6 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -68,6 +69,32 @@ func TestAClaimWhoseObjectWasLostIsNotMadeOnAnotherGroup(t *testing.T) {
 	var cheap clusterv1.MachineDeployment
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "cheap"}, &cheap))
 	assert.Zero(t, *cheap.Spec.Replicas)
+}
+
+// It must not be shown as ready for a moment.
+func TestAClaimThatIsRestoredToAMachineThatIsDeletedSaysSo(t *testing.T) {
+	e := engineWith(t)
+	claim := e.newClaim(
+		Request{Namespace: namespace, Cluster: clusterName, ID: "a", Candidates: []string{"g"}, Holder: "spoke"},
+		&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}, "g",
+	)
+	require.NoError(t, e.Client.Create(t.Context(), claim))
+	m := &clusterv1.Machine{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "g-1", UID: "g-1", DeletionTimestamp: new(metav1.NewTime(newTestTime()))},
+		Status:     clusterv1.MachineStatus{NodeRef: clusterv1.MachineNodeReference{Name: "node-1"}},
+	}
+	require.NoError(t, e.restore(t.Context(), protocol.Action{Kind: protocol.Restore, Claim: claim, Machine: m}))
+	got := &v1alpha1.MachineClaim{}
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(claim), got))
+	assert.Equal(t, v1alpha1.PhaseBound, got.Status.Phase)
+	assert.Equal(t, protocol.ReasonMachineDeleting, got.Status.Reason)
+	assert.False(t, meta.IsStatusConditionTrue(got.Status.Conditions, v1alpha1.ConditionReady))
+
+	m.DeletionTimestamp = nil
+	require.NoError(t, e.restore(t.Context(), protocol.Action{Kind: protocol.Restore, Claim: got, Machine: m}))
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(claim), got))
+	assert.Equal(t, protocol.ReasonBound, got.Status.Reason)
+	assert.True(t, meta.IsStatusConditionTrue(got.Status.Conditions, v1alpha1.ConditionReady))
 }
 
 // A claim whose call is gone moves to where the call would have moved it.

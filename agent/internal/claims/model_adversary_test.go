@@ -561,12 +561,16 @@ func (w *world) takenAway(m *clusterv1.Machine) {
 }
 
 // loseClaim deletes the object of a claim that has a Machine, or only its status, as a careless
-// restore does.
+// restore does. The status may also be that of a claim that is being released.
 func (w *world) loseClaim(onlyStatus bool) {
 	claims := w.claims()
 	var bound []*v1alpha1.MachineClaim
 	for _, id := range w.order {
-		if c := claims[id]; c != nil && c.Status.Phase == v1alpha1.PhaseBound && w.carries(c) {
+		c := claims[id]
+		if c == nil || c.Status.Machine == nil {
+			continue
+		}
+		if c.Status.Phase == v1alpha1.PhaseBound && w.carries(c) || onlyStatus && c.Status.Phase == v1alpha1.PhaseReleasing {
 			bound = append(bound, c)
 		}
 	}
@@ -577,6 +581,7 @@ func (w *world) loseClaim(onlyStatus bool) {
 	c := bound[w.pick(len(bound))]
 	w.owners[c.Spec.ClaimID].returned = false
 	if onlyStatus {
+		w.owners[c.Spec.ClaimID].released = false // its caller has to repeat the call
 		c.Status = v1alpha1.MachineClaimStatus{}
 		w.must(w.hub.update(c, true))
 	} else {

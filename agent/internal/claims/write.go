@@ -522,9 +522,14 @@ func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
 		c.Status.NodeRegisteredAt = new(metav1.NewTime(e.Clock.Now())) // its Node may have been reported, so the claim must not be collected
 	}
 	if c.Status.FailedAt == nil { // why it failed matters more
-		e.note(c, v1alpha1.Event{
+		event := v1alpha1.Event{
 			Reason: protocol.ReasonBound, Message: "the claim's status was lost and was restored from the label of Machine " + a.Machine.Name,
-		})
+		}
+		if c.Status.Phase == v1alpha1.PhaseBound && !c.Status.Returned && !protocol.Alive(a.Machine) {
+			event.Reason = protocol.ReasonMachineDeleting
+			event.Message += ", which another actor is deleting"
+		}
+		e.note(c, event)
 	}
 	return e.writeStatus(ctx, c)
 }

@@ -765,7 +765,7 @@ var mutants = []mutant{
 		{"			if s.labelled(id) != nil {\n", "			if false {\n"},
 	}},
 	{name: "a claim that lost its status while its Machine is deleted gets another", test: "TestAClaimThatLostItsStatusWhileItsMachineIsDeletedGetsNoOther", edits: []edit{
-		{"		if m != nil && ClaimOf(m) == id {\n			continue\n		}\n", ""},
+		{"		if b.labelled(id) != nil {\n			continue\n		}\n", ""},
 		{"			if s.labelled(id) != nil {\n", "			if owned := s.labelled(id); owned != nil && Alive(owned) {\n"},
 	}},
 
@@ -1065,7 +1065,13 @@ var mutants = []mutant{
 		{"	return Carried(c, s.ClusterUID) || c.Status", "	return c.Status"},
 	}},
 	{name: "a release that was under way is forgotten by a move", test: "TestAReleaseGoesOnAfterAMove", edits: []edit{
-		{"		if r := s.Ledger.Releasing[m.UID]; r.Claim == c.Spec.ClaimID {\n", "		if r := s.Ledger.Releasing[m.UID]; r.Claim == c.Name {\n"},
+		{"	case release.Claim == c.Spec.ClaimID && (s.moved() || !Alive(m)):\n", "	case release.Claim == c.Spec.ClaimID && !Alive(m):\n"},
+	}},
+	{name: "a release is forgotten with its claim's status", test: "TestAClaimThatLostItsStatusWhileItsMachineIsReleasedIsReleasedStill", edits: []edit{
+		{"	case release.Claim == c.Spec.ClaimID && (s.moved() || !Alive(m)):\n", "	case release.Claim == c.Spec.ClaimID && s.moved():\n"},
+	}},
+	{name: "a claim of a deleted node group that lost its status ends before its Machine", test: "TestAClaimOfAGroupThatIsGoneEndsWithTheMachineThatCarriesItsLabel", edits: []edit{
+		{"		case m == nil && s.labelled(c.Spec.ClaimID) != nil: // its status was lost\n", "		case m == nil && s.labelled(c.Spec.ClaimID) != nil && Alive(s.labelled(c.Spec.ClaimID)):\n"},
 	}},
 	{name: "a MachineSet is lowered twice for one Machine, before and after a move", test: "TestAMachineSetThatWasLoweredBeforeAMoveIsNotLoweredAgain", edits: []edit{
 		{"			r.LoweredAs = uid\n", "			_ = r.LoweredAs\n"},
