@@ -1,6 +1,8 @@
 package hub_test
 
 import (
+	"encoding/json"
+	"errors"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -9,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -52,6 +55,47 @@ func TestAnObjectWhoseKindIsNotServedIsNotTakenForAbsent(t *testing.T) {
 			}
 			err = c.List(t.Context(), &v1alpha1.MachineClaimList{}, client.InNamespace("team-a"))
 			require.Equal(t, answer.absent, apierrors.IsNotFound(err), "%v", err)
+		})
+	}
+}
+
+// While a CRD is being deleted, no policy has refused anything. The responses are those of
+// kube-apiserver 1.36.
+func TestACRDThatIsBeingDeletedRefusesNothing(t *testing.T) {
+	for name, answer := range map[string]struct {
+		message string
+		refused bool
+	}{
+		"the CRD is being deleted": {"create not allowed while custom resource definition is terminating", false},
+		"a policy refuses it":      {"ValidatingAdmissionPolicy 'frozen' with binding 'frozen' denied request: no claims today", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Content-Type", "application/json")
+				w.WriteHeader(http.StatusForbidden)
+				status := apierrors.NewForbidden(
+					v1alpha1.GroupVersion.WithResource("machineclaims").GroupResource(), "a", errors.New(answer.message),
+				).Status()
+				status.TypeMeta = metav1.TypeMeta{APIVersion: "v1", Kind: "Status"}
+				_ = json.NewEncoder(w).Encode(status)
+			}))
+			defer server.Close()
+			config := &rest.Config{Host: server.URL}
+			config.Wrap(hub.Served)
+			scheme, err := hub.Scheme()
+			require.NoError(t, err)
+			mapper := meta.NewDefaultRESTMapper(nil)
+			mapper.Add(v1alpha1.GroupVersion.WithKind("MachineClaim"), meta.RESTScopeNamespace)
+			c, err := client.New(config, client.Options{Scheme: scheme, Mapper: mapper})
+			require.NoError(t, err)
+
+			claim := &v1alpha1.MachineClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team-a", Name: "a"}}
+			err = c.Create(t.Context(), claim)
+			require.Equal(t, answer.refused, apierrors.IsForbidden(err), "%v", err)
+			require.Equal(t, !answer.refused, apierrors.IsServiceUnavailable(err), "%v", err)
+			if answer.refused {
+				require.ErrorContains(t, err, answer.message)
+			}
 		})
 	}
 }
