@@ -219,7 +219,7 @@ func (s *Snapshot) restore(c *v1alpha1.MachineClaim) Action {
 	if s.Ledger != nil {
 		release = s.Ledger.Releasing[m.UID]
 	}
-	// The release of a Machine that nobody is deleting yet is undone instead, except after a move.
+	// While the Machine is not being deleted, its release is undone instead, except after a move.
 	switch {
 	case release.Claim == c.Spec.ClaimID && (s.moved() || !Alive(m)):
 		a.Release = release

@@ -130,7 +130,7 @@ func TestStreamsMoveWhoseConnectionHasAlreadyBeenLeft(t *testing.T) {
 	l.moved(moves)
 }
 
-// moved waits until streams that began while moves was current are told to move.
+// moved waits until moves is closed, which makes streams move.
 func (l *lines) moved(moves <-chan struct{}) {
 	l.t.Helper()
 	select {

@@ -54,7 +54,7 @@ const (
 	statusSize = 64 << 10
 )
 
-// replayed is a body of which a part has been read.
+// replayed is a response body whose beginning has been read, and is read once more.
 type replayed struct {
 	io.Reader
 	io.Closer

@@ -19,6 +19,20 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 )
 
+// clientOf returns a client of a server, as the agent's.
+func clientOf(t *testing.T, server *httptest.Server) client.Client {
+	t.Helper()
+	config := &rest.Config{Host: server.URL}
+	config.Wrap(hub.Served)
+	scheme, err := hub.Scheme()
+	require.NoError(t, err)
+	mapper := meta.NewDefaultRESTMapper(nil)
+	mapper.Add(v1alpha1.GroupVersion.WithKind("MachineClaim"), meta.RESTScopeNamespace)
+	c, err := client.New(config, client.Options{Scheme: scheme, Mapper: mapper})
+	require.NoError(t, err)
+	return c
+}
+
 // The responses are those of kube-apiserver 1.36.
 func TestAnObjectWhoseKindIsNotServedIsNotTakenForAbsent(t *testing.T) {
 	for name, answer := range map[string]struct {
@@ -38,16 +52,9 @@ func TestAnObjectWhoseKindIsNotServedIsNotTakenForAbsent(t *testing.T) {
 				_, _ = io.WriteString(w, answer.body)
 			}))
 			defer server.Close()
-			config := &rest.Config{Host: server.URL}
-			config.Wrap(hub.Served)
-			scheme, err := hub.Scheme()
-			require.NoError(t, err)
-			mapper := meta.NewDefaultRESTMapper(nil)
-			mapper.Add(v1alpha1.GroupVersion.WithKind("MachineClaim"), meta.RESTScopeNamespace)
-			c, err := client.New(config, client.Options{Scheme: scheme, Mapper: mapper})
-			require.NoError(t, err)
+			c := clientOf(t, server)
 
-			err = c.Get(t.Context(), client.ObjectKey{Namespace: "team-a", Name: "a"}, &v1alpha1.MachineClaim{})
+			err := c.Get(t.Context(), client.ObjectKey{Namespace: "team-a", Name: "a"}, &v1alpha1.MachineClaim{})
 			require.Equal(t, answer.absent, apierrors.IsNotFound(err), "%v", err)
 			if !answer.absent {
 				require.True(t, apierrors.IsServiceUnavailable(err), "%v", err)
@@ -80,17 +87,10 @@ func TestACRDThatIsBeingDeletedRefusesNothing(t *testing.T) {
 				_ = json.NewEncoder(w).Encode(status)
 			}))
 			defer server.Close()
-			config := &rest.Config{Host: server.URL}
-			config.Wrap(hub.Served)
-			scheme, err := hub.Scheme()
-			require.NoError(t, err)
-			mapper := meta.NewDefaultRESTMapper(nil)
-			mapper.Add(v1alpha1.GroupVersion.WithKind("MachineClaim"), meta.RESTScopeNamespace)
-			c, err := client.New(config, client.Options{Scheme: scheme, Mapper: mapper})
-			require.NoError(t, err)
+			c := clientOf(t, server)
 
 			claim := &v1alpha1.MachineClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team-a", Name: "a"}}
-			err = c.Create(t.Context(), claim)
+			err := c.Create(t.Context(), claim)
 			require.Equal(t, answer.refused, apierrors.IsForbidden(err), "%v", err)
 			require.Equal(t, !answer.refused, apierrors.IsServiceUnavailable(err), "%v", err)
 			if answer.refused {
