@@ -245,7 +245,7 @@ func TestManyCallsAtOnce(t *testing.T) {
 	calls.Wait()
 }
 
-// The request of one call is that call's. What several calls share is nobody's: it has no values by
+// A request for one call carries that call's values. A request that several calls share has none by
 // which it would be charged to one of them, and ends by the latest of their deadlines.
 func TestTheContextOfARequest(t *testing.T) {
 	type key struct{}

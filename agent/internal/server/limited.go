@@ -156,7 +156,7 @@ func (s *Server) limitUnary(ctx context.Context, request any, info *grpc.UnarySe
 	defer stop()
 	response, err := handler(bounded, request)
 	if err == nil && slices.Contains(lists, info.FullMethod) {
-		err = ended(bounded) // encoding a list that nobody waits for can take as long as building it
+		err = ended(bounded) // encoding a list can take as long as building it
 	}
 	if err != nil {
 		return nil, err
