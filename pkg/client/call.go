@@ -102,19 +102,26 @@ func (c *caller) Invoke(ctx context.Context, method string, args, reply any, opt
 	return nil
 }
 
-// throttledAttempts is how often a call is repeated after the agent rejected it because the caller
-// had requested too much at once.
-const throttledAttempts = 5
+const (
+	// throttledAttempts is how often a call is repeated after the agent rejected it because the
+	// caller had requested too much at once.
+	throttledAttempts = 5
+	// throttledJitter is the largest part of the delay by which it is extended. It keeps callers
+	// that were rejected together from returning together.
+	throttledJitter = 0.2
+)
 
-// await waits as long as the agent requested, and reports whether the call's deadline allows it. A
-// rejected call has had no effect, so every call may be repeated.
+// await waits as long as the agent requested, and reports whether the call is to be repeated. It
+// does not wait where the call might reach its deadline meanwhile: the caller had better know at
+// once that it was throttled, and for how long. A rejected call has had no effect, so every call
+// may be repeated.
 func (c *caller) await(ctx context.Context, err error) bool {
 	delay, ok := agenterrors.RetryDelay(err)
-	if deadline, bounded := ctx.Deadline(); !ok || bounded && time.Until(deadline) <= delay {
+	longest := float64(delay) * (1 + throttledJitter)
+	if deadline, bounded := ctx.Deadline(); !ok || bounded && float64(time.Until(deadline)) <= longest {
 		return false
 	}
-	// The jitter keeps callers that were rejected together from returning together.
-	timer := c.clock.NewTimer(wait.Jitter(delay, 0.2))
+	timer := c.clock.NewTimer(wait.Jitter(delay, throttledJitter))
 	defer timer.Stop()
 	select {
 	case <-ctx.Done():

@@ -303,3 +303,16 @@ func TestACallThatWasRefusedForItsNumberIsRepeatedWhenTheAgentAsksFor(t *testing
 	require.True(t, agenterrors.IsUnavailable(err), "callers repeat it with backoff")
 	require.Equal(t, 1, agent.Calls("GetStatus"), "the call does not last until then")
 }
+
+// A client waits longer than it was told, so that not all return together.
+func TestAThrottledCallIsNotKeptUntilItsDeadline(t *testing.T) {
+	agent, options := onSocket(t)
+	c := connect(t, options)
+	agent.Fail("GetStatus", 1, agenterrors.Throttled("too often", 2700*time.Millisecond))
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+	defer cancel()
+	err := getStatus(ctx, c)
+	require.True(t, agenterrors.IsThrottled(err), "%v", err)
+	require.NoError(t, ctx.Err(), "it is told at once")
+	require.Equal(t, 1, agent.Calls("GetStatus"))
+}
