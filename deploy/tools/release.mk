@@ -38,7 +38,7 @@ images: $(RELEASER) ## Build the images as OCI layouts in bin/release/images, wi
 	@$(RELEASER) images $(RELEASE_FLAGS) --binaries $(RELEASE_BINARIES) --platforms $(subst $(space),$(comma),$(strip $(RELEASE_PLATFORMS))) --out $(RELEASE_LAYOUTS)
 
 .PHONY: publish-images
-publish-images: $(RELEASER) ## Push the images that `make images` has built, with the credentials of docker or podman login (same REGISTRY and VERSION)
+publish-images: $(RELEASER) ## Push the images that `make images` has built, with the credentials of docker or podman login (same REGISTRY, VERSION and RELEASE_KEY)
 	@$(RELEASER) push $(RELEASE_FLAGS) --layouts $(RELEASE_LAYOUTS) $(PUBLISH_FLAGS)
 
 .PHONY: release
@@ -64,7 +64,7 @@ release: $(RELEASER) $(HELM) ## Build all parts of a release in bin/release, and
 	echo "release: PASS $(VERSION), $$(grep -c . $(RELEASE)/SHA256SUMS) files, $(words $(RELEASE_PLATFORMS)) platforms, seconds=$$(( $$(date +%s) - start ))"
 
 .PHONY: publish
-publish: $(RELEASER) $(HELM) ## Push the images and the charts that `make release` has built (same REGISTRY and VERSION)
+publish: $(RELEASER) $(HELM) ## Push the images and the charts that `make release` has built (same REGISTRY, VERSION and RELEASE_KEY)
 	@$(RELEASER) push $(RELEASE_FLAGS) --layouts $(RELEASE_LAYOUTS) --charts $(RELEASE) --helm $(HELM) $(PUBLISH_FLAGS)
 
 .PHONY: github-release

@@ -3,14 +3,7 @@ package main
 import (
 	"cmp"
 	"context"
-	"crypto"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/sha256"
-	"crypto/x509"
-	"encoding/base64"
-	"encoding/pem"
 	"errors"
 	"flag"
 	"fmt"
@@ -65,7 +58,7 @@ func checksumsCommand(_ context.Context, flags *flag.FlagSet, arguments []string
 	if err != nil {
 		return err
 	}
-	if err := os.WriteFile(filepath.Join(*dir, signatureFile), signature, 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(*dir, signatureFile), []byte(signature+"\n"), 0o644); err != nil {
 		return err
 	}
 	fmt.Printf("checksums: %s, signed\n", filepath.Join(*dir, checksumsFile))
@@ -119,51 +112,4 @@ func checksum(name string) (sum []byte, err error) {
 	hash := sha256.New()
 	_, err = io.Copy(hash, file)
 	return hash.Sum(nil), err
-}
-
-// signingKey returns the key in the environment: RELEASE_KEY is an ECDSA key on the curve P-256, in
-// PEM as openssl writes it, or the name of a file with one. It returns nil if there is none.
-func signingKey() (*ecdsa.PrivateKey, error) {
-	value := os.Getenv("RELEASE_KEY")
-	if value == "" {
-		return nil, nil
-	}
-	content := []byte(value)
-	if !strings.Contains(value, "-----BEGIN") {
-		var err error
-		if content, err = os.ReadFile(value); err != nil {
-			return nil, fmt.Errorf("reading RELEASE_KEY: %w", err)
-		}
-	}
-	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
-		var key any
-		var err error
-		switch block.Type {
-		case "EC PRIVATE KEY":
-			key, err = x509.ParseECPrivateKey(block.Bytes)
-		case "PRIVATE KEY":
-			key, err = x509.ParsePKCS8PrivateKey(block.Bytes)
-		default: // openssl writes the curve's parameters before the key
-			continue
-		}
-		if err != nil {
-			return nil, fmt.Errorf("reading RELEASE_KEY: %w", err)
-		}
-		if ec, ok := key.(*ecdsa.PrivateKey); ok && ec.Curve == elliptic.P256() {
-			return ec, nil
-		}
-		return nil, errors.New("RELEASE_KEY is not an ECDSA key on the curve P-256")
-	}
-	return nil, errors.New("RELEASE_KEY contains no unencrypted private key in PEM")
-}
-
-// sign returns the signature of a message in base64, as openssl and cosign verify it: ECDSA over
-// the message's SHA-256, in ASN.1.
-func sign(key *ecdsa.PrivateKey, message []byte) ([]byte, error) {
-	sum := sha256.Sum256(message)
-	signature, err := key.Sign(rand.Reader, sum[:], crypto.SHA256)
-	if err != nil {
-		return nil, err
-	}
-	return []byte(base64.StdEncoding.EncodeToString(signature) + "\n"), nil
 }

@@ -4,6 +4,7 @@ go 1.26.11
 
 require (
 	github.com/google/go-containerregistry v0.22.1
+	github.com/sigstore/sigstore v1.10.5
 	go.yaml.in/yaml/v3 v3.0.6
 	golang.org/x/crypto/x509roots/fallback v0.0.0-20261030153154-30a33513ff6d
 	sigs.k8s.io/yaml v1.6.0

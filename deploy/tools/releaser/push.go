@@ -2,12 +2,14 @@ package main
 
 import (
 	"context"
+	"crypto/ecdsa"
 	"errors"
 	"flag"
 	"fmt"
 	"net/http"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 
 	"github.com/google/go-containerregistry/pkg/authn"
@@ -34,9 +36,20 @@ func pushCommand(ctx context.Context, flags *flag.FlagSet, arguments []string) e
 	if err != nil {
 		return err
 	}
+	key, err := signingKey()
+	if err != nil {
+		return err
+	}
+	if key == nil {
+		fmt.Println("what is pushed remains unsigned: RELEASE_KEY is not set")
+	}
+	p := publisher{
+		release: r, layouts: *layouts, helm: *helm, insecure: *insecure, key: key,
+		access: []remote.Option{remote.WithContext(ctx), remote.WithAuthFromKeychain(authn.DefaultKeychain)},
+	}
 	// Charts refer to images, so images are there first.
 	for _, d := range definitions {
-		if err := d.push(ctx, r, *layouts, *insecure); err != nil {
+		if err := p.pushImage(d); err != nil {
 			return fmt.Errorf("pushing the image %s: %w", d.Name, err)
 		}
 	}
@@ -51,50 +64,89 @@ func pushCommand(ctx context.Context, flags *flag.FlagSet, arguments []string) e
 		return fmt.Errorf("%s contains no charts", *charts)
 	}
 	for _, archive := range archives {
-		command := []string{"push", archive, "oci://" + r.Registry + "/charts"}
-		if *insecure {
-			command = append(command, "--plain-http")
+		if err := p.pushChart(ctx, archive); err != nil {
+			return fmt.Errorf("pushing the chart %s: %w", filepath.Base(archive), err)
 		}
-		output, err := exec.CommandContext(ctx, *helm, command...).CombinedOutput()
-		if err != nil {
-			return fmt.Errorf("helm push: %w: %s", err, output)
-		}
-		fmt.Printf("pushed: %s\n", strings.Join(strings.Fields(string(output)), " "))
 	}
 	return nil
 }
 
-// push pushes an image to the registry, with the credentials of docker or podman login. It does not
-// replace a release: charts and clusters refer to it.
-func (d definition) push(ctx context.Context, r release, layouts string, insecure bool) error {
-	var options []name.Option
-	if insecure {
-		options = append(options, name.Insecure)
+// publisher pushes images and charts to a registry, with the credentials of docker or podman login.
+type publisher struct {
+	release       release
+	layouts, helm string
+	insecure      bool
+	// key signs what is pushed. If it is nil, nothing is signed.
+	key    *ecdsa.PrivateKey
+	access []remote.Option
+}
+
+func (p *publisher) options() []name.Option {
+	if p.insecure {
+		return []name.Option{name.Insecure}
 	}
-	tag, err := name.NewTag(d.reference(r), options...)
+	return nil
+}
+
+func (p *publisher) sign(pushed name.Digest) error {
+	if p.key == nil {
+		return nil
+	}
+	if err := signPushed(p.key, pushed, p.access); err != nil {
+		return fmt.Errorf("signing: %w", err)
+	}
+	return nil
+}
+
+// pushImage does not replace a release: charts and clusters refer to it.
+func (p *publisher) pushImage(d definition) error {
+	tag, err := name.NewTag(d.reference(p.release), p.options()...)
 	if err != nil {
 		return err
 	}
-	index, digest, err := d.fromLayout(r, layouts)
+	index, digest, err := d.fromLayout(p.release, p.layouts)
 	if err != nil {
 		return err
 	}
-	access := []remote.Option{remote.WithContext(ctx), remote.WithAuthFromKeychain(authn.DefaultKeychain)}
-	there, err := remote.Head(tag, access...)
+	there, err := remote.Head(tag, p.access...)
 	switch {
 	case err != nil && !isNotFound(err):
 		return err
-	case err == nil && there.Digest != digest && isRelease(r):
+	case err == nil && there.Digest != digest && isRelease(p.release):
 		return fmt.Errorf("%s is there already, with the digest %s instead of %s", tag, there.Digest, digest)
 	case err == nil && there.Digest == digest:
 		fmt.Printf("there already: %s@%s\n", tag, digest)
-		return nil
+	default:
+		if err := remote.WriteIndex(tag, index, p.access...); err != nil {
+			return err
+		}
+		fmt.Printf("pushed: %s@%s\n", tag, digest)
 	}
-	if err := remote.WriteIndex(tag, index, access...); err != nil {
+	return p.sign(tag.Digest(digest.String()))
+}
+
+// pushedChart is what helm push writes: the chart's name with its tag, and its digest.
+var pushedChart = regexp.MustCompile(`(?m)^Pushed: (\S+)\nDigest: (\S+)$`)
+
+func (p *publisher) pushChart(ctx context.Context, archive string) error {
+	command := []string{"push", archive, "oci://" + p.release.Registry + "/charts"}
+	if p.insecure {
+		command = append(command, "--plain-http")
+	}
+	output, err := exec.CommandContext(ctx, p.helm, command...).CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("helm push: %w: %s", err, output)
+	}
+	pushed := pushedChart.FindSubmatch(output)
+	if pushed == nil {
+		return fmt.Errorf("helm push does not say what it has pushed: %s", output)
+	}
+	fmt.Printf("pushed: %s@%s\n", pushed[1], pushed[2])
+	tag, err := name.NewTag(string(pushed[1]), p.options()...)
+	if err != nil {
 		return err
 	}
-	fmt.Printf("pushed: %s@%s\n", tag, digest)
-	return nil
+	return p.sign(tag.Digest(string(pushed[2])))
 }
 
 // isRelease reports whether the version is a tag. Other builds may be repeated.

@@ -10,6 +10,8 @@ import (
 	"encoding/base64"
 	"encoding/binary"
 	"encoding/pem"
+	"fmt"
+	"io"
 	"net/http/httptest"
 	"os"
 	"os/exec"
@@ -94,6 +96,96 @@ func TestAReleaseIsInstalledFromARegistry(t *testing.T) {
 	if err := push(); err == nil || !strings.Contains(err.Error(), "instead of "+address+"/capi-agent:v0.3.0") {
 		t.Errorf("a build was pushed as another release: %v", err)
 	}
+}
+
+// What is pushed is signed in the way that cosign and policies of clusters verify, by each key once.
+func TestWhatIsPushedIsSigned(t *testing.T) {
+	root := chdirRoot(t)
+	helm := filepath.Join(root, "bin", "helm")
+	server := httptest.NewServer(registry.New())
+	t.Cleanup(server.Close)
+	address := strings.TrimPrefix(server.URL, "http://") + "/product"
+	home := t.TempDir()
+	for _, variable := range []string{"HOME", "DOCKER_CONFIG", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"} {
+		t.Setenv(variable, home)
+	}
+	out := t.TempDir()
+	layouts := filepath.Join(out, "images")
+	identity := []string{"--version", "v0.2.0", "--registry", address}
+	made := func(command string, arguments ...string) {
+		t.Helper()
+		must(t, run(t.Context(), append(append([]string{command}, identity...), arguments...)))
+	}
+	made("images", "--binaries", binaries(t, "a"), "--out", layouts)
+	made("charts", "--layouts", layouts, "--helm", helm, "--out", out)
+	push := func(key string) {
+		t.Helper()
+		t.Setenv("RELEASE_KEY", key)
+		made("push", "--layouts", layouts, "--helm", helm, "--charts", out, "--insecure")
+	}
+	signatures := func(repository string) (name.Digest, []v1.Descriptor) {
+		t.Helper()
+		tag, err := name.NewTag(address+repository, name.Insecure)
+		must(t, err)
+		pushed, err := remote.Head(tag)
+		must(t, err)
+		image, err := remote.Image(tag.Context().Tag("sha256-" + pushed.Digest.Hex + ".sig"))
+		if isNotFound(err) {
+			return tag.Digest(pushed.Digest.String()), nil
+		}
+		must(t, err)
+		must(t, validate.Image(image, validate.Fast))
+		manifest, err := image.Manifest()
+		must(t, err)
+		return tag.Digest(pushed.Digest.String()), manifest.Layers
+	}
+	images := []string{"/capi-agent:v0.2.0", "/karpenter-capi:v0.2.0"}
+	push("")
+	for _, repository := range images {
+		if _, layers := signatures(repository); layers != nil {
+			t.Errorf("%s is signed without a key", repository)
+		}
+	}
+	first, firstKey := newKey(t)
+	second, secondKey := newKey(t)
+	push(firstKey)
+	push(firstKey)
+	push(secondKey)
+	keys := []*ecdsa.PrivateKey{first, second}
+	for _, repository := range append(images, "/charts/capi-agent:0.2.0", "/charts/karpenter:0.2.0") {
+		pushed, layers := signatures(repository)
+		if len(layers) != len(keys) {
+			t.Fatalf("%s has %d signatures, want %d: one of each key", repository, len(layers), len(keys))
+		}
+		for i, layer := range layers {
+			blob, err := remote.Layer(pushed.Context().Digest(layer.Digest.String()))
+			must(t, err)
+			reader, err := blob.Compressed()
+			must(t, err)
+			content, err := io.ReadAll(reader)
+			must(t, err)
+			want := fmt.Sprintf(`{"critical":{"identity":{"docker-reference":%q},"image":{"docker-manifest-digest":%q},`+
+				`"type":"cosign container image signature"},"optional":null}`, pushed.Context().Name(), pushed.DigestStr())
+			if string(content) != want || layer.MediaType != "application/vnd.dev.cosign.simplesigning.v1+json" {
+				t.Errorf("%s: %s of the type %s is signed, want %s", repository, content, layer.MediaType, want)
+			}
+			signature, err := base64.StdEncoding.DecodeString(layer.Annotations["dev.cosignproject.cosign/signature"])
+			must(t, err)
+			if sum := sha256.Sum256(content); !ecdsa.VerifyASN1(&keys[i].PublicKey, sum[:], signature) {
+				t.Errorf("%s: signature %d is invalid", repository, i)
+			}
+		}
+	}
+}
+
+// newKey returns a key, and its form in PEM.
+func newKey(t *testing.T) (*ecdsa.PrivateKey, string) {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	must(t, err)
+	der, err := x509.MarshalECPrivateKey(key)
+	must(t, err)
+	return key, string(pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der}))
 }
 
 // The same binaries result in the same image, wherever and whenever it is built.
@@ -204,11 +296,7 @@ func TestAChangelogHasTheCommitsSinceTheLastTag(t *testing.T) {
 // The signature is ECDSA over the SHA-256 of the checksums, as openssl and cosign verify it, and
 // sha256sum accepts the checksums.
 func TestChecksumsAreSigned(t *testing.T) {
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	must(t, err)
-	der, err := x509.MarshalECPrivateKey(key)
-	must(t, err)
-	written := pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})
+	key, written := newKey(t)
 	file := filepath.Join(t.TempDir(), "key.pem")
 	must(t, os.WriteFile(file, append([]byte("-----BEGIN EC PARAMETERS-----\nBggqhkjOPQMBBw==\n-----END EC PARAMETERS-----\n"), written...), 0o600))
 
@@ -219,7 +307,7 @@ func TestChecksumsAreSigned(t *testing.T) {
 	layouts := filepath.Join(dir, "images")
 	must(t, run(t.Context(), append([]string{"images", "--binaries", binaries(t, "a"), "--out", layouts}, arguments...)))
 	must(t, os.WriteFile(filepath.Join(dir, "chart.tgz"), []byte("a chart"), 0o644))
-	for name, value := range map[string]string{"a file": file, "the key": string(written)} {
+	for name, value := range map[string]string{"a file": file, "the key": written} {
 		t.Setenv("RELEASE_KEY", value)
 		must(t, run(t.Context(), append([]string{"checksums", "--dir", dir, "--layouts", layouts}, arguments...)))
 		sums, err := os.ReadFile(filepath.Join(dir, checksumsFile))
