@@ -12,6 +12,7 @@ import (
 	"encoding/pem"
 	"fmt"
 	"io"
+	"log"
 	"net/http/httptest"
 	"os"
 	"os/exec"
@@ -98,13 +99,15 @@ func TestAReleaseIsInstalledFromARegistry(t *testing.T) {
 	}
 }
 
-// What is pushed is signed in the way that cosign and policies of clusters verify, by each key once.
-func TestWhatIsPushedIsSigned(t *testing.T) {
+// smallRelease builds a release, and returns the registry's address and a function that pushes it
+// there with a key.
+func smallRelease(t *testing.T) (address string, push func(key string)) {
+	t.Helper()
 	root := chdirRoot(t)
 	helm := filepath.Join(root, "bin", "helm")
-	server := httptest.NewServer(registry.New())
+	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
 	t.Cleanup(server.Close)
-	address := strings.TrimPrefix(server.URL, "http://") + "/product"
+	address = strings.TrimPrefix(server.URL, "http://") + "/product"
 	home := t.TempDir()
 	for _, variable := range []string{"HOME", "DOCKER_CONFIG", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"} {
 		t.Setenv(variable, home)
@@ -118,11 +121,16 @@ func TestWhatIsPushedIsSigned(t *testing.T) {
 	}
 	made("images", "--binaries", binaries(t, "a"), "--out", layouts)
 	made("charts", "--layouts", layouts, "--helm", helm, "--out", out)
-	push := func(key string) {
+	return address, func(key string) {
 		t.Helper()
 		t.Setenv("RELEASE_KEY", key)
 		made("push", "--layouts", layouts, "--helm", helm, "--charts", out, "--insecure")
 	}
+}
+
+// What is pushed is signed in the way that cosign and policies of clusters verify, by each key once.
+func TestWhatIsPushedIsSigned(t *testing.T) {
+	address, push := smallRelease(t)
 	signatures := func(repository string) (name.Digest, []v1.Descriptor) {
 		t.Helper()
 		tag, err := name.NewTag(address+repository, name.Insecure)
@@ -175,6 +183,48 @@ func TestWhatIsPushedIsSigned(t *testing.T) {
 				t.Errorf("%s: signature %d is invalid", repository, i)
 			}
 		}
+	}
+}
+
+// cosign verifies the signatures of a release's key, and of no other, as docs/releases.md says.
+func TestCosignVerifiesWhatIsPushed(t *testing.T) {
+	cosign := os.Getenv("COSIGN")
+	if cosign == "" {
+		t.Skip("needs COSIGN=<binary of cosign>")
+	}
+	page, err := os.ReadFile("../../../docs/releases.md")
+	must(t, err)
+	commands := regexp.MustCompile(`(?m)^\$ cosign (verify .*) registry\.example\.com/(\S+):(v?)0\.1\.0$`).FindAllStringSubmatch(string(page), -1)
+	if len(commands) != 2 {
+		t.Fatalf("docs/releases.md has %d commands of cosign for what is in a registry, want 2", len(commands))
+	}
+	address, push := smallRelease(t)
+	_, pemOfFirst := newKey(t)
+	_, pemOfSecond := newKey(t)
+	push(pemOfFirst)
+	t.Chdir(t.TempDir())
+	verify := func(key string) (failed []string) {
+		t.Helper()
+		openssl := exec.CommandContext(t.Context(), "openssl", "ec", "-pubout", "-out", "release-key.pub")
+		openssl.Stdin = strings.NewReader(key)
+		if output, err := openssl.CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, output)
+		}
+		for _, c := range commands {
+			arguments := append(strings.Fields(c[1]), "--allow-http-registry", address+"/"+c[2]+":"+c[3]+"0.2.0")
+			output, err := exec.CommandContext(t.Context(), cosign, arguments...).CombinedOutput()
+			t.Logf("cosign %s: %v: %s", strings.Join(arguments, " "), err, output)
+			if err != nil {
+				failed = append(failed, c[2])
+			}
+		}
+		return failed
+	}
+	if failed := verify(pemOfFirst); failed != nil {
+		t.Errorf("cosign does not verify %v", failed)
+	}
+	if failed := verify(pemOfSecond); len(failed) != 2 {
+		t.Errorf("cosign does not refuse another key, except for %v", failed)
 	}
 }
 
