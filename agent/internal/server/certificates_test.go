@@ -80,11 +80,11 @@ func TestCertificatesAreIssuedToOneIdentityOnlySoOften(t *testing.T) {
 // Whether its onboarding has ended is asked only once its request has been read.
 func TestACallerWhoseOnboardingHasEndedIsReadSlowly(t *testing.T) {
 	offboarded := &atomic.Bool{}
-	f, issued := startIssuing(t, clock.RealClock{}, offboarded)
+	f, issued := startIssuing(t, clocktesting.NewFakePassiveClock(time.Now()), offboarded)
 	p := f.rawPeerOf(spokeURI + "/first")
 	request := &agentv1alpha1.IssueCertificateRequest{Cluster: spokeRef, SigningRequest: testpki.SigningRequest(t)}
 	offboarded.Store(true)
-	f.requireSlowed(func() {
+	f.requireSlowed(p, func() {
 		p.call(agentv1alpha1.CertificateService_IssueCertificate_FullMethodName, request)
 		require.Equal(t, "16", p.status())
 	})

@@ -28,6 +28,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
+	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
@@ -267,6 +268,7 @@ func TestNothingIsReadOfACallerThatIsShutOut(t *testing.T) {
 			return v1alpha1.Offboarded, true, nil
 		}
 		c.RightsInterval = time.Hour // its connections are not closed meanwhile
+		c.Clock = clocktesting.NewFakePassiveClock(time.Now())
 	})
 	for name, path := range map[string]string{"denied": "denied", "offboarded": "spoke/first", "offboarded, with another certificate": "spoke"} {
 		t.Run(name, func(t *testing.T) {
@@ -287,7 +289,7 @@ func TestNothingIsReadOfACallerThatIsShutOut(t *testing.T) {
 	}
 	// Each is a refusal that slows the caller's connections down.
 	p := f.rawPeerOf(spokeURI)
-	f.requireSlowed(func() {
+	f.requireSlowed(p, func() {
 		p.announce(grpc_health_v1.Health_Watch_FullMethodName, mebibyte/4)
 		require.Equal(t, "16", p.status())
 	})

@@ -395,6 +395,7 @@ func TestACallerThatIsDeniedLaterIsReadSlowly(t *testing.T) {
 	policy := &atomic.Pointer[authz.Policy]{}
 	f := start(t, withRights(t, policy.Load, clocktesting.NewFakePassiveClock(time.Now())), func(_ *fixture, c *server.Config) {
 		c.RightsInterval = time.Hour // it is not closed either
+		c.Clock = clocktesting.NewFakePassiveClock(time.Now())
 	})
 	p := f.rawPeer()
 	call := func() string {
@@ -404,15 +405,16 @@ func TestACallerThatIsDeniedLaterIsReadSlowly(t *testing.T) {
 	require.Equal(t, "0", call())
 	denied := policyOf(t, "deny:\n- id: "+spokeURI+"\n")
 	policy.Store(denied)
-	f.requireSlowed(func() { require.Equal(t, "16", call()) })
+	f.requireSlowed(p, func() { require.Equal(t, "16", call()) })
 }
 
 // requireSlowed requires that a connection is read slowly by the time that it has been refused
-// 2,000 calls.
-func (f *fixture) requireSlowed(refused func()) {
+// 2,000 calls. The agent's clock stands still, so it forgives none of them.
+func (f *fixture) requireSlowed(p *rawPeer, refused func()) {
 	f.Helper()
 	slowed := func() bool { return sum(f.T, f.registry, "capi_agent_slow_reads_total", "reason", "refusals") > 0 }
-	for n := 0; n < 2000 && (n%100 > 0 || !slowed()); n++ {
+	for n := 0; n < 2000 && (n < 1000 || !slowed()); n++ {
+		require.NoError(f, p.conn.SetReadDeadline(time.Now().Add(patience)))
 		refused()
 	}
 	require.True(f, slowed())
