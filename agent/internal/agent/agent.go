@@ -2,6 +2,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -73,6 +74,12 @@ type Config struct {
 	// Clock provides the time for the claim engine. Nil means the system clock, corrected by the
 	// API server's.
 	Clock clock.Clock
+	// HubPatience is how long probes of the hub's API server may remain unanswered before calls are
+	// rejected. Zero means [HubPatience].
+	HubPatience time.Duration
+	// SpokeWriteTimeout limits how long a sync waits for the write of its Spoke. Zero means
+	// [spokes.WriteTimeout].
+	SpokeWriteTimeout time.Duration
 }
 
 // Agent is the whole agent. Use [New].
@@ -220,6 +227,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Log:          c.Log.WithName("spokes"),
 		Changed:      func(cluster types.NamespacedName) { shownClusters.Changed(cluster) },
 		AgentVersion: version.Version(), APIVersion: server.APIVersion, Recorder: a.recorder,
+		WriteTimeout: c.SpokeWriteTimeout,
 	})
 	clusters := newCache(o, fleet.Equal)
 	scaler := autoscaler.New(autoscaler.Config{Engine: budgeted, Groups: held, Claims: shownClaims})
@@ -460,12 +468,13 @@ func templateCache(mgr manager.Manager, scope hub.Scope, watches *contact.Watche
 }
 
 // These are the parameters of the probe of the hub's API server. A shim learns of an outage after
-// at most hubPatience, one probeInterval and one probeTimeout. Two consecutive missing responses
+// at most HubPatience, one probeInterval and one probeTimeout. Two consecutive missing responses
 // are an outage; one slow response is not.
 const (
 	probeInterval = 2 * time.Second
 	probeTimeout  = 3 * time.Second
-	hubPatience   = 6 * time.Second
+	// HubPatience is the default of [Config.HubPatience].
+	HubPatience = 6 * time.Second
 )
 
 // newProbe returns a probe with its own client, without a rate limit. Waiting behind the agent's
@@ -504,7 +513,7 @@ func newProbe(c Config, scope hub.Scope, mgr manager.Manager, watches *contact.W
 				return nil
 			})
 		},
-		Interval: probeInterval, Timeout: probeTimeout, Patience: hubPatience, Log: c.Log.WithName("hub"),
+		Interval: probeInterval, Timeout: probeTimeout, Patience: cmp.Or(c.HubPatience, HubPatience), Log: c.Log.WithName("hub"),
 	}), nil
 }
 

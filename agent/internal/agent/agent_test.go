@@ -1,6 +1,7 @@
 package agent_test
 
 import (
+	"cmp"
 	"context"
 	"flag"
 	"fmt"
@@ -109,6 +110,8 @@ func startFor(tb testing.TB, authority *testpki.Authority, c agent.Config) *runn
 	if c.Log.GetSink() == nil {
 		c.Log = log.Log
 	}
+	// Other tests may be using the machine: a slow request is no outage.
+	c.HubPatience, c.SpokeWriteTimeout = cmp.Or(c.HubPatience, patience), cmp.Or(c.SpokeWriteTimeout, patience)
 	ctx, cancel := context.WithCancel(context.Background())
 	var err error
 	r.agent, err = agent.New(ctx, c)
@@ -158,7 +161,7 @@ func (r *running) as(uris ...string) *client.Client {
 	}
 	files := r.authority.Issue(r.t, r.t.TempDir(), r.authority, uris...)
 	c, err := client.New(client.Options{
-		Address: r.address, TLS: &client.TLS{CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile},
+		Address: r.address, TLS: &client.TLS{CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile}, Timeout: patience,
 	})
 	require.NoError(r.t, err)
 	r.clients[key] = c

@@ -56,7 +56,7 @@ spec: {policyName: last, validationActions: [Deny]}
 // confine installs the charts' roles and policies, and returns the client configuration of the
 // confined account.
 func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	// They declare the charts, and the pages of the access matrix and the limits, as inputs of the
 	// test cache.

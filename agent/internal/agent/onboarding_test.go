@@ -115,7 +115,7 @@ func (o *onboarded) as(agent int, certificate, key, ca []byte) *client.Client {
 		require.NoError(o, os.WriteFile(path, content, 0o600))
 		return path
 	}
-	c, err := client.New(client.Options{Address: o.agents[agent].address, TLS: &client.TLS{
+	c, err := client.New(client.Options{Address: o.agents[agent].address, Timeout: patience, TLS: &client.TLS{
 		CertFile: file("tls.crt", certificate), KeyFile: file("tls.key", key), CAFile: file("ca.crt", ca),
 	}})
 	require.NoError(o, err)
@@ -622,12 +622,14 @@ func TestOpenStreamsEndWithTheOnboarding(t *testing.T) {
 			require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &cluster))
 			end(t, o, &cluster)
 			ended := time.Now()
-			for i, stream := range streams {
+			for _, stream := range streams {
 				err := drain(stream)
 				require.True(t, agenterrors.IsUnauthenticated(err), "%v", err)
 				require.Less(t, time.Since(ended), soon)
+			}
+			for i := range streams {
 				require.Error(t, o.list(shim[i]), "nor is a new call answered")
-				_, err = o.issue(shim[i], o.key())
+				_, err := o.issue(shim[i], o.key())
 				require.Error(t, err, "nor is the certificate renewed")
 			}
 		})

@@ -38,7 +38,7 @@ func (o *onboarded) shim() *shim {
 	require.NoError(o, err)
 	s.hold(first, key)
 	for _, a := range o.agents {
-		c, err := client.New(client.Options{Address: a.address, TLS: &client.TLS{Source: s.held}})
+		c, err := client.New(client.Options{Address: a.address, Timeout: patience, TLS: &client.TLS{Source: s.held}})
 		require.NoError(o, err)
 		o.Cleanup(func() { require.NoError(o, c.Close()) })
 		s.clients = append(s.clients, c)
@@ -308,7 +308,7 @@ func (o *onboarded) uri() string {
 // from connects to an agent with files.
 func (o *onboarded) from(agent int, files testpki.Files) *client.Client {
 	o.Helper()
-	c, err := client.New(client.Options{Address: o.agents[agent].address, TLS: &client.TLS{
+	c, err := client.New(client.Options{Address: o.agents[agent].address, Timeout: patience, TLS: &client.TLS{
 		CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile, Refresh: 100 * time.Millisecond,
 	}})
 	require.NoError(o, err)

@@ -97,7 +97,7 @@ func TestAnAgentThatCannotFollowTheHubServesNothing(t *testing.T) {
 			plane.Create(t, &corev1.ConfigMap{
 				ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "policy"}, Data: map[string]string{authz.PolicyKey: "identities: []"},
 			})
-			r := start(t, agent.Config{Hub: config, Options: o, Registerer: registry})
+			r := start(t, agent.Config{Hub: config, Options: o, Registerer: registry, HubPatience: agent.HubPatience})
 			client := r.client(namespace, "spoke")
 			list := func(ctx context.Context) error {
 				_, err := client.NodeGroups.ListNodeGroups(ctx, &agentv1alpha1.ListNodeGroupsRequest{

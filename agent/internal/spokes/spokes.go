@@ -45,8 +45,8 @@ const (
 	catchUp = 3 * time.Minute
 	// lookInterval is how often Spokes are checked for silence.
 	lookInterval = time.Minute
-	// writeTimeout limits how long a sync waits for the write of its Spoke.
-	writeTimeout = 5 * time.Second
+	// WriteTimeout is the default of [Config.WriteTimeout].
+	WriteTimeout = 5 * time.Second
 	page         = 500
 )
 
@@ -88,6 +88,9 @@ type Config struct {
 	HubTime clock.PassiveClock
 	// Clock measures intervals. REQUIRED.
 	Clock clock.WithTicker
+	// WriteTimeout limits how long a sync waits for the write of its Spoke, which is repeated later
+	// if it fails. Zero means [WriteTimeout].
+	WriteTimeout time.Duration
 	// Log receives a line if Spokes cannot be written. Zero discards it.
 	Log logr.Logger
 }
@@ -325,7 +328,7 @@ func (s *Spokes) Note(ctx context.Context, cluster *clusterv1.Cluster, contact C
 	if !s.due(key, contact, now) {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.WriteTimeout, WriteTimeout))
 	defer cancel()
 	err := retry.OnError(retry.DefaultRetry, retryable, func() error { return s.write(ctx, cluster, contact, s.HubTime.Now()) })
 	if err != nil {

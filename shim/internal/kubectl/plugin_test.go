@@ -58,6 +58,7 @@ var cluster = fakeagent.DefaultCluster()
 
 func newEnvironment(t *testing.T) *environment {
 	t.Helper()
+	t.Setenv("KUBECTL_CAPI_TIMEOUT", patience.String())
 	w := &environment{t: t}
 	var limited []byte
 	w.spoke, w.spokeFile, limited = w.serve("shim")
@@ -419,10 +420,10 @@ func TestThePlugin(t *testing.T) {
 					"type": "Connected", "status": "True", "reason": "Synchronized", "message": "", "lastTransitionTime": time.Now().Format(time.RFC3339),
 				}},
 				"shimVersion": "v0.1.0",
-				"certificate": map[string]any{"serial": "ab", "notAfter": time.Now().Add(30*time.Hour + time.Minute).UTC().Format(time.RFC3339)},
+				"certificate": map[string]any{"serial": "ab", "notAfter": time.Now().Add(30*time.Hour + 5*time.Minute).UTC().Format(time.RFC3339)},
 			})
 		wrong, err := w.run("why", "nodeclaim", nodeClaim.Name, "--agent-address=127.0.0.1:1", "--tls-dir="+w.certificate(), "--cluster=default/workload",
-			"--timeout=2s", "--hub-kubeconfig="+w.spokeFile, "-o", "json")
+			"--hub-kubeconfig="+w.spokeFile, "-o", "json")
 		require.NoError(t, err)
 		assert.Contains(t, wrong, "is it the hub?")
 		assert.NotContains(t, wrong, "the agent has no claim for it", "it was not asked")
@@ -462,8 +463,7 @@ func TestThePlugin(t *testing.T) {
 		create(t, w.hub, "{apiVersion: agent.karpenter.cluster.x-k8s.io/v1alpha1, kind: MachineClaim, metadata: {namespace: default, name: workload."+id+
 			"}, spec: {clusterName: workload, claimID: "+id+", holder: karpenter, displayName: default-a, nodeGroup: workers}}",
 			map[string]any{"phase": "Bound", "reason": "Bound", "machine": map[string]any{"name": machine, "uid": "u"}})
-		e := explanation(t, w.must("why", "nodeclaim", nodeClaim.Name, "-o", "json", "--hub-kubeconfig="+w.hubFile, "--agent-address=127.0.0.1:1",
-			"--timeout=2s"))
+		e := explanation(t, w.must("why", "nodeclaim", nodeClaim.Name, "-o", "json", "--hub-kubeconfig="+w.hubFile, "--agent-address=127.0.0.1:1"))
 		assert.Equal(t, explain.Waiting, e.State, "%+v", e)
 		assert.Contains(t, e.Verdict, "Machine "+machine+" waits for its infrastructure", "the MachineClaim is read instead of the agent")
 	})
