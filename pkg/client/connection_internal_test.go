@@ -153,7 +153,7 @@ func TestALineThatIsLostBeforeItsFirstCallIsMadeAgain(t *testing.T) {
 }
 
 func TestALineThatWasRefusedForLongIsMadeAgain(t *testing.T) {
-	l := newLines(t, grpc.WithIdleTimeout(100*time.Millisecond))
+	l := newLines(t, grpc.WithIdleTimeout(time.Second))
 	l.refused.Store(true)
 	l.call()
 	next := l.next

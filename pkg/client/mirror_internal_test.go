@@ -20,7 +20,12 @@ type (
 	machineEvent = event[machine]
 )
 
-const patience = 10 * time.Second
+const (
+	patience = 10 * time.Second
+	// interval is that of heartbeats. Backoffs are much shorter, so that they pass without a
+	// stream becoming silent.
+	interval = time.Hour
+)
 
 // scripted is a mirror whose streams are played by the test.
 type scripted struct {
@@ -53,7 +58,7 @@ func newScripted(t *testing.T) *scripted {
 	s := &scripted{
 		t: t, clock: clocktesting.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)), streams: make(chan *stream), moving: make(chan struct{}),
 	}
-	c := FromConn(nil, Options{Clock: s.clock, HeartbeatInterval: time.Second})
+	c := FromConn(nil, Options{Clock: s.clock, HeartbeatInterval: interval})
 	s.Mirror = newMirror(c, "test", machine.GetName, func(ctx context.Context) (func() (machineEvent, error), error) {
 		opened := &stream{events: make(chan machineEvent), end: make(chan error), ctx: ctx}
 		select {
@@ -99,8 +104,7 @@ func (s *scripted) open() *stream {
 		case <-deadline:
 			s.t.Fatal("no stream was opened")
 		case <-time.After(time.Millisecond):
-			// This is less than three heartbeats, so only the backoff passes. Its length is unknown
-			// because of the jitter.
+			// Only the backoff passes. Its length is unknown because of the jitter.
 			s.clock.Step(100 * time.Millisecond)
 		}
 	}
@@ -297,13 +301,13 @@ func TestMirrorLeavesASilentStream(t *testing.T) {
 	s.send(stream, marker)
 	for range 5 {
 		// Two of three intervals pass each time: heartbeats keep the stream alive.
-		s.clock.Step(2 * time.Second)
+		s.clock.Step(2 * interval)
 		s.send(stream, machineEvent{kind: heartbeat}, machineEvent{kind: heartbeat})
 		require.NoError(t, stream.ctx.Err())
 	}
 	s.eventually(func() bool {
 		// This is repeated, because the watchdog may not have set its timer yet.
-		s.clock.Step(time.Second)
+		s.clock.Step(interval)
 		return stream.ctx.Err() != nil
 	})
 	s.eventually(func() bool { return errors.Is(s.State().LastError, errSilent) })
@@ -315,7 +319,7 @@ func TestMirrorLeavesASilentStream(t *testing.T) {
 func TestMirrorLeavesAStreamThatDoesNotOpen(t *testing.T) {
 	s := newScripted(t) // its streams are never accepted
 	s.eventually(func() bool {
-		s.clock.Step(time.Second)
+		s.clock.Step(interval)
 		return errors.Is(s.State().LastError, errSilent)
 	})
 	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
