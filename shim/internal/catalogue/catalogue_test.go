@@ -114,14 +114,20 @@ func TestAClusterWithoutNodeGroupsHasAnEmptyCatalogue(t *testing.T) {
 }
 
 func TestMarkedGroupsAreUnavailableForAWhile(t *testing.T) {
-	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithUnavailableTTL(6*time.Second))
-	available := func() int {
-		return lo.CountBy(types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)), func(it *cloudprovider.InstanceType) bool {
-			return len(it.Offerings.Available()) > 0
-		})
+	marked := func(ttl time.Duration) (w *shimtest.Env, available func() int) {
+		w = shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithUnavailableTTL(ttl))
+		w.Catalogue.MarkUnavailable("default/a")
+		return w, func() int {
+			return lo.CountBy(types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)), func(it *cloudprovider.InstanceType) bool {
+				return len(it.Offerings.Available()) > 0
+			})
+		}
 	}
-	w.Catalogue.MarkUnavailable("default/a")
+	w, available := marked(time.Hour)
 	w.Eventually(func() bool { return available() == 1 }, "the mark shows")
+	w, available = marked(2 * time.Second)
+	begun := time.Now()
+	w.Eventually(func() bool { return available() == 1 || time.Since(begun) > 2*time.Second }, "the mark shows, or is forgotten already")
 	w.Eventually(func() bool { return available() == 2 }, "the mark is forgotten")
 }
 

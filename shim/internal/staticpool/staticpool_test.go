@@ -34,7 +34,6 @@ func as(t *testing.T, controller interface{ Name() string }) context.Context {
 }
 
 func TestAStaticNodePoolWithoutRoomIsLeftAloneForAWhile(t *testing.T) {
-	const ttl = 5 * time.Second
 	kube := shimtest.FakeKube(interceptor.Funcs{})
 	for name, replicas := range map[string]*int64{"static": new(int64(3)), "another": new(int64(3)), "dynamic": nil} {
 		require.NoError(t, kube.Create(t.Context(), &karpv1.NodePool{
@@ -42,7 +41,7 @@ func TestAStaticNodePoolWithoutRoomIsLeftAloneForAWhile(t *testing.T) {
 		}))
 	}
 	recorder := &shimtest.Recorder{}
-	gate := staticpool.New(kube, recorder, ttl)
+	gate := staticpool.New(kube, recorder, time.Hour)
 	through := gate.Client(kube)
 	ctx := as(t, &static.Controller{})
 	require.NoError(t, through.Create(ctx, of("static", "first")))
@@ -61,6 +60,9 @@ func TestAStaticNodePoolWithoutRoomIsLeftAloneForAWhile(t *testing.T) {
 	}), "other kinds are made")
 	assert.Equal(t, []string{"NoRoomForReplicas"}, recorder.Reasons())
 
+	gate = staticpool.New(kube, recorder, time.Second)
+	gate.Refused(t.Context(), of("static", "first"), errors.New("default/a is at its max size"))
+	through = gate.Client(kube)
 	require.Eventually(t, func() bool { return through.Create(ctx, of("static", "second")) == nil }, 30*time.Second, 10*time.Millisecond,
 		"it is tried again")
 }
