@@ -65,7 +65,7 @@ func Quantity(s string) (resource.Quantity, error) {
 	return quantity, nil
 }
 
-// largest is the cap that Kubernetes applies, except to numbers with leading zeros.
+// largest is the limit that Kubernetes applies, except to numbers with leading zeros.
 var largest = *resource.NewQuantity(math.MaxInt64, resource.DecimalSI)
 
 // exponent returns the absolute value of the decimal exponent in s, or 0 if there is none.

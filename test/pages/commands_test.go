@@ -83,6 +83,8 @@ func TestEveryCommandWithoutAPromptIsRun(t *testing.T) {
 	for _, page := range all {
 		for _, block := range page.Blocks() {
 			if block.Language != "sh" {
+				require.False(t, block.Language == "" && program.MatchString(block.Code),
+					"%s: commands are in a block marked sh, or console with a prompt", at(page, block))
 				continue
 			}
 			if !slices.Contains(found[page.Path], block.Section) {
@@ -183,7 +185,6 @@ var said = map[string]string{
 // noCommands has the pages whose sentences have no commands for a reader to run, with the reason.
 var noCommands = map[string]string{
 	"docs/options.md": "it is generated, and shows how each command is called",
-	"docs/sizing.md":  "it names what restarts an agent, whose memory is then measured",
 	"docs/values.md":  "it is generated, and names flags of Helm",
 }
 
@@ -239,6 +240,8 @@ func commandsInSentences(page pages.Page) []string {
 
 var (
 	prompt = regexp.MustCompile(`(?m)^ *\$ `)
+	// program is what a block begins with that a reader would run.
+	program = regexp.MustCompile(`^\s*(capi-agent|clusterctl|cosign|curl|docker|export|git|go|grpcurl|helm|kubectl|make|openssl) `)
 	inCode = regexp.MustCompile("`((?:capi-agent|curl|go (?:run|test)|helm|kubectl|openssl)(?:\\s+[^`\\s]+){2,})`")
 	usual  = regexp.MustCompile("after (a|the) `\\$`|No test runs the (other )?commands of this page")
 )

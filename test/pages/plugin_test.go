@@ -285,7 +285,7 @@ func spokeOf(ctx context.Context, t *testing.T, hub client.Client, namespace, na
 			"type": "Connected", "status": connected, "reason": reason, "message": message, "lastTransitionTime": time.Now().UTC().Format(time.RFC3339),
 		}},
 		"lastSyncTime": time.Now().UTC().Format(time.RFC3339), "shimVersion": "karpenter/v0.1.0", "spokeID": "7d0fb7d2-36f4-4b5c-9d1b-2f0c4f0f6f11",
-		"certificate": map[string]any{"serial": "4f", "notAfter": time.Now().Add(29*time.Hour + time.Minute).UTC().Format(time.RFC3339)},
+		"certificate": map[string]any{"serial": "4f", "notAfter": time.Now().Add(13*time.Hour + 5*time.Minute).UTC().Format(time.RFC3339)},
 	}
 	maps.Copy(status, more)
 	object.Object["status"] = status

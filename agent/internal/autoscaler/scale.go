@@ -27,7 +27,7 @@ type Origin struct{ RequestID, TraceID string }
 
 // Increase makes delta claims on a group, and returns when all of them are durable. The request has
 // no ID, so a repeated call adds as many again: a caller that got no answer must read the target
-// size first. If the engine refuses claims after it has made others, because a cap or a quota is
+// size first. If the engine refuses claims after it has made others, because a limit or a quota is
 // used up, Increase makes no further ones, and returns nil: the target size says how many there
 // are. After any other error, those that were made are released, and the target size is as before;
 // only an agent that ends meanwhile leaves some of them. Errors: [*InvalidError],

@@ -43,8 +43,8 @@ func volumesOf(source *agentv1alpha1.NodeGroup) (map[string]int, error) {
 	return volumes, errors.Join(errs...)
 }
 
-// devicesOf returns the valid devices, and an error that names the invalid ones. It caps each count
-// at the size of a ResourceSlice, because core plans with one slice per driver.
+// devicesOf returns the valid devices, and an error that names the invalid ones. Counts are limited
+// to the size of a ResourceSlice, because core plans with one slice per driver.
 func devicesOf(source *agentv1alpha1.NodeGroup) (map[DeviceKind]int, error) {
 	var errs []error
 	devices := map[DeviceKind]int{}

@@ -93,7 +93,7 @@ func agentProblem(err error, agent *Agent) error {
 		return problem(fmt.Errorf("the agent at %s does not accept the certificate: %s", address, message),
 			"Use the certificate that Karpenter has, or one of a reader: --tls-dir (docs/install.md, access for others).")
 	case codes.Unimplemented:
-		return problem(fmt.Errorf("the agent at %s is of an earlier version: %s", address, message), "Upgrade it (docs/upgrades.md).")
+		return problem(fmt.Errorf("the agent at %s is of an earlier version: %s", address, message), "Upgrade it (docs/install.md, upgrading).")
 	case codes.PermissionDenied:
 		if agent.Cluster == nil {
 			return problem(fmt.Errorf("the agent at %s refuses: %s", address, message),

@@ -128,6 +128,25 @@ func TestThePageOfBugsNamesMutantsAndTests(t *testing.T) {
 	}
 }
 
+// A reader looks at the commits.
+func TestThePageOfBugsNamesCommits(t *testing.T) {
+	r := runner{root: source(t)}
+	// It declares the history as an input of the test cache.
+	_ = os.Getenv("TESTED_COMMIT")
+	if shallow, err := exec.CommandContext(t.Context(), "git", "-C", r.root, "rev-parse", "--is-shallow-repository").Output(); err != nil ||
+		strings.TrimSpace(string(shallow)) != "false" {
+		t.Skip("there is no history")
+	}
+	page, err := os.ReadFile(filepath.Join(r.root, "docs", "bugs.md"))
+	require.NoError(t, err)
+	commits := regexp.MustCompile(`\| ([0-9a-f]{7,40}) \|`).FindAllStringSubmatch(string(page), -1)
+	require.Greater(t, len(commits), 30)
+	for _, commit := range commits {
+		err := exec.CommandContext(t.Context(), "git", "-C", r.root, "cat-file", "-e", commit[1]+"^{commit}").Run()
+		assert.NoError(t, err, "there is no commit %s", commit[1])
+	}
+}
+
 // TestTheQuickestMutantsAreCaught tries the mutants that a few histories catch; `make mutants`
 // tries all.
 func TestTheQuickestMutantsAreCaught(t *testing.T) {
