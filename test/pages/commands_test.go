@@ -56,6 +56,10 @@ var ran = map[string]struct {
 		"test/pages/migration_test.go:TestTheMigrationFromTheOtherProvider",
 		[]string{"Before you begin", "1. Look first", "2. Stop the other provider", "3. Start Karpenter", "4. Allow disruption", "Going back"},
 	},
+	"docs/nodepools-from-the-hub.md": {
+		"test/pages/operations_test.go:TestASpokeCanBeOnboardedAsThePageSays",
+		[]string{"Turn it on", "A NodePoolSet", "In the spoke", "The status in the hub"},
+	},
 	"docs/operations.md": {
 		"test/pages/operations_test.go:TestASpokeCanBeOnboardedAsThePageSays",
 		[]string{"Onboard a spoke", "See the spokes", "Renewal", "Shut a spoke out"},
@@ -175,10 +179,9 @@ func above(page pages.Page, block pages.Block) string {
 
 // said has, by page, the sentence that says which commands no test runs, if it is another than the usual one.
 var said = map[string]string{
-	"docs/bugs.md":                                        "`make test` runs these tests, and the nightly workflow all mutants.",
-	"docs/nodepools-from-the-hub.md":                      "The commands of this page are not run by a test.",
-	"docs/providers/gcp.md":                               "nothing on this page was run",
-	"docs/providers/vsphere.md":                           "nothing on this page was run",
+	"docs/bugs.md":              "`make test` runs these tests, and the nightly workflow all mutants.",
+	"docs/providers/gcp.md":     "nothing on this page was run",
+	"docs/providers/vsphere.md": "nothing on this page was run",
 	"docs/migrate-from-karpenter-provider-cluster-api.md": "and are not run.",
 }
 
@@ -242,8 +245,8 @@ var (
 	prompt = regexp.MustCompile(`(?m)^ *\$ `)
 	// program is what a block begins with that a reader would run.
 	program = regexp.MustCompile(`^\s*(capi-agent|clusterctl|cosign|curl|docker|export|git|go|grpcurl|helm|kubectl|make|openssl) `)
-	inCode = regexp.MustCompile("`((?:capi-agent|curl|go (?:run|test)|helm|kubectl|openssl)(?:\\s+[^`\\s]+){2,})`")
-	usual  = regexp.MustCompile("after (a|the) `\\$`|No test runs the (other )?commands of this page")
+	inCode  = regexp.MustCompile("`((?:capi-agent|curl|go (?:run|test)|helm|kubectl|openssl)(?:\\s+[^`\\s]+){2,})`")
+	usual   = regexp.MustCompile("after (a|the) `\\$`|No test runs the (other )?commands of this page")
 )
 
 // A figure of a machine that no test looks at has the day on which it was taken down.

@@ -87,16 +87,22 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 	do(installation.Steps("The agent")[0])
 	onboard := steps("Onboard a spoke", 5)
 	do(onboard[0])
-	agent := runPod(ctx, t, hub, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}, "capi-agent", nil,
-		"--listen-address=localhost:0", "--metrics-bind-address=0", "--health-probe-bind-address=0")
-	agentAddress := servedAddress(ctx, t, agent)
+	runAgent := func() (agent *process, address string) {
+		agent = runPod(ctx, t, hub, client.ObjectKey{Namespace: "capi-agent-system", Name: "capi-agent"}, "capi-agent", nil,
+			"--listen-address=localhost:0", "--metrics-bind-address=0", "--health-probe-bind-address=0")
+		return agent, servedAddress(ctx, t, agent)
+	}
+	runShim := func(agentAddress string) *process {
+		return runPod(ctx, t, spoke, client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, "karpenter",
+			[]string{"DISABLE_LEADER_ELECTION=true", "METRICS_BIND_ADDRESS=127.0.0.1:0", "HEALTH_PROBE_BIND_ADDRESS=127.0.0.1:0"},
+			"--agent-address="+agentAddress)
+	}
+	agent, agentAddress := runAgent()
 
 	require.Contains(t, do(onboard[1]), "would onboard team-a/production")
 	require.Contains(t, do(onboard[2]), "team-a/production is onboarded")
 	do(onboard[3])
-	shim := runPod(ctx, t, spoke, client.ObjectKey{Namespace: "karpenter", Name: "karpenter"}, "karpenter",
-		[]string{"DISABLE_LEADER_ELECTION=true", "METRICS_BIND_ADDRESS=127.0.0.1:0", "HEALTH_PROBE_BIND_ADDRESS=127.0.0.1:0"},
-		"--agent-address="+agentAddress)
+	shim := runShim(agentAddress)
 	key := client.ObjectKey{Namespace: "team-a", Name: "production"}
 	first := awaitConnected(ctx, t, hub.client, key, "", agent, shim)
 
@@ -128,6 +134,16 @@ func TestASpokeCanBeOnboardedAsThePageSays(t *testing.T) {
 		renewed = shimsIdentity(ctx, t, spoke.client)
 		require.NoError(c, renewed.call(ctx, t, agentAddress))
 	}, soon, 100*time.Millisecond)
+
+	// Both are restarted, as the Deployments' controllers would.
+	publishing, err := pages.Read(root(t), "docs/nodepools-from-the-hub.md")
+	require.NoError(t, err)
+	do(publishing.Script("Turn it on"))
+	shim.stop()
+	agent.stop()
+	agent, agentAddress = runAgent()
+	shim = runShim(agentAddress)
+	publishNodePools(ctx, t, publishing, hub, spoke, do, agent, shim)
 
 	// docs/uninstall.md, from here to the end of the shim.
 	karpenterRemovesItsNodes(ctx, t, installation, hub, spoke, do, agent, shim)
