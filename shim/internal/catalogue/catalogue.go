@@ -62,7 +62,7 @@ type Catalogue struct {
 	clock       clock.PassiveClock
 	nodeGroups  NodeGroups
 	kube        client.Reader
-	unavailable *cache.Cache
+	unavailable *cache.Cache // core brings the library, for its providers' offerings
 	snapshot    atomic.Pointer[Snapshot]
 	wake        chan struct{}
 	newGroup    func(*agentv1alpha1.NodeGroup) (*instancetype.Group, error)

@@ -43,7 +43,7 @@ var putOffTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.
 type Gate struct {
 	kube     client.Reader
 	recorder events.Recorder
-	closed   *cache.Cache // the reason of the refusal, by NodePool
+	closed   *cache.Cache // the reason of the refusal, by NodePool; core brings the library
 	ttl      time.Duration
 }
 
