@@ -95,7 +95,9 @@ func TestAWatcherThatNeverReadsIsCutOff(t *testing.T) {
 	}
 	stream, err := f.cluster().NodeGroups.WatchNodeGroups(context.Background(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return sum(t, f.registry, "grpc_server_handled_total", "grpc_method", "WatchNodeGroups") == 1 },
+	require.Eventually(t, func() bool {
+		return sum(t, f.registry, "grpc_server_handled_total", "grpc_method", "WatchNodeGroups") == 1
+	},
 		patience, time.Millisecond, "there is no reader")
 	require.Zero(t, f.nodeGroups.Stats().Subscribers)
 	_ = stream
