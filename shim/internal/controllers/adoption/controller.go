@@ -176,7 +176,16 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		log.FromContext(ctx).Error(err, "not known whether the NodeClaim's machine is to be adopted")
 		c.Recorder.Publish(incomplete(nodeClaim, err))
 		return reconcile.Result{RequeueAfter: look}, nil
-	case machine == nil, machine.GetDeletedAt() != nil:
+	case machine == nil:
+		// Perhaps it has been adopted for another NodeClaim.
+		if duplicate, err := c.isDuplicate(ctx, nodeClaim); err != nil {
+			return reconcile.Result{}, err
+		} else if duplicate {
+			return reconcile.Result{RequeueAfter: look}, nil
+		}
+		c.sawToIt(nodeClaim.UID)
+		return reconcile.Result{}, nil
+	case machine.GetDeletedAt() != nil:
 		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}

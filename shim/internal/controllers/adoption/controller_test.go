@@ -906,6 +906,22 @@ func TestANodeIsDetachedFromANodeClaimWithThePlaceholder(t *testing.T) {
 	}
 }
 
+// The order in which NodeClaims are looked at is not theirs.
+func TestADuplicateIsToldOfAlthoughItsMachineWasAdoptedFirst(t *testing.T) {
+	e := setUp(t)
+	owner := e.left("owner")
+	e.join(owner)
+	e.reconcile(owner)
+	e.known(owner)
+	require.Equal(t, []string{"MachineAdopted"}, e.Recorder.Reasons())
+	e.clock.Step(time.Minute) // expire the listing
+	duplicate := e.left("duplicate")
+	assert.Positive(t, e.reconcile(duplicate).RequeueAfter)
+	require.Equal(t, []string{"MachineAdopted", "DuplicateNodeClaim"}, e.Recorder.Reasons())
+	assert.Contains(t, e.Recorder.Messages()[1], "belongs to NodeClaim owner")
+	require.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, e.claim(owner).GetPhase(), "nothing happens to it")
+}
+
 func TestADuplicateReturnsNothing(t *testing.T) {
 	e := setUp(t)
 	owner := e.left("owner")
