@@ -152,9 +152,9 @@ func claim(
 			fmt.Fprintln(out, "claimed from:", created.GetClaim().GetNodeGroupId())
 			return nil
 		case agenterrors.IsConflict(err):
-			continue // Another writer was faster. The same ID makes it safe to repeat the call.
+			continue // Another writer was faster. The same id makes it safe to repeat the call.
 		case agenterrors.IsUnavailable(err):
-			// The claim may exist. The same ID finds it, or makes it.
+			// The claim may exist. The same id finds it, or makes it.
 			if err := wait(ctx, err); err != nil {
 				return err
 			}
@@ -165,7 +165,7 @@ func claim(
 			return fmt.Errorf("no machine can be claimed: %w", err)
 		case agenterrors.IsEnded(err):
 			end, _ := agenterrors.EndedAs(err)
-			return fmt.Errorf("claim %s has ended as %s; choose another ID: %w", claimID, end.Reason, err)
+			return fmt.Errorf("claim %s has ended as %s; choose another id: %w", claimID, end.Reason, err)
 		default:
 			return err
 		}

@@ -114,9 +114,9 @@ def claim(agent, cluster, claim_id, candidates):
             rejections = [info for info in infos if "node_group" in info.metadata]
             reasons = [info.reason for info in infos]
             if "CONFLICT" in reasons:
-                continue  # Another writer was faster. The same ID makes it safe to repeat the call.
+                continue  # Another writer was faster. The same id makes it safe to repeat the call.
             if "CLAIM_ENDED" in reasons:
-                sys.exit(f"claim {claim_id} has ended as {infos[0].metadata['reason']}; choose another ID")
+                sys.exit(f"claim {claim_id} has ended as {infos[0].metadata['reason']}; choose another id")
             if rejections:
                 for rejection in rejections:
                     why = rejection.metadata["reason"] or rejection.reason
@@ -124,7 +124,7 @@ def claim(agent, cluster, claim_id, candidates):
                 sys.exit("no machine can be claimed")
             if not unavailable(error) and "THROTTLED" not in reasons:
                 raise
-            # The claim may exist. The same ID finds it, or makes it.
+            # The claim may exist. The same id finds it, or makes it.
             time.sleep(retry_delay(details))
 
 
