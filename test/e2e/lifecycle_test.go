@@ -78,7 +78,11 @@ func stages() []stage {
 	return []stage{
 		// No further than the next stage, however long the deed takes.
 		{name: "claimed", stuckAt: simv1.StageBoot, reach: func(l *life, ctx context.Context) error {
-			return l.until(ctx, func() string { return lo.Ternary(len(l.claims()) > 0, "", "a claim") })
+			// Before it is in a ledger, nothing but its object knows of it.
+			return l.until(ctx, func() string {
+				admitted := lo.ContainsBy(l.claims(), func(c agentv1.MachineClaim) bool { return c.Status.NodeGroupUID != "" })
+				return lo.Ternary(admitted, "", "a claim that is in a ledger")
+			})
 		}},
 		{name: "booting", stuckAt: simv1.StageBoot, instance: true, reach: func(l *life, ctx context.Context) error {
 			return l.until(ctx, func() string {
