@@ -165,6 +165,12 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}
+	// Its machine may have been adopted for the other one already.
+	if duplicate, err := c.isDuplicate(ctx, nodeClaim); err != nil {
+		return reconcile.Result{}, err
+	} else if duplicate {
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
 	machine, err := c.Unclaimed.Of(ctx, nodeClaim)
 	switch {
 	case errors.Is(err, unclaimed.ErrUnknownMachine):
@@ -176,16 +182,7 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		log.FromContext(ctx).Error(err, "not known whether the NodeClaim's machine is to be adopted")
 		c.Recorder.Publish(incomplete(nodeClaim, err))
 		return reconcile.Result{RequeueAfter: look}, nil
-	case machine == nil:
-		// Perhaps it has been adopted for another NodeClaim.
-		if duplicate, err := c.isDuplicate(ctx, nodeClaim); err != nil {
-			return reconcile.Result{}, err
-		} else if duplicate {
-			return reconcile.Result{RequeueAfter: look}, nil
-		}
-		c.sawToIt(nodeClaim.UID)
-		return reconcile.Result{}, nil
-	case machine.GetDeletedAt() != nil:
+	case machine == nil, machine.GetDeletedAt() != nil:
 		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}
@@ -200,11 +197,6 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	node, err := c.node(ctx, nodeClaim)
 	if err != nil {
 		return reconcile.Result{}, err
-	}
-	if duplicate, err := c.isDuplicate(ctx, nodeClaim); err != nil {
-		return reconcile.Result{}, err
-	} else if duplicate {
-		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	policy, err := c.policy(ctx, nodeClaim)
 	if err != nil {
@@ -348,11 +340,6 @@ var protections = map[string]string{
 // NodeClass's policy, because the machine could not be removed. The machine is adopted once the
 // agent reports it.
 func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
-	if duplicate, err := c.isDuplicate(ctx, nodeClaim); err != nil {
-		return reconcile.Result{}, err
-	} else if duplicate {
-		return reconcile.Result{RequeueAfter: look}, nil
-	}
 	node, err := c.node(ctx, nodeClaim)
 	if err != nil {
 		return reconcile.Result{}, err
