@@ -34,14 +34,7 @@ import (
 func TestAReleaseIsInstalledFromARegistry(t *testing.T) {
 	root := chdirRoot(t)
 	helm := filepath.Join(root, "bin", "helm")
-	server := httptest.NewServer(registry.New())
-	t.Cleanup(server.Close)
-	address := strings.TrimPrefix(server.URL, "http://") + "/product"
-	home := t.TempDir()
-	for _, variable := range []string{"HOME", "DOCKER_CONFIG", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"} {
-		t.Setenv(variable, home)
-	}
-
+	address := localRegistry(t)
 	out := t.TempDir()
 	layouts := filepath.Join(out, "images")
 	identity := []string{"--version", "v0.2.0", "--commit", "abc", "--created", "1700000000", "--registry", address}
@@ -99,19 +92,25 @@ func TestAReleaseIsInstalledFromARegistry(t *testing.T) {
 	}
 }
 
+// localRegistry serves a registry to clients without credentials, and returns where images are in it.
+func localRegistry(t *testing.T) string {
+	t.Helper()
+	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
+	t.Cleanup(server.Close)
+	home := t.TempDir()
+	for _, variable := range []string{"HOME", "DOCKER_CONFIG", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"} {
+		t.Setenv(variable, home)
+	}
+	return strings.TrimPrefix(server.URL, "http://") + "/product"
+}
+
 // smallRelease builds a release, and returns the registry's address and a function that pushes it
 // there with a key.
 func smallRelease(t *testing.T) (address string, push func(key string)) {
 	t.Helper()
 	root := chdirRoot(t)
 	helm := filepath.Join(root, "bin", "helm")
-	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
-	t.Cleanup(server.Close)
-	address = strings.TrimPrefix(server.URL, "http://") + "/product"
-	home := t.TempDir()
-	for _, variable := range []string{"HOME", "DOCKER_CONFIG", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"} {
-		t.Setenv(variable, home)
-	}
+	address = localRegistry(t)
 	out := t.TempDir()
 	layouts := filepath.Join(out, "images")
 	identity := []string{"--version", "v0.2.0", "--registry", address}
