@@ -313,6 +313,6 @@ func TestAThrottledCallIsNotKeptUntilItsDeadline(t *testing.T) {
 	defer cancel()
 	err := getStatus(ctx, c)
 	require.True(t, agenterrors.IsThrottled(err), "%v", err)
-	require.NoError(t, ctx.Err(), "it is told at once")
+	require.NoError(t, ctx.Err(), "the error comes at once")
 	require.Equal(t, 1, agent.Calls("GetStatus"))
 }
