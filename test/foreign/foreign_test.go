@@ -129,7 +129,7 @@ node: spot-\d+, instance: fake:///fleet/spoke/spot-\d+
 
 	out, err = example("-claim-id=first")
 	require.Error(t, err)
-	require.Contains(t, out, "claim first has ended as Released; choose another ID")
+	require.Contains(t, out, "claim first has ended as Released; choose another id")
 }
 
 // The go command has to find what pkg requires where the repository is published.
